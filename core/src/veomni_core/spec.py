@@ -1,0 +1,166 @@
+"""What plugins hand to the core: descriptions of kernels, ops, devices and site rules. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from veomni_core.errors import KernelLoadError, SpecError
+from veomni_core.hardware import Hardware, HardwareRequirement
+
+EAGER = "eager"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_attribute(reference: str) -> Any:
+    """Import ``"module:attribute"`` (the attribute may be dotted) and return it."""
+    module_name, _, attribute = reference.partition(":")
+    value: Any = importlib.import_module(module_name)
+    for name in attribute.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check_reference(owner: str, field_name: str, reference: str) -> None:
+    module_name, colon, attribute = str(reference).partition(":")
+    if not (colon and module_name and attribute):
+        raise SpecError(f'{owner}: {field_name} must read "module:attribute", not {reference!r}')
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of one variant of one op.
+
+    ``factory`` names (``"module:attribute"``) the kernel itself, or a function without parameters that returns it; it
+    is imported only when the kernel is bound. ``preference`` ranks kernels for ``auto``: the highest that can run
+    wins, and one at 0 or below is never chosen without being named. ``dtypes`` are the input types it accepts,
+    ``deterministic`` promises the same bits on every run, ``backward`` that every gradient of the contract is given.
+    """
+
+    name: str
+    op_name: str
+    variant: str
+    factory: str
+    hardware: HardwareRequirement = field(default_factory=HardwareRequirement)
+    description: str = ""
+    preference: int = 50
+    deterministic: bool = True
+    backward: bool = True
+    dtypes: tuple[str, ...] = DTYPES
+    expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        for name in ("name", "op_name", "variant"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise SpecError(f"KernelSpec: {name} must be a non-empty string, not {value!r}")
+        _check_reference(str(self), "factory", self.factory)
+        if self.name in (EAGER, "auto"):
+            raise SpecError(f"{self}: {self.name!r} is a word of the config and cannot name a kernel")
+        if not isinstance(self.hardware, HardwareRequirement):
+            raise SpecError(f"{self}: hardware must be a HardwareRequirement, not {type(self.hardware).__name__}")
+        if not self.dtypes:
+            raise SpecError(f"{self}: dtypes is empty, so nothing could ever be computed")
+
+    def __str__(self) -> str:
+        return f"{self.op_name}/{self.variant}:{self.name}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What identifies the kernel among all plugins: op, variant and name."""
+        return (self.op_name, self.variant, self.name)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the factory and return the kernel, ready to be called as the op's contract says.
+
+        Raises:
+            KernelLoadError: the import failed, or what it gave cannot be called.
+        """
+        try:
+            kernel = load_attribute(self.factory)
+            if callable(kernel) and _is_zero_argument(kernel):
+                kernel = kernel()
+        except Exception as error:
+            raise KernelLoadError(f"{self}: {self.factory} failed: {type(error).__name__}: {error}") from error
+        if not callable(kernel):
+            raise KernelLoadError(f"{self}: {self.factory} gave a {type(kernel).__name__}, which cannot be called")
+        return kernel  # type: ignore[no-any-return]
+
+
+def _is_zero_argument(function: Callable[..., Any]) -> bool:
+    try:
+        return not inspect.signature(function).parameters
+    except (TypeError, ValueError):  # builtins such as autograd.Function.apply have no signature: they are kernels
+        return False
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """A replaceable computation.
+
+    ``variants`` are its exact mathematics; ``contract`` names (``"module:attribute"``) a mapping from variant to
+    :class:`veomni_core.ops.contract.Contract`, imported only when a kernel is checked or a site is proven.
+    ``config_field`` is its key in the job's YAML and ``default`` that key's value under ``preset: gpu``.
+    ``published`` maps values that are known to exist to the distribution that brings them, so that a kernel that is
+    not installed is told apart from one that is misspelt. ``legacy_values`` maps retired spellings to present ones.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+    config_field: str
+    default: str = EAGER
+    contract: str = ""
+    description: str = ""
+    variant_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
+    published: Mapping[str, str] = field(default_factory=dict, hash=False)
+    legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "variants", tuple(self.variants))
+        if not self.name or not self.config_field:
+            raise SpecError(f"OpSpec: name and config_field must not be empty, got {self.name!r}, {self.config_field!r}")
+        if not self.variants:
+            raise SpecError(f"OpSpec {self.name}: an op needs at least one variant")
+        _check_reference(f"OpSpec {self.name}", "contract", self.contract)
+
+    def canonical_variant(self, variant: str) -> str:
+        """``variant``, or the variant that it is an alias of."""
+        return self.variant_aliases.get(variant, variant)
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device type that the core does not know: how to see it, and products that can be named.
+
+    ``detect`` names (``"module:attribute"``) a function without parameters that returns a
+    :class:`~veomni_core.hardware.Hardware`, or ``None`` where there is no such device.
+    """
+
+    device_type: str
+    detect: str
+    named: Mapping[str, Hardware] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_reference(f"DeviceSpec {self.device_type}", "detect", self.detect)
+
+
+@dataclass(frozen=True)
+class SiteRule:
+    """How to find one op in a model, and how to put a kernel there.
+
+    ``locator`` names (``"module:attribute"``) an object with the two methods of
+    :class:`veomni_core.sites.site.SiteLocator`: ``find(model)`` and ``install(model, site, kernel)``.
+    ``order`` decides which rule's changes are applied first (low first) where two rules change one module.
+    """
+
+    name: str
+    op_name: str
+    locator: str
+    order: int = 50
+
+    def __post_init__(self) -> None:
+        _check_reference(f"SiteRule {self.name}", "locator", self.locator)
