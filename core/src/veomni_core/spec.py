@@ -164,3 +164,19 @@ class SiteRule:
 
     def __post_init__(self) -> None:
         _check_reference(f"SiteRule {self.name}", "locator", self.locator)
+
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """A verb that a plugin adds to the ``veomni`` command line.
+
+    ``target`` names (``"module:attribute"``) a function that typer can turn into a command; it is imported only when
+    the verb is used.
+    """
+
+    name: str
+    target: str
+    help: str = ""
+
+    def __post_init__(self) -> None:
+        _check_reference(f"CommandSpec {self.name}", "target", self.target)

@@ -1,0 +1,91 @@
+"""What a contract is made of: an eager reference, sample inputs, and how far a kernel may be from the exact result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op. Tensors that require gradients are the ones whose gradients are compared."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a result ``y`` may be from the float64 oracle ``o``; both bounds must hold.
+
+    Every element: ``|y - o| <= element * (|o| + rms(o))``. As a whole: ``norm(y - o) <= norm * norm(o)``, which
+    averages rounding out and so can be far tighter.
+    """
+
+    element: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a kernel of one variant of one op must compute, and how closely.
+
+    ``reference`` is the eager mathematics in plain PyTorch; on float64 inputs it is the oracle. ``samples`` yields the
+    same calls each time it is asked (fixed seed) for a device and a dtype. ``values`` and ``gradients`` hold a
+    :class:`Tolerance` per dtype name. ``rounding`` bounds, per dtype name, the share of elements of the result that
+    may differ in any bit from the reference run in that same dtype: it tells apart variants that differ only in where
+    they round. ``primary`` picks the tensors to compare out of what a call returns.
+    """
+
+    op_name: str
+    variant: str
+    reference: Callable[..., Any]
+    samples: SampleMaker
+    values: Mapping[str, Tolerance]
+    gradients: Mapping[str, Tolerance]
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    primary: Callable[[Any], tuple[Tensor, ...]] = field(default=lambda result: as_tensors(result))
+
+
+def as_tensors(result: Any) -> tuple[Tensor, ...]:
+    """The tensors of a call's result, in order."""
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that references compute in: float32, or float64 when they serve as the oracle."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as configs and specs write it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Draw:
+    """Seeded random tensors of one device and dtype; the same sequence on every machine (drawn on the CPU)."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        """Normal values; not a leaf that requires gradients, see :func:`leaf`."""
+        values = torch.randn(*shape, generator=self._generator, dtype=torch.float64) * scale + shift
+        return values.to(self.device, self.dtype)
+
+    def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
+        """Integers in ``[low, high)``."""
+        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """``tensor``, with its strides as they are, as a leaf whose gradient is wanted."""
+    return tensor.detach().requires_grad_()
