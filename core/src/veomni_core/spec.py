@@ -150,17 +150,17 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class SiteRule:
-    """How to find one op in a model, and how to put a kernel there.
+    """How to find an op in models, and how to put a kernel there.
 
-    ``locator`` names (``"module:attribute"``) an object with the two methods of
-    :class:`veomni_core.sites.site.SiteLocator`: ``find(model)`` and ``install(model, site, kernel)``.
-    ``order`` decides which rule's changes are applied first (low first) where two rules change one module.
+    ``locator`` names (``"module:attribute"``) a class without constructor parameters that has the two methods of
+    :class:`veomni_core.sites.site.SiteLocator`. ``order`` says whose changes are applied first (low first) where two
+    rules change one module. ``installs_eager`` marks an op whose eager code must itself be selected.
     """
 
     name: str
-    op_name: str
     locator: str
     order: int = 50
+    installs_eager: bool = False
 
     def __post_init__(self) -> None:
         _check_reference(f"SiteRule {self.name}", "locator", self.locator)

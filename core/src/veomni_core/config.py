@@ -1,0 +1,195 @@
+"""``model.ops_implementation`` of a job, checked against the registry: which kernel the user asked for, per op."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from veomni_core.discovery import discover
+from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean
+from veomni_core.jobfile import load_yaml
+from veomni_core.registry import Registry
+from veomni_core.spec import EAGER, OpSpec
+
+AUTO = "auto"
+DEFAULT = "default"
+PRESETS = ("gpu", AUTO, EAGER)
+REMOVED_VARIABLES = {
+    "VEOMNI_USE_LIGER_KERNEL": "rms_norm_implementation, rotary_pos_emb_implementation, swiglu_mlp_implementation and "
+    "cross_entropy_loss_implementation",
+    "USE_GROUP_GEMM": "moe_implementation",
+    "VEOMNI_ENABLE_CHUNK_LOSS": "cross_entropy_loss_implementation: chunk_loss",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one field asks for: kernel names in order of preference, per glob of module paths.
+
+    ``written`` is false for a field that the preset filled. ``asked`` is the value as it was written.
+    """
+
+    op_name: str
+    config_field: str
+    asked: Any
+    default: tuple[str, ...]
+    per_module: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    written: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the field mentions."""
+        return tuple(dict.fromkeys([*self.default, *(name for _, names in self.per_module for name in names)]))
+
+
+@dataclass(frozen=True)
+class OpsConfig:
+    """The choice for every registered op. ``backend`` is ``hf`` where ``MODELING_BACKEND=hf`` turns binding off.
+
+    ``profile`` gives measured milliseconds, ``{op: {kernel: ms}}``; ``auto`` then takes the fastest it lists.
+    """
+
+    preset: str
+    choices: Mapping[str, Choice]
+    registry: Registry = field(repr=False, compare=False)
+    backend: str = "veomni"
+    profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, registry: Registry | None = None) -> OpsConfig:
+        """Read ``model.ops_implementation`` of the job file ``path``."""
+        return cls.from_dict(load_yaml(path), registry)
+
+    @classmethod
+    def from_dict(
+        cls, data: Mapping[str, Any] | None, registry: Registry | None = None, environ: Mapping[str, str] | None = None
+    ) -> OpsConfig:
+        """Check ``data``: the mapping under ``ops_implementation``, or a whole job that holds one under ``model``.
+
+        Raises:
+            MissingOpsImplementationError: a job without ``model.ops_implementation``.
+            UnknownNameError: an unknown field, value or preset; the message offers the nearest.
+            ConfigError: a value of a type that no field takes.
+        """
+        environ = os.environ if environ is None else environ
+        registry = registry or discover(environ)
+        fields = dict(_ops_section(data))
+        preset = fields.pop("preset", "gpu")
+        profile = fields.pop("profile", {})
+        if preset not in PRESETS:
+            raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), PRESETS)}")
+        _check_profile(profile, registry)
+        by_field = {op.config_field: op for op in registry.ops.values()}
+        for name in fields:
+            if name not in by_field:
+                raise UnknownNameError(
+                    f"ops_implementation.{name}: no such field. {did_you_mean(str(name), [*by_field, 'preset', 'profile'])}"
+                )
+        _warn_of_removed_variables(environ)
+        return cls(
+            preset=preset,
+            choices={
+                op.name: _written_choice(op, fields[name], registry) if name in fields else _preset_choice(op, preset)
+                for name, op in sorted(by_field.items())
+            },
+            registry=registry,
+            backend=_modeling_backend(environ),
+            profile=profile,
+        )
+
+
+def _ops_section(data: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise MissingOpsImplementationError(f"ops_implementation must be a mapping of fields, {_shown(data)}. {_SAY_SO}")
+    if "model" not in data:
+        return data
+    model = data["model"]
+    if not isinstance(model, Mapping) or model.get("ops_implementation") is None:
+        raise MissingOpsImplementationError(f"model.ops_implementation is missing. {_SAY_SO}")
+    return _ops_section(model["ops_implementation"])
+
+
+_SAY_SO = (
+    "Say which kernels to use, e.g. `ops_implementation: {preset: auto}`, or `{preset: eager}` for the model's own "
+    "code; nothing runs all-eager without being told to"
+)
+
+
+def _shown(value: Any) -> str:
+    return "got nothing" if value is None else f"got {value!r} ({type(value).__name__})"
+
+
+def _preset_choice(op: OpSpec, preset: str) -> Choice:
+    name = op.default if preset == "gpu" else preset
+    return Choice(op.name, op.config_field, asked=name, default=(name,), written=False)
+
+
+def _written_choice(op: OpSpec, value: Any, registry: Registry) -> Choice:
+    where = op.config_field
+    if not isinstance(value, Mapping):
+        return Choice(op.name, where, value, _checked_names(op, where, value, registry))
+    globs = {str(glob): value[glob] for glob in value}
+    default = globs.pop(DEFAULT, EAGER)
+    return Choice(
+        op.name,
+        where,
+        dict(value),
+        default=_checked_names(op, f"{where}.{DEFAULT}", default, registry),
+        per_module=tuple(
+            (glob, _checked_names(op, f"{where}[{glob!r}]", names, registry)) for glob, names in globs.items()
+        ),
+    )
+
+
+def _checked_names(op: OpSpec, where: str, value: Any, registry: Registry) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{where}: expected a kernel's name, a list of names, or a mapping from module paths to these; {_shown(value)}"
+        )
+    known = [EAGER, AUTO, *registry.known_values(op.name)]
+    return tuple(_checked_name(op, where, name, known, registry) for name in names)
+
+
+def _checked_name(op: OpSpec, where: str, name: str, known: list[str], registry: Registry) -> str:
+    if name in known:
+        return name
+    if name in op.legacy_values:
+        present = op.legacy_values[name]
+        warnings.warn(f"{where}: {name} is now called {present}; please write that", FutureWarning, stacklevel=5)
+        return present
+    message = f"{where}: {name!r} is unknown. {did_you_mean(name, known)}"
+    for plugin in registry.failed():
+        message += f" (It may belong to {plugin}, which failed to load: {plugin.problem})"
+    raise UnknownNameError(message)
+
+
+def _check_profile(profile: Any, registry: Registry) -> None:
+    if not isinstance(profile, Mapping):
+        raise ConfigError(f"profile: expected {{op: {{kernel: milliseconds}}}}, {_shown(profile)}")
+    for op, times in profile.items():
+        registry.op(op)
+        if not isinstance(times, Mapping) or not all(isinstance(ms, (int, float)) for ms in times.values()):
+            raise ConfigError(f"profile.{op}: expected {{kernel: milliseconds}}, {_shown(times)}")
+
+
+def _warn_of_removed_variables(environ: Mapping[str, str]) -> None:
+    for variable, fields in REMOVED_VARIABLES.items():
+        if variable in environ:
+            warnings.warn(
+                f"the environment variable {variable} no longer has any effect; write {fields} under "
+                "model.ops_implementation",
+                FutureWarning,
+                stacklevel=4,
+            )
+
+
+def _modeling_backend(environ: Mapping[str, str]) -> str:
+    backend = environ.get("MODELING_BACKEND", "veomni")
+    if backend not in ("veomni", "hf"):
+        raise UnknownNameError(f"MODELING_BACKEND={backend!r} is unknown. {did_you_mean(backend, ['veomni', 'hf'])}")
+    return backend

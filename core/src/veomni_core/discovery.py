@@ -1,0 +1,265 @@
+"""Finds installed plugins by their entry points and freezes what they describe into a Registry.
+
+One bad plugin is recorded, with its traceback, and harms no other. Nothing depends on the order in which plugins were
+installed or found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from veomni_core import hookspecs
+from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
+from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
+from veomni_core.registry import PluginRecord, Registry, build_registry
+from veomni_core.spec import KernelSpec
+
+CORE = PluginRecord(
+    name="veomni-core",
+    distribution="veomni-core",
+    version="built in",
+    module="veomni_core",
+    ops=BUILTIN_OPS,
+    site_rules=BUILTIN_SITE_RULES,
+)
+_FIELDS = {
+    "veomni_ops": "ops",
+    "veomni_kernels": "kernels",
+    "veomni_devices": "devices",
+    "veomni_sites": "site_rules",
+    "veomni_commands": "commands",
+}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Registry:
+    """Load every plugin that policy allows, and return what the healthy ones describe.
+
+    ``environ`` (the process's own by default) may hold ``VEOMNI_PLUGINS`` (only these, comma-separated),
+    ``VEOMNI_PLUGINS_BLOCK`` (not these), ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1`` (only those in ``VEOMNI_PLUGINS``) and
+    ``VEOMNI_PLUGINS_STRICT=1`` (raise at the first bad plugin).
+
+    Raises:
+        UnknownNameError: a variable names a plugin that is not installed.
+        ConfigError: a variable that is a switch holds something other than a boolean.
+        PluginLoadError: a plugin is bad, under ``VEOMNI_PLUGINS_STRICT=1``.
+    """
+    environ = os.environ if environ is None else environ
+    strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
+    found = sorted(
+        (_Found.of(entry_point) for entry_point in entry_points(group=hookspecs.ENTRY_POINT_GROUP)),
+        key=lambda plugin: (plugin.name, plugin.distribution),
+    )
+    policy = _Policy.read(environ, found)
+    records = _refuse_conflicting([CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))])
+    if strict:
+        _raise_first(records)
+    return build_registry(records, _claimed_twice(records))
+
+
+def read_switch(environ: Mapping[str, str], name: str) -> bool:
+    """The boolean in the variable ``name``; unset is false, and ``"0"`` is false too."""
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ConfigError(f"{name}={environ[name]!r} is not a boolean: write 1 or 0")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An entry point, seen but not imported. ``problem`` is set where it is known to be bad already."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    problem: str = ""
+
+    @classmethod
+    def of(cls, entry_point: EntryPoint) -> _Found:
+        distribution = entry_point.dist
+        name, version = (distribution.name, distribution.version) if distribution else ("unknown", "?")
+        return cls(entry_point.name, name, version, entry_point.value)
+
+    def record(self, **changes: Any) -> PluginRecord:
+        return PluginRecord(self.name, self.distribution, self.version, self.module, **changes)
+
+    def failed(self, problem: str, **changes: Any) -> PluginRecord:
+        return self.record(status="failed", problem=problem, **changes)
+
+
+def _name_once(found: Iterable[_Found]) -> list[_Found]:
+    """Mark plugins whose name another one bears too: choosing one by order would be chance."""
+    by_name = defaultdict(list)
+    for plugin in found:
+        by_name[plugin.name].append(plugin)
+    for name, bearers in by_name.items():
+        if len(bearers) > 1:
+            who = " and ".join(f"{plugin.distribution} {plugin.version}" for plugin in bearers)
+            problem = f"the plugin name {name!r} is borne by {who}; uninstall all but one"
+            by_name[name] = [replace(plugin, problem=problem) for plugin in bearers]
+    return [plugin for bearers in by_name.values() for plugin in bearers]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """Which plugins may be imported, decided before any is."""
+
+    allowed: frozenset[str] | None
+    blocked: frozenset[str]
+    allowed_by: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], found: Iterable[_Found]) -> _Policy:
+        known = {name for plugin in found for name in (plugin.name, plugin.distribution)}
+        allowed = _names(environ, "VEOMNI_PLUGINS", known)
+        blocked = _names(environ, "VEOMNI_PLUGINS_BLOCK", known)
+        if both := sorted(allowed & blocked):
+            raise ConfigError(f"{', '.join(both)}: named in VEOMNI_PLUGINS and in VEOMNI_PLUGINS_BLOCK; remove one")
+        if read_switch(environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD"):
+            return cls(allowed, blocked, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD is set and VEOMNI_PLUGINS doesn't name it")
+        return cls(allowed or None, blocked, "VEOMNI_PLUGINS doesn't name it")
+
+    def refuse(self, plugin: _Found) -> PluginRecord | None:
+        names = {plugin.name, plugin.distribution}
+        if names & self.blocked:
+            return plugin.record(status="blocked", problem="VEOMNI_PLUGINS_BLOCK names it")
+        if self.allowed is not None and not names & self.allowed:
+            return plugin.record(status="blocked", problem=self.allowed_by)
+        return None
+
+
+def _names(environ: Mapping[str, str], variable: str, known: set[str]) -> frozenset[str]:
+    names = frozenset(name.strip() for name in environ.get(variable, "").split(",") if name.strip())
+    for name in sorted(names - known):
+        raise UnknownNameError(f"{variable}: no plugin {name!r} is installed. {did_you_mean(name, known)}")
+    return names
+
+
+def _load(plugin: _Found) -> PluginRecord:
+    if plugin.problem:
+        return plugin.failed(plugin.problem)
+    start = time.perf_counter()
+    try:
+        described = _describe(importlib.import_module(plugin.module))
+    except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported is its own fault only
+        reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
+        return plugin.failed(reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
+    return plugin.record(seconds=time.perf_counter() - start, **described)
+
+
+def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
+    """Call each hook of one plugin, in a pluggy manager of its own, so that no other plugin is in its way."""
+    version = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
+    if version != hookspecs.PLUGIN_API_VERSION:
+        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"speaks plugin API version {version!r}"
+        raise SpecError(f"{module.__name__} {said}; this core speaks version {hookspecs.PLUGIN_API_VERSION}")
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(module)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
+    described = {}
+    for hook, kind in hookspecs.DESCRIPTIONS.items():
+        answers = getattr(manager.hook, hook)()
+        described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
+    _check_unique(described["kernels"])
+    return described
+
+
+def _checked(hook: str, kind: type, answer: Any) -> list[Any]:
+    if isinstance(answer, (str, Mapping)) or not isinstance(answer, Iterable):
+        raise SpecError(f"{hook}() must return a list of {kind.__name__}, not {type(answer).__name__}")
+    items = list(answer)
+    for position, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise SpecError(f"{hook}() item {position} must be a {kind.__name__}, not {type(item).__name__}: {item!r}")
+    return items
+
+
+def _check_unique(kernels: Iterable[KernelSpec]) -> None:
+    seen: set[tuple[str, str, str]] = set()
+    for spec in kernels:
+        if spec.key in seen:
+            raise SpecError(f"kernel {spec} is described twice by one plugin")
+        seen.add(spec.key)
+
+
+def _refuse_conflicting(records: list[PluginRecord]) -> list[PluginRecord]:
+    """Fail plugins whose descriptions contradict the core's or another plugin's, until none is left that does."""
+    while problems := _contradictions([record for record in records if record.healthy]):
+        records = [
+            replace(record, status="failed", problem=problems[id(record)]) if id(record) in problems else record
+            for record in records
+        ]
+    return records
+
+
+def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
+    problems: dict[int, str] = {}
+    for what, key in _MUST_BE_UNIQUE:
+        bearers: dict[str, list[PluginRecord]] = defaultdict(list)
+        for record in healthy:
+            for name in key(record):
+                bearers[name].append(record)
+        for name, claimants in bearers.items():
+            if len(claimants) > 1:
+                who = " and ".join(sorted({str(record) for record in claimants}))
+                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in claimants)
+    problems.pop(id(CORE), None)
+    if problems:
+        return problems
+    ops = {op.name: op for record in healthy for op in record.ops}
+    for record in healthy:
+        for spec in record.kernels:
+            op = ops.get(spec.op_name)
+            if op is None:
+                problems[id(record)] = f"kernel {spec}: op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
+            elif op.canonical_variant(spec.variant) not in op.variants:
+                problems[id(record)] = (
+                    f"kernel {spec}: {op.name} has no variant {spec.variant!r}. "
+                    f"{did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])}"
+                )
+    return problems
+
+
+_MUST_BE_UNIQUE = (
+    ("op", lambda record: [op.name for op in record.ops]),
+    ("config field", lambda record: [op.config_field for op in record.ops]),
+    ("device type", lambda record: [device.device_type for device in record.devices]),
+    ("site rule", lambda record: [rule.name for rule in record.site_rules]),
+    ("command", lambda record: [command.name for command in record.commands]),
+)
+
+
+def _claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
+    """Kernels that more than one plugin describes. Only that kernel is withheld; both plugins' others stay."""
+    claimants: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for record in records:
+        if record.healthy:
+            for spec in record.kernels:
+                claimants[spec.key].append(str(record))
+    return {key: tuple(sorted(who)) for key, who in claimants.items() if len(who) > 1}
+
+
+def _raise_first(records: Iterable[PluginRecord]) -> None:
+    for record in records:
+        if record.status == "failed":
+            detail = f"\n{record.traceback}" if record.traceback else ""
+            raise PluginLoadError(f"plugin {record.name} of {record} failed to load: {record.problem}{detail}")
+    for key, who in _claimed_twice(records).items():
+        raise PluginLoadError(f"kernel {key[0]}/{key[1]}:{key[2]} is claimed by {' and '.join(who)}")

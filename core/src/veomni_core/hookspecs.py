@@ -1,0 +1,51 @@
+"""The hooks that a plugin may implement. Each returns descriptions; none changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pluggy
+
+from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule
+
+PROJECT = "veomni"
+ENTRY_POINT_GROUP = "veomni.plugins"
+PLUGIN_API_VERSION = 1
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def veomni_ops() -> Iterable[OpSpec]:  # type: ignore[empty-body]
+    """New ops: their variants, config field and contract."""
+
+
+@hookspec
+def veomni_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
+    """Kernels for ops of the core or of any plugin."""
+
+
+@hookspec
+def veomni_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body]
+    """Device types that the core does not know."""
+
+
+@hookspec
+def veomni_sites() -> Iterable[SiteRule]:  # type: ignore[empty-body]
+    """Rules that find an op in models where the core's own rules don't."""
+
+
+@hookspec
+def veomni_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
+    """Verbs for the ``veomni`` command line."""
+
+
+# Which description each hook gives, in the order in which they are asked for.
+DESCRIPTIONS: dict[str, type] = {
+    "veomni_ops": OpSpec,
+    "veomni_kernels": KernelSpec,
+    "veomni_devices": DeviceSpec,
+    "veomni_sites": SiteRule,
+    "veomni_commands": CommandSpec,
+}

@@ -1,0 +1,64 @@
+"""Reads YAML job files strictly: duplicate keys and syntax errors are answered with line and column."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from veomni_core.errors import JobFileError
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would otherwise let the last of two equal keys win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[Hashable, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} appears twice, first in line {seen[key].line + 1}", key_node.start_mark
+                )
+            seen[key] = key_node.start_mark
+        return super().construct_mapping(node, deep=deep)
+
+
+def parse_yaml(text: str, source: str = "YAML") -> Any:
+    """The value of ``text``; ``source`` is named in errors.
+
+    Raises:
+        JobFileError: a syntax error or a duplicate key, with its line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise JobFileError(f"{source}{where}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise JobFileError(f"{source}: {error}") from None
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in the job file ``path``.
+
+    Raises:
+        JobFileError: the file is missing, is not UTF-8, is not valid YAML, or holds something other than a mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise JobFileError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobFileError(f"{path}: cannot be read as text: {error}") from None
+    value = parse_yaml(text, str(path))
+    if not isinstance(value, dict):
+        found = "is empty" if value is None else f"holds a {type(value).__name__}"
+        raise JobFileError(f"{path}: a job file is a mapping of sections such as model, data and train; this {found}")
+    return value

@@ -1,0 +1,181 @@
+"""The frozen result of discovery: every op, kernel, device and rule, and a record of every plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from veomni_core.errors import KernelUnavailableError, UnknownNameError, did_you_mean
+from veomni_core.hardware import Hardware
+from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, load_attribute
+
+Status = Literal["loaded", "failed", "blocked"]
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """What became of one plugin. A failed one keeps what it declared, so that a config naming it can be answered."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    status: Status = "loaded"
+    problem: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    ops: tuple[OpSpec, ...] = ()
+    kernels: tuple[KernelSpec, ...] = ()
+    devices: tuple[DeviceSpec, ...] = ()
+    site_rules: tuple[SiteRule, ...] = ()
+    commands: tuple[CommandSpec, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether what it describes is in the registry."""
+        return self.status == "loaded"
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Everything that healthy plugins describe. ``conflicts`` are kernels that two plugins claim: nobody gets them."""
+
+    plugins: tuple[PluginRecord, ...] = ()
+    ops: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
+    site_rules: tuple[SiteRule, ...] = ()
+    devices: Mapping[str, DeviceSpec] = field(default_factory=lambda: MappingProxyType({}))
+    commands: Mapping[str, CommandSpec] = field(default_factory=lambda: MappingProxyType({}))
+    conflicts: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    _kernels: Mapping[str, tuple[KernelSpec, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    _owners: Mapping[tuple[str, str, str], PluginRecord] = field(default_factory=lambda: MappingProxyType({}))
+
+    def op(self, name: str) -> OpSpec:
+        """The op called ``name``."""
+        if name not in self.ops:
+            raise UnknownNameError(f"op {name!r} is not registered. {did_you_mean(name, self.ops)}")
+        return self.ops[name]
+
+    def kernels(self, op: str, variant: str | None = None) -> tuple[KernelSpec, ...]:
+        """The kernels of ``op`` (of one variant, where given), sorted by variant and name."""
+        spec = self.op(op)
+        wanted = variant and spec.canonical_variant(variant)
+        return tuple(kernel for kernel in self._kernels.get(op, ()) if wanted in (None, kernel.variant))
+
+    def find(self, op: str, variant: str, name: str) -> KernelSpec | None:
+        """The kernel, or ``None`` where there is none."""
+        return next((kernel for kernel in self.kernels(op, variant) if kernel.name == name), None)
+
+    def resolve(self, op: str, variant: str, name: str) -> KernelSpec:
+        """The kernel ``name`` for this variant of ``op``.
+
+        Raises:
+            UnknownNameError: nothing is known by that name.
+            KernelUnavailableError: the name is known, and the message says why the kernel is not here.
+        """
+        kernel = self.find(op, variant, name)
+        if kernel is not None:
+            return kernel
+        variants = sorted({spec.variant for spec in self.kernels(op) if spec.name == name})
+        if variants:
+            raise KernelUnavailableError(f"{op}: {name} covers {', '.join(variants)}, not {variant}")
+        reason = self.absence(op, name)
+        if reason is None:
+            raise UnknownNameError(f"{op}: no kernel is called {name!r}. {did_you_mean(name, self.known_values(op))}")
+        raise KernelUnavailableError(f"{op}: {reason}")
+
+    def absence(self, op: str, name: str) -> str | None:
+        """Why the kernel ``name``, which is known to exist, is not in the registry; ``None`` for an unknown name."""
+        if name in self._names(op):
+            return None
+        for (op_name, variant, kernel_name), claimants in self.conflicts.items():
+            if (op_name, kernel_name) == (op, name):
+                return (
+                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; which one is meant can't be "
+                    "guessed: block one of them with VEOMNI_PLUGINS_BLOCK"
+                )
+        for plugin in self.plugins:
+            if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
+                return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+        published = self.op(op).published
+        if name not in published:
+            return None
+        if not published[name]:
+            return f"{name} is not provided by any distribution yet"
+        for plugin in self.plugins:
+            if plugin.distribution == published[name] and not plugin.healthy:
+                return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+        return f"{name} is not installed: pip install {published[name]}"
+
+    def known_values(self, op: str) -> tuple[str, ...]:
+        """Every kernel name that a config may hold for ``op``: registered, claimed twice, broken or only published."""
+        broken = {
+            spec.name for plugin in self.plugins if not plugin.healthy for spec in plugin.kernels if spec.op_name == op
+        }
+        claimed = {name for op_name, _, name in self.conflicts if op_name == op}
+        return tuple(sorted({*self._names(op), *self.op(op).published, *broken, *claimed}))
+
+    def list_available(self, op: str, variant: str | None, hardware: Hardware) -> tuple[KernelSpec, ...]:
+        """The kernels whose requirements ``hardware`` meets."""
+        return tuple(spec for spec in self.kernels(op, variant) if not spec.hardware.unmet(hardware))
+
+    def plugin_of(self, spec: KernelSpec) -> PluginRecord:
+        """The plugin that registered ``spec``."""
+        return self._owners[spec.key]
+
+    def plugin(self, name: str) -> PluginRecord:
+        """The record of the plugin (or distribution) called ``name``."""
+        for record in self.plugins:
+            if name in (record.name, record.distribution):
+                return record
+        known = [record.name for record in self.plugins]
+        raise UnknownNameError(f"plugin {name!r} is not installed. {did_you_mean(name, known)}")
+
+    def failed(self) -> tuple[PluginRecord, ...]:
+        """The plugins that failed to load."""
+        return tuple(record for record in self.plugins if record.status == "failed")
+
+    def named_hardware(self, name: str) -> Hardware:
+        """The hardware called ``name``, plugins' own devices included."""
+        extra = {key: value for device in self.devices.values() for key, value in device.named.items()}
+        return Hardware.named(name, extra)
+
+    def detect_hardware(self) -> Hardware:
+        """What is on this machine: a plugin's device where it finds one, else what torch sees."""
+        for device in self.devices.values():
+            found = load_attribute(device.detect)()
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        return Hardware.detect()
+
+    def _names(self, op: str) -> set[str]:
+        return {kernel.name for kernel in self._kernels.get(op, ())}
+
+
+def build_registry(
+    records: Iterable[PluginRecord], conflicts: Mapping[tuple[str, str, str], tuple[str, ...]]
+) -> Registry:
+    """Freeze what the healthy ``records`` describe; kernels in ``conflicts`` stay out."""
+    plugins = tuple(sorted(records, key=lambda record: (record.name, record.distribution)))
+    healthy = [record for record in plugins if record.healthy]
+    owners = {spec.key: record for record in healthy for spec in record.kernels if spec.key not in conflicts}
+    by_op: dict[str, list[KernelSpec]] = {}
+    for spec in sorted((spec for record in healthy for spec in record.kernels), key=lambda spec: spec.key):
+        if spec.key in owners:
+            by_op.setdefault(spec.op_name, []).append(spec)
+    rules = [rule for record in healthy for rule in record.site_rules]
+    return Registry(
+        plugins=plugins,
+        ops=MappingProxyType({op.name: op for record in healthy for op in record.ops}),
+        site_rules=tuple(sorted(rules, key=lambda rule: (rule.order, rule.name))),
+        devices=MappingProxyType({device.device_type: device for record in healthy for device in record.devices}),
+        commands=MappingProxyType({command.name: command for record in healthy for command in record.commands}),
+        conflicts=MappingProxyType(dict(conflicts)),
+        _kernels=MappingProxyType({op: tuple(specs) for op, specs in by_op.items()}),
+        _owners=MappingProxyType(owners),
+    )

@@ -1,0 +1,108 @@
+"""``OpSlot``: the dispatch point that modeling code declares; empty means eager."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from veomni_core.errors import BindingError, SlotInUseError
+
+Kernel = Callable[..., Any]
+
+
+class OpSlot:
+    """A place in modeling code where a kernel may be put.
+
+    In a class body it serves each instance on its own: ``self.norm`` is that instance's slot. At module level it is
+    one slot for every model of that module, so a second model that needs another kernel is refused.
+
+    Reading ``use_non_eager_impl`` is a plain attribute access, and :meth:`bound_kernel` gives the kernel itself to
+    code that wants to call it without the slot in between.
+    """
+
+    def __init__(self, op_name: str, variant: str = "standard") -> None:
+        self.op_name = op_name
+        self.variant = variant
+        self.use_non_eager_impl = False
+        self._kernel: Kernel | None = None
+        self._holder: weakref.ref[Any] | None = None
+        self._declared_in: str | None = None
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._declared_in = f"{owner.__qualname__}.{name}"
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> OpSlot:
+        if instance is None:
+            return self
+        slot = OpSlot(self.op_name, self.variant)
+        # From here on the instance's own attribute is found first (this descriptor defines no __set__).
+        instance.__dict__[self._attribute] = slot
+        return slot
+
+    @property
+    def use_eager_impl(self) -> bool:
+        """Whether the modeling code should run its own eager code."""
+        return not self.use_non_eager_impl
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a kernel is in the slot."""
+        return self.use_non_eager_impl
+
+    def bound_kernel(self) -> Kernel | None:
+        """The kernel in the slot, or ``None``."""
+        return self._kernel
+
+    def bind(self, kernel: Kernel, holder: Any = None) -> None:
+        """Put ``kernel`` into the slot, on behalf of the model ``holder``.
+
+        Raises:
+            BindingError: ``kernel`` cannot be called, or this is a class's declaration rather than an instance's slot.
+            SlotInUseError: the slot holds another kernel for a model that is still alive.
+        """
+        if not callable(kernel):
+            raise BindingError(f"{self!r}: a kernel must be callable, not a {type(kernel).__name__}")
+        if self._declared_in:
+            raise BindingError(
+                f"{self!r} is declared in a class body and has one slot per instance: bind the instance's "
+                f"(module.{self._attribute}), not {self._declared_in}"
+            )
+        if self._kernel is not None and self._kernel is not kernel and self._still_needed():
+            raise SlotInUseError(
+                f"{self!r} already holds {_describe(self._kernel)} for a live model; binding {_describe(kernel)} would "
+                "change that model. A module-level slot is shared by all models of its module: undo the other binding "
+                "first, or declare the slot in the class body, where each instance has its own"
+            )
+        self._kernel = kernel
+        self._holder = weakref.ref(holder) if holder is not None else None
+        self.use_non_eager_impl = True
+
+    def unbind(self) -> None:
+        """Empty the slot, so that the modeling code runs its eager code again."""
+        self._kernel = None
+        self._holder = None
+        self.use_non_eager_impl = False
+
+    def _still_needed(self) -> bool:
+        return self._holder is None or self._holder() is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._kernel is None:
+            raise BindingError(f"{self!r} is empty: guard the call with `if slot.use_non_eager_impl`")
+        return self._kernel(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpSlot:
+        twin = OpSlot(self.op_name, self.variant)
+        if self._kernel is not None:
+            twin.bind(self._kernel)
+        return twin
+
+    def __repr__(self) -> str:
+        kernel = "eager" if self._kernel is None else _describe(self._kernel)
+        return f"OpSlot({self.op_name!r}, {self.variant!r}: {kernel})"
+
+
+def _describe(kernel: Kernel) -> str:
+    return getattr(kernel, "__qualname__", None) or repr(kernel)
