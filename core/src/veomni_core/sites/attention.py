@@ -1,0 +1,64 @@
+"""attention sites: one per config object that a model's attention modules read their interface's name from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from veomni_core.sites.functions import current_forward, global_functions
+from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# transformers builds the mask that a kernel takes by the kernel's name; a kernel of ours says whose mask it takes in
+# an attribute of this name.
+MASK_INTERFACE = "veomni_mask_interface"
+
+
+class AttentionInterface:
+    """Selects the attention of one model through transformers' own interfaces.
+
+    The interface's name stands in the config, which several models may share, so the model gets a config of its own.
+    """
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        readers: dict[int, list[str]] = {}
+        for path, module in model.named_modules():
+            if "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module))):
+                readers.setdefault(id(module.config), []).append(path)
+        for config_id, paths in readers.items():
+            owner = next(path for path, module in model.named_modules() if id(vars(module).get("config")) == config_id)
+            current = model.get_submodule(owner).config._attn_implementation  # type: ignore[union-attr]
+            evidence = f"{len(paths)} modules read the attention interface from this config; it says {current}"
+            yield Site("attention", owner, rule, "standard", evidence)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+        shared: Any = model.get_submodule(site.path).config
+        name = "eager" if kernel is None else _interface_name(kernel)
+        if shared._attn_implementation == name:
+            return
+        own = copy.copy(shared)
+        own._attn_implementation_internal = name
+        for module in _holders(model, shared):
+            yield AttributeChange(module, "config", own)
+
+
+def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if vars(module).get("config") is config)
+
+
+def _interface_name(kernel: Kernel) -> str:
+    """The name under which transformers knows ``kernel``; a kernel that is new to it is registered under one of ours."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        if ALL_ATTENTION_FUNCTIONS[name] is kernel:
+            return str(name)
+    name = f"veomni_{kernel.__module__}.{kernel.__qualname__}".replace(".", "_")
+    mask = getattr(kernel, MASK_INTERFACE, "sdpa")
+    ALL_ATTENTION_FUNCTIONS.register(name, kernel)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask])
+    return name

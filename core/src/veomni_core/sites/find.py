@@ -1,0 +1,44 @@
+"""Runs every rule over a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from veomni_core.discovery import discover
+from veomni_core.errors import BindingError, SpecError
+from veomni_core.registry import Registry
+from veomni_core.sites.site import Site, SiteLocator
+from veomni_core.spec import SiteRule, load_attribute
+
+
+def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site, ...]:
+    """Every site in ``model`` (on any device, ``meta`` too), sorted by op and path.
+
+    The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU.
+
+    Raises:
+        BindingError: ``model`` is not a module.
+        SpecError: a plugin's rule names an op that is not registered.
+    """
+    if not isinstance(model, nn.Module):
+        raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
+    registry = registry or discover()
+    sites = []
+    for rule in registry.site_rules:
+        for site in locator_of(rule).find(model, rule.name):
+            if site.op_name not in registry.ops:
+                raise SpecError(f"site rule {rule.name!r} found a site of the unknown op {site.op_name!r}")
+            sites.append(site)
+    return tuple(sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path))))
+
+
+def locator_of(rule: SiteRule) -> SiteLocator:
+    """The object that finds and fills the sites of ``rule``."""
+    return load_attribute(rule.locator)()  # type: ignore[no-any-return]
+
+
+def _natural(path: str) -> tuple[Any, ...]:
+    """Sorts ``layers.2`` before ``layers.10``."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))

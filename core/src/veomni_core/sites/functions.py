@@ -1,0 +1,76 @@
+"""Functions that a method reaches through its module's globals: seen in its code, replaced for one instance.
+
+A method is cloned with other globals (and a code object of its own, so that ``torch.compile`` keeps separate caches);
+decorators that close over the method are cloned around it. The module that defines it is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+Function = Callable[..., Any]
+
+
+def current_forward(module: nn.Module) -> Function:
+    """The function that runs as ``module.forward``: the instance's own where one was set, else the class's."""
+    own = vars(module).get("forward")
+    return own.__func__ if isinstance(own, MethodType) else own or type(module).forward
+
+
+def global_functions(function: Function) -> Iterator[tuple[str, Any]]:
+    """Every global that ``function``, or what its decorators wrap, names in its code: ``(name, value)``."""
+    for layer in _layers(function):
+        for name in layer.__code__.co_names:
+            if name in layer.__globals__:
+                yield name, layer.__globals__[name]
+
+
+def with_globals(function: Function, replacements: Mapping[str, Any]) -> Function:
+    """A clone of ``function`` that sees ``replacements`` in place of the globals of those names."""
+    clone = _cloned(function, replacements)
+    if clone is function:
+        raise LookupError(f"{function.__qualname__} names none of {', '.join(replacements)} in its globals")
+    return clone
+
+
+def _layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
+    if not isinstance(function, FunctionType) or depth > 6:
+        return
+    yield function
+    for cell in function.__closure__ or ():
+        yield from _layers(_contents(cell), depth + 1)
+
+
+def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> Any:
+    if not isinstance(function, FunctionType) or depth > 6:
+        return function
+    cells = tuple(_cloned_cell(cell, replacements, depth) for cell in function.__closure__ or ())
+    named = {name: value for name, value in replacements.items() if name in function.__code__.co_names}
+    named = {name: value for name, value in named.items() if name in function.__globals__}
+    if not named and all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    namespace = {**function.__globals__, **named} if named else function.__globals__
+    code = function.__code__.replace()
+    clone = FunctionType(code, namespace, function.__name__, function.__defaults__, cells or None)
+    clone.__kwdefaults__ = function.__kwdefaults__
+    clone.__dict__.update(function.__dict__)
+    clone.__qualname__, clone.__module__, clone.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    clone.__annotations__ = function.__annotations__
+    return clone
+
+
+def _cloned_cell(cell: CellType, replacements: Mapping[str, Any], depth: int) -> CellType:
+    contents = _contents(cell)
+    clone = _cloned(contents, replacements, depth + 1)
+    return cell if clone is contents else CellType(clone)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: a name that is assigned later
+        return None

@@ -1,0 +1,58 @@
+"""load_balancing_loss sites: models whose forward calls a load-balancing function of their module's globals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.ops.load_balancing_loss import CONTRACTS
+from veomni_core.sites import probe
+from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+
+_NAME = "load_balancing_loss_func"
+_EXPERTS, _TOP_K, _TOKENS = 6, 2, (2, 5)
+
+
+class LoadBalancingFunctions:
+    """Finds the function by name, proves it by its values, and replaces it for one model."""
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        for path, module in model.named_modules():
+            function = dict(global_functions(current_forward(module))).get(_NAME)
+            if function is not None:
+                variant, evidence = _prove(function)
+                yield Site("load_balancing_loss", path, rule, variant, evidence)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        forward = with_globals(current_forward(module), {_NAME: kernel})
+        yield AttributeChange(module, "forward", MethodType(forward, module))
+
+
+def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
+    with probe.seeded():
+        logits = tuple(probe.random(_TOKENS[0] * _TOKENS[1], _EXPERTS).requires_grad_() for _ in range(3))
+        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+        misses = []
+        for variant, contract in CONTRACTS.items():
+            miss = max(_miss(function, contract.reference, logits, chosen) for chosen in (None, mask))
+            if miss == 0.0:
+                return variant, f"{_NAME} gave the reference's values and gradients, with and without a mask"
+            misses.append((miss, variant))
+    by_how_much, nearest = min(misses)
+    return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.1%}"
+
+
+def _miss(function: Callable[..., Any], reference: Kernel, logits: tuple[Tensor, ...], mask: Tensor | None) -> float:
+    found, error = probe.attempt(lambda: function(logits, _EXPERTS, _TOP_K, mask))
+    if error or not isinstance(found, Tensor):
+        return float("inf")
+    wanted = reference(logits, _EXPERTS, _TOP_K, mask)
+    if probe.close(found, wanted) and probe.gradients_close(found, wanted, logits):
+        return 0.0
+    return max(probe.largest_miss(found, wanted), 1e-9)

@@ -1,0 +1,94 @@
+"""Small stand-ins of a model's modules: same code, tiny random weights on the CPU, nothing shared, nothing changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.ops.contract import dtype_name
+
+SEED = 20  # any; the probes' random inputs must only be the same in every process
+
+
+def bare_copy(module: nn.Module) -> nn.Module:
+    """``module`` without its parameters, buffers, children and hooks; the caller puts tiny ones in their place."""
+    twin = copy.copy(module)
+    # copy.copy shares the containers with the original, so each is replaced before anything is written.
+    vars(twin).update(_parameters={}, _buffers={}, _modules={}, _forward_hooks={}, _forward_pre_hooks={})
+    vars(twin).pop("forward", None)
+    return twin
+
+
+def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
+    """Replace integer attributes of ``module`` that state one of the real ``sizes`` by the tiny size."""
+    for name, value in list(vars(module).items()):
+        if type(value) is int and value in sizes:
+            vars(module)[name] = sizes[value]
+
+
+def behaviour(module: nn.Module) -> tuple[Any, ...]:
+    """A key that is equal for modules that run the same code with the same settings, so that one proof serves all."""
+    settings = tuple(
+        sorted((name, repr(value)) for name, value in vars(module).items() if isinstance(value, (bool, float, str)))
+    )
+    shapes = tuple((name, None if value is None else tuple(value.shape)) for name, value in module._parameters.items())
+    children = tuple((name, type(child)) for name, child in module._modules.items())
+    return (type(module), settings, shapes, children)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    """Normal values on the CPU from the generator that :func:`seeded` sets."""
+    return (torch.randn(*shape, device="cpu") * scale + shift).to(dtype)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Fixed randomness and gradients on, on the CPU, without touching the process's random state or default device."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+        torch.manual_seed(SEED)
+        yield
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def largest_miss(a: Tensor, b: Tensor) -> float:
+    """The largest difference, as a share of the largest value."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30))
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype and shape, and in value up to another order of float32 summation."""
+    return a.dtype == b.dtype and largest_miss(a, b) < 2e-5
+
+
+def gradients_close(a: Tensor, b: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether both results send the same gradient to every input."""
+    upstream = torch.randn_like(a)
+    found = torch.autograd.grad(a, inputs, upstream, allow_unused=True)
+    wanted = torch.autograd.grad(b, inputs, upstream, allow_unused=True)
+    return all(
+        (f is None) == (w is None) and (f is None or w is None or close(f, w)) for f, w in zip(found, wanted, strict=True)
+    )
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, str]:
+    """The result and an empty string, or ``None`` and why it failed. A probe runs foreign code on odd sizes."""
+    try:
+        return function(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+
+
+def parameter_dtype(module: nn.Module) -> str | None:
+    """The dtype of the module's first parameter, as configs write it."""
+    return next((dtype_name(parameter.dtype) for parameter in module.parameters()), None)

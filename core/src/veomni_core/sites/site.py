@@ -1,0 +1,74 @@
+"""What a site is, and what a rule that finds sites must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a model where an op happens.
+
+    ``path`` is the module's path in the model (empty for the model itself) and ``rule`` the name of the rule that
+    found it. ``variant`` is ``None`` where no variant could be proven; ``evidence`` then says what was tried, and
+    otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there.
+    """
+
+    op_name: str
+    path: str
+    rule: str
+    variant: str | None
+    evidence: str
+    dtype: str | None = None
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Change(Protocol):
+    """One reversible change to a model."""
+
+    def apply(self) -> None:
+        """Make the change."""
+
+    def revert(self) -> None:
+        """Restore what was there before :meth:`apply`, exactly."""
+
+
+class SiteLocator(Protocol):
+    """Finds the sites of one rule, and puts kernels there."""
+
+    def find(self, model: Any, rule: str) -> Iterable[Site]:
+        """The sites in ``model``; reads it, and never changes it or computes on its weights."""
+
+    def install(self, model: Any, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+        """The changes that make ``kernel`` run at ``site``; applied one by one, as they are yielded.
+
+        ``kernel`` is ``None`` only for rules with ``installs_eager``: select the op's eager code.
+        """
+
+
+_MISSING = object()
+
+
+class AttributeChange:
+    """Sets an attribute of one object, in the object's own ``__dict__``.
+
+    For a module's ``forward`` this shadows the class's method for that one instance.
+    """
+
+    def __init__(self, target: Any, name: str, value: Any) -> None:
+        self.target, self.name, self.value = target, name, value
+        self._before: Any = _MISSING
+
+    def apply(self) -> None:
+        self._before = vars(self.target).get(self.name, _MISSING)
+        vars(self.target)[self.name] = self.value
+
+    def revert(self) -> None:
+        if self._before is _MISSING:
+            vars(self.target).pop(self.name, None)
+        else:
+            vars(self.target)[self.name] = self._before
