@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ class Choice:
     def names(self) -> tuple[str, ...]:
         """Every name that the field mentions."""
         return tuple(dict.fromkeys([*self.default, *(name for _, names in self.per_module for name in names)]))
+
+    def glob_for(self, path: str) -> str | None:
+        """The first glob, in the order they were written, that matches a module's path."""
+        return next((glob for glob, _ in self.per_module if fnmatchcase(path, glob)), None)
+
+    def names_for(self, path: str) -> tuple[str, ...]:
+        """What is asked for at a module's path."""
+        glob = self.glob_for(path)
+        return self.default if glob is None else dict(self.per_module)[glob]
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,12 @@ class OpsConfig:
             backend=_modeling_backend(environ),
             profile=profile,
         )
+
+
+    def with_value(self, config_field: str, value: Any) -> OpsConfig:
+        """This config with one field written as ``value``."""
+        op = next(op for op in self.registry.ops.values() if op.config_field == config_field)
+        return replace(self, choices={**self.choices, op.name: _written_choice(op, value, self.registry)})
 
 
 def _ops_section(data: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -22,7 +22,6 @@ from veomni_core import hookspecs
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
 from veomni_core.registry import PluginRecord, Registry, build_registry
-from veomni_core.spec import KernelSpec
 
 CORE = PluginRecord(
     name="veomni-core",
@@ -177,7 +176,6 @@ def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
     for hook, kind in hookspecs.DESCRIPTIONS.items():
         answers = getattr(manager.hook, hook)()
         described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
-    _check_unique(described["kernels"])
     return described
 
 
@@ -189,14 +187,6 @@ def _checked(hook: str, kind: type, answer: Any) -> list[Any]:
         if not isinstance(item, kind):
             raise SpecError(f"{hook}() item {position} must be a {kind.__name__}, not {type(item).__name__}: {item!r}")
     return items
-
-
-def _check_unique(kernels: Iterable[KernelSpec]) -> None:
-    seen: set[tuple[str, str, str]] = set()
-    for spec in kernels:
-        if spec.key in seen:
-            raise SpecError(f"kernel {spec} is described twice by one plugin")
-        seen.add(spec.key)
 
 
 def _refuse_conflicting(records: list[PluginRecord]) -> list[PluginRecord]:
@@ -225,15 +215,19 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
         return problems
     ops = {op.name: op for record in healthy for op in record.ops}
     for record in healthy:
+        seen: set[tuple[str, str, str]] = set()
         for spec in record.kernels:
             op = ops.get(spec.op_name)
-            if op is None:
+            if spec.key in seen:
+                problems[id(record)] = f"kernel {spec} is described twice by one plugin"
+            elif op is None:
                 problems[id(record)] = f"kernel {spec}: op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
             elif op.canonical_variant(spec.variant) not in op.variants:
                 problems[id(record)] = (
                     f"kernel {spec}: {op.name} has no variant {spec.variant!r}. "
                     f"{did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])}"
                 )
+            seen.add(spec.key)
     return problems
 
 

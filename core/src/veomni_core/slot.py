@@ -26,7 +26,8 @@ class OpSlot:
         self.variant = variant
         self.use_non_eager_impl = False
         self._kernel: Kernel | None = None
-        self._holder: weakref.ref[Any] | None = None
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._held_by_nobody_in_particular = False
         self._declared_in: str | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -76,17 +77,28 @@ class OpSlot:
                 "first, or declare the slot in the class body, where each instance has its own"
             )
         self._kernel = kernel
-        self._holder = weakref.ref(holder) if holder is not None else None
+        if holder is None:
+            self._held_by_nobody_in_particular = True
+        else:
+            self._holders.add(holder)
         self.use_non_eager_impl = True
 
-    def unbind(self) -> None:
-        """Empty the slot, so that the modeling code runs its eager code again."""
-        self._kernel = None
-        self._holder = None
-        self.use_non_eager_impl = False
+    def unbind(self, holder: Any = None) -> None:
+        """Empty the slot, so that the modeling code runs its eager code again.
+
+        With a ``holder``, only that model lets go of it: the slot stays bound while another one holds it.
+        """
+        if holder is None:
+            self._holders.clear()
+            self._held_by_nobody_in_particular = False
+        else:
+            self._holders.discard(holder)
+        if not self._still_needed():
+            self._kernel = None
+            self.use_non_eager_impl = False
 
     def _still_needed(self) -> bool:
-        return self._holder is None or self._holder() is not None
+        return self._held_by_nobody_in_particular or len(self._holders) > 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._kernel is None:

@@ -36,6 +36,9 @@ class Change(Protocol):
     def revert(self) -> None:
         """Restore what was there before :meth:`apply`, exactly."""
 
+    def check(self) -> str:
+        """Why :meth:`revert` would undo somebody else's work, or an empty string."""
+
 
 class SiteLocator(Protocol):
     """Finds the sites of one rule, and puts kernels there."""
@@ -50,7 +53,14 @@ class SiteLocator(Protocol):
         """
 
 
-_MISSING = object()
+class _Missing:
+    """Marks an attribute that was not there; one object in every process and every copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
+        return self
+
+
+_MISSING = _Missing()
 
 
 class AttributeChange:
@@ -66,6 +76,11 @@ class AttributeChange:
     def apply(self) -> None:
         self._before = vars(self.target).get(self.name, _MISSING)
         vars(self.target)[self.name] = self.value
+
+    def check(self) -> str:
+        if vars(self.target).get(self.name) is self.value:
+            return ""
+        return f"{type(self.target).__name__}.{self.name} was replaced since"
 
     def revert(self) -> None:
         if self._before is _MISSING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -52,7 +53,15 @@ class SharedSlotChange:
         self.slot.bind(self.kernel, holder=self.model)
 
     def revert(self) -> None:
-        self.slot.unbind()
+        self.slot.unbind(self.model)
+
+    def check(self) -> str:
+        return "" if self.slot.bound_kernel() is self.kernel else f"{self.slot!r} holds another kernel now"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSlotChange:
+        twin = SharedSlotChange(self.slot, self.kernel, copy.deepcopy(self.model, memo))
+        twin.apply()
+        return twin
 
 
 def _slots_of_class(kind: type) -> dict[str, OpSlot]:

@@ -1,0 +1,136 @@
+"""``build_foundation_model``: config, plan, agreement of ranks, weights, binding, in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from veomni_core.binding import apply_plan
+from veomni_core.config import OpsConfig
+from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
+from veomni_core.model_config import ConfigSource, load_model_config
+from veomni_core.plan import make_plan
+from veomni_core.ranks import agree_on_plan
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_foundation_model(
+    config_path: ConfigSource,
+    weights_path: str | Path | None = None,
+    *,
+    ops_implementation: OpsConfig | Mapping[str, Any] | None = None,
+    torch_dtype: str | torch.dtype = "bfloat16",
+    init_device: str = "cuda",
+    attn_implementation: str | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build a model whose kernels are those that ``ops_implementation`` names, or raise before a weight is loaded.
+
+    Args:
+        config_path: a ``config.json``, a folder with one, a Hub id, a mapping, or a ``PretrainedConfig`` (copied).
+        weights_path: a local folder of safetensors; random weights without it.
+        ops_implementation: the job's ``model.ops_implementation``. Required: nothing runs all-eager unasked.
+        torch_dtype: the dtype of the weights.
+        init_device: where the weights are made: ``cuda``, ``cpu``, ``meta`` (shapes only), or a device with an index.
+        attn_implementation: overrides that one field of ``ops_implementation``.
+        config_kwargs: overrides of the model's config.
+        trust_remote_code: whether code that comes with a model may run.
+
+    Returns:
+        The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
+
+    Raises:
+        MissingOpsImplementationError: ``ops_implementation`` is ``None``.
+        ConfigError: anything else in the arguments that the caller can mend.
+        CheckpointError: the weights are missing or don't fit; the message names the keys.
+        HostError: the device is not here, or ranks don't agree on the plan.
+    """
+    if ops_implementation is None:
+        raise MissingOpsImplementationError(
+            "build_foundation_model needs ops_implementation, e.g. {'preset': 'auto'}, or {'preset': 'eager'} for the "
+            "model's own code; nothing runs all-eager without being told to"
+        )
+    ops = ops_implementation if isinstance(ops_implementation, OpsConfig) else OpsConfig.from_dict(ops_implementation)
+    if attn_implementation is not None:
+        ops = ops.with_value("attn_implementation", attn_implementation)
+    dtype, device = _dtype(torch_dtype), _device(init_device)
+    config = load_model_config(config_path, config_kwargs, trust_remote_code)
+    model_class = _model_class(config)
+    skeleton = _random_model(model_class, config, dtype, torch.device("meta"), trust_remote_code)
+    plan = agree_on_plan(lambda: make_plan(skeleton, ops))
+    if weights_path is not None:
+        model = _load_weights(model_class, config, Path(weights_path), dtype, device, trust_remote_code)
+    elif device.type == "meta":
+        model = skeleton
+    else:
+        model = _random_model(model_class, config, dtype, device, trust_remote_code)
+    apply_plan(model, plan, ops.registry)
+    return model
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ConfigError(f"torch_dtype: {dtype!r} is unknown. {did_you_mean(dtype, _DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"init_device: {name!r} is not a device; write cuda, cpu or meta") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HostError(f"init_device is {name}, but torch sees no CUDA device here; write init_device='cpu' or 'meta'")
+    return device
+
+
+def _model_class(config: Any) -> Any:
+    """The class that the config's first architecture names, else the causal language model of its type."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return AutoModelForCausalLM
+
+
+def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
+    options = {"trust_remote_code": trust} if model_class is AutoModelForCausalLM else {}
+    build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
+    try:
+        with device:
+            return build(config, dtype=dtype, **options)
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise ConfigError(f"{config.model_type} has no causal language model in transformers") from error
+        raise
+
+
+def _load_weights(
+    model_class: Any, config: Any, path: Path, dtype: torch.dtype, device: torch.device, trust: bool
+) -> Any:
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
+    options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
+    try:
+        model, info = model_class.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust, **options
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+    misfits = {what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(misfits.values()):
+        named = "; ".join(
+            f"{what.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
+            for what, keys in misfits.items()
+            if keys
+        )
+        raise CheckpointError(f"{path} does not fit this model: {named}")
+    return model

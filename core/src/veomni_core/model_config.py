@@ -1,0 +1,82 @@
+"""Turns what a job says about its model into a transformers config, without ever running remote code unasked."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
+
+ConfigSource = str | Path | Mapping[str, Any] | PretrainedConfig
+
+
+def load_model_config(
+    source: ConfigSource, overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The config in ``source``: a ``config.json``, a folder with one, a Hub id, a mapping, or a config (copied).
+
+    Raises:
+        UnknownNameError: a model type that transformers doesn't know; the message offers the nearest.
+        ConfigError: the config asks for remote code, or misses its ``model_type``.
+        JobFileError: the file is missing or is not JSON.
+        HostError: a Hub id whose config can't be fetched.
+    """
+    overrides = dict(overrides or {})
+    if isinstance(source, PretrainedConfig):
+        config = copy.deepcopy(source)
+        config.update(overrides)
+        return config
+    if isinstance(source, Mapping):
+        return _from_mapping({**source, **overrides}, "model.config", trust_remote_code)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.exists() or path.suffix == ".json":
+        return _from_mapping({**_read_json(path), **overrides}, str(path), trust_remote_code, path.parent)
+    return _from_hub(str(source), overrides, trust_remote_code)
+
+
+def _from_mapping(
+    data: dict[str, Any], where: str, trust_remote_code: bool, folder: Path | None = None
+) -> PretrainedConfig:
+    model_type = data.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError(f"{where}: model_type is missing, e.g. model_type: llama")
+    if "auto_map" in data and folder is not None:
+        if not trust_remote_code:
+            raise ConfigError(
+                f"{where} asks to run code that comes with the model (auto_map). Pass trust_remote_code=True if you "
+                "have read that code and trust it"
+            )
+        return AutoConfig.from_pretrained(folder, trust_remote_code=True)  # type: ignore[no-any-return]
+    if model_type not in CONFIG_MAPPING:
+        known = list(CONFIG_MAPPING.keys())
+        nearest = did_you_mean(str(model_type), known)
+        hint = nearest if nearest.startswith("Did") else f"transformers knows {len(known)} types"
+        raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {hint}")
+    return CONFIG_MAPPING[model_type].from_dict(data)  # type: ignore[no-any-return]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobFileError(f"{path}: there is no such model config") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise JobFileError(f"{path}: not a JSON model config: {error}") from None
+    if not isinstance(data, dict):
+        raise JobFileError(f"{path}: a model config is a mapping, this holds a {type(data).__name__}")
+    return data
+
+
+def _from_hub(name: str, overrides: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **overrides)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise HostError(f"{name}: neither a local path nor a model that can be fetched from the Hub: {reason}") from error

@@ -1,0 +1,79 @@
+"""What was bound: per op the field, what it asked for, what runs, and every site left eager with its reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from veomni_core.plan import OpDecision, Plan
+from veomni_core.tables import render_table
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The account of one binding. ``verified`` names the kernels that were run against their contract on this device."""
+
+    plan: Plan
+    verified: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; ``ops`` lists one mapping per op, with ``eager`` naming each site that no kernel took."""
+        return {
+            "hardware": self.plan.hardware.describe(),
+            "plan_sha256": self.plan.sha256,
+            "assumptions": list(self.plan.assumptions),
+            "verified": list(self.verified),
+            "kernels": [
+                {"kernel": str(k.spec), "factory": k.spec.factory, "distribution": k.distribution, "version": k.version}
+                for k in self.plan.kernels
+            ],
+            "ops": [_op_to_dict(op) for op in self.plan.ops],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def table(self) -> str:
+        """One line per op that the model has, or that the config names."""
+        rows = [
+            (
+                op.config_field,
+                f"{op.asked}" + ("" if op.written else " (preset)"),
+                ", ".join(op.chosen) if op.sites else "-",
+                f"{_bound(op)}/{len(op.sites)}",
+                "; ".join(f"{reason} ({len(paths)})" for reason, paths in _eager_reasons(op).items()),
+            )
+            for op in self.plan.ops
+            if op.sites or op.written
+        ]
+        title = f"Bound on {self.plan.hardware.describe()}, plan {self.plan.sha256[:12]}"
+        return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _op_to_dict(op: OpDecision) -> dict[str, Any]:
+    return {
+        "field": op.config_field,
+        "op": op.op_name,
+        "asked": op.asked,
+        "written": op.written,
+        "chosen": list(op.chosen) if op.sites else [],
+        "bound": _bound(op),
+        "found": len(op.sites),
+        "eager": [{"path": decision.site.path, "reason": decision.reason} for decision in op.left_eager],
+    }
+
+
+def _bound(op: OpDecision) -> int:
+    return sum(decision.bound for decision in op.sites)
+
+
+def _eager_reasons(op: OpDecision) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for decision in op.left_eager:
+        reasons.setdefault(decision.reason, []).append(decision.site.path)
+    return reasons

@@ -1,0 +1,116 @@
+"""Judges kernels: which of those that a field names can run at a site, and why the others can't."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from veomni_core.config import AUTO
+from veomni_core.hardware import Hardware
+from veomni_core.registry import Registry
+from veomni_core.sites.site import Site
+from veomni_core.spec import EAGER, KernelSpec
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The name of what runs at a site, why it is that, and whether the config names just that."""
+
+    kernel: str
+    reason: str
+    as_asked: bool
+
+
+class Selection:
+    """Answers for one registry on one hardware. Equal questions are answered once."""
+
+    def __init__(self, registry: Registry, hardware: Hardware, profile: Mapping[str, Mapping[str, float]]) -> None:
+        self._registry, self._hardware, self._profile = registry, hardware, profile
+        self._answers: dict[tuple[str, tuple[str, ...], str, str | None], Verdict] = {}
+
+    def choose(self, op_name: str, names: tuple[str, ...], site: Site) -> Verdict:
+        """The first of ``names`` that can run at ``site``; ``eager`` with every reason where none can."""
+        if names[0] == EAGER:
+            return Verdict(EAGER, "as asked", as_asked=True)
+        if site.variant is None:
+            return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
+        key = (op_name, names, site.variant, site.dtype)
+        if key not in self._answers:
+            self._answers[key] = self._first(op_name, names, site.variant, site.dtype)
+        return self._answers[key]
+
+    def leaves_open(self, names: tuple[str, ...]) -> bool:
+        """Whether ``names`` allow the model's own code, so that nothing is refused."""
+        return EAGER in names or AUTO in names
+
+    def unavailable(self, op_name: str, names: tuple[str, ...]) -> str:
+        """Why none of ``names`` can run on this hardware whatever the site, with what could; empty when one can."""
+        reasons = []
+        for name in names:
+            reason = self._why_not_here(op_name, name)
+            if not reason:
+                return ""
+            reasons.append(reason)
+        return f"{'; '.join(reasons)}. Usable: {', '.join(self.usable(op_name))}."
+
+    def usable(self, op_name: str) -> tuple[str, ...]:
+        """Every value that would be accepted for ``op_name`` here."""
+        names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
+        return (EAGER, *sorted(names))
+
+    def why_not(self, spec: KernelSpec, dtype: str | None = None) -> tuple[str, ...]:
+        """What keeps ``spec`` from running here, on data of ``dtype`` where that is known; empty when nothing does."""
+        reasons = list(spec.hardware.unmet(self._hardware))
+        if not spec.backward:
+            reasons.append("has no backward, and training needs one")
+        if dtype is not None and dtype not in spec.dtypes:
+            reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {dtype}")
+        return tuple(reasons)
+
+    def _first(self, op_name: str, names: tuple[str, ...], variant: str, dtype: str | None) -> Verdict:
+        passed_over: list[str] = []
+        for name in names:
+            if name == EAGER:
+                return Verdict(EAGER, _after(passed_over, "as asked"), as_asked=True)
+            if name == AUTO:
+                return self._best(op_name, variant, dtype, passed_over)
+            spec = self._registry.find(op_name, variant, name)
+            why_not = self.why_not(spec, dtype) if spec else (self._not_covered(op_name, variant, name),)
+            if not why_not:
+                return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
+            passed_over.append(f"{name} {' and '.join(why_not)}")
+        return Verdict(EAGER, "; ".join(passed_over), as_asked=False)
+
+    def _best(self, op_name: str, variant: str, dtype: str | None, passed_over: list[str]) -> Verdict:
+        candidates = [spec for spec in self._registry.kernels(op_name, variant) if not self.why_not(spec, dtype)]
+        times = self._profile.get(op_name, {})
+        measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
+        if measured:
+            milliseconds, name = min(measured)
+            return Verdict(name, _after(passed_over, f"the fastest measured, {milliseconds:g} ms"), as_asked=False)
+        ranked = sorted((-spec.preference, spec.name) for spec in candidates if spec.preference > 0)
+        if not ranked:
+            reason = f"no kernel for {variant} here is preferred to the model's own code"
+            return Verdict(EAGER, _after(passed_over, reason), as_asked=False)
+        preference, name = -ranked[0][0], ranked[0][1]
+        reason = f"the highest preference here, {preference} of {len(ranked)} usable"
+        return Verdict(name, _after(passed_over, reason), as_asked=False)
+
+    def _not_covered(self, op_name: str, variant: str, name: str) -> str:
+        covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})
+        if covered:
+            return f"covers {', '.join(covered)}, not {variant}"
+        return self._registry.absence(op_name, name) or "is not known"
+
+    def _why_not_here(self, op_name: str, name: str) -> str:
+        specs = [spec for spec in self._registry.kernels(op_name) if spec.name == name]
+        if not specs:
+            return self._registry.absence(op_name, name) or f"{name} is not known"
+        reasons = [self.why_not(spec) for spec in specs]
+        if not all(reasons):
+            return ""
+        return f"{name} can't run here: {' and '.join(dict.fromkeys(reason for some in reasons for reason in some))}"
+
+
+def _after(passed_over: list[str], reason: str) -> str:
+    return f"{reason}, after: {'; '.join(passed_over)}" if passed_over else reason
