@@ -63,7 +63,7 @@ def build_foundation_model(
     dtype, device = _dtype(torch_dtype), _device(init_device)
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
-    skeleton = _random_model(model_class, config, dtype, torch.device("meta"), trust_remote_code)
+    skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
     plan = agree_on_plan(lambda: make_plan(skeleton, ops))
     if weights_path is not None:
         model = _load_weights(model_class, config, Path(weights_path), dtype, device, trust_remote_code)
@@ -73,6 +73,16 @@ def build_foundation_model(
         model = _random_model(model_class, config, dtype, device, trust_remote_code)
     apply_plan(model, plan, ops.registry)
     return model
+
+
+def build_skeleton(
+    config_path: ConfigSource, *, torch_dtype: str | torch.dtype = "bfloat16", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model on the meta device, unbound: every module and shape, and not one weight."""
+    config = load_model_config(config_path, trust_remote_code=trust_remote_code)
+    return _random_model(  # type: ignore[no-any-return]
+        _model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code
+    )
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

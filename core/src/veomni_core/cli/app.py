@@ -1,0 +1,73 @@
+"""Assembles the command line; a verb's module is imported only when the verb is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from veomni_core.discovery import discover
+from veomni_core.spec import CommandSpec, load_attribute
+
+BUILTIN_VERBS = (
+    CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
+    CommandSpec("explain", "veomni_core.cli.explain:explain", "Why each kernel of an op would or would not run here."),
+    CommandSpec("plan", "veomni_core.cli.plan_job:plan_job", "Which kernel a job would run at each site, and why."),
+    CommandSpec("doctor", "veomni_core.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
+    CommandSpec("verify", "veomni_core.cli.verify:verify", "Run a plugin's kernels against their ops' contracts."),
+)
+
+
+class _Verbs(TyperGroup):
+    """The built-in verbs, and those that plugins bring."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self._verbs())
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        builtin = {verb.name: verb for verb in BUILTIN_VERBS}
+        spec = builtin.get(name) or self._verbs().get(name)
+        if spec is None:
+            return None
+        return _command(spec)
+
+    def format_help(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(context, formatter)
+        self.format_help_text(context, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, spec.help) for name, spec in self._verbs().items()])
+
+    def _verbs(self) -> Mapping[str, CommandSpec]:
+        plugins = discover().commands
+        return {**{verb.name: verb for verb in BUILTIN_VERBS}, **plugins}
+
+
+def build_app() -> typer.Typer:
+    """The application; calling it parses ``sys.argv``."""
+    app = typer.Typer(
+        name="veomni",
+        cls=_Verbs,
+        help="Kernel plugins for LLM training: found, checked, chosen and bound by config.",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_about)
+    return app
+
+
+def _about() -> None:
+    """Kernel plugins for LLM training: found, checked, chosen and bound by config."""
+
+
+def _command(spec: CommandSpec) -> click.Command:
+    verb: Any = typer.Typer(add_completion=False, rich_markup_mode=None)
+    verb.command(name=spec.name, help=spec.help or None)(load_attribute(spec.target))
+    command = get_command(verb)
+    command.name = spec.name
+    return command

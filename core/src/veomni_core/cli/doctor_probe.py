@@ -1,0 +1,32 @@
+"""Loads one plugin in this process and prints what that did, as one line of JSON. Run by ``veomni doctor``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from veomni_core.discovery import discover
+
+
+def probe(name: str) -> dict[str, object]:
+    """Load the plugin ``name``, which ``VEOMNI_PLUGINS`` allows, and look at what changed."""
+    before = set(sys.modules)
+    registry = discover()
+    record = registry.plugin(name)
+    imported = sorted({module.partition(".")[0] for module in set(sys.modules) - before} - set(sys.stdlib_module_names))
+    torch = sys.modules.get("torch")
+    initialises_cuda = torch is not None and torch.cuda.is_initialized()
+    hardware = registry.detect_hardware()
+    return {
+        "status": record.status,
+        "problem": record.problem,
+        "seconds": record.seconds,
+        "imports": [module for module in imported if not module.startswith("_")],
+        "initialises_cuda": initialises_cuda,
+        "kernels": len(record.kernels),
+        "usable": sum(not spec.hardware.unmet(hardware) for spec in record.kernels) if record.healthy else 0,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe(sys.argv[1])))

@@ -1,0 +1,77 @@
+"""``veomni explain OP``: why each kernel would or would not run here, and what an installation would change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from veomni_core.cli.output import AsJson, HardwareName, print_json
+from veomni_core.discovery import discover
+from veomni_core.registry import Registry
+from veomni_core.selection import Selection
+from veomni_core.spec import EAGER, OpSpec
+from veomni_core.tables import render_table
+
+
+def explain(
+    op: Annotated[str, typer.Argument(help="An op (rms_norm) or its config field (rms_norm_implementation).")],
+    hardware: HardwareName = None,
+    json: AsJson = False,
+) -> None:
+    """For every kernel of an op, say whether it runs here and why not; then what `auto` takes."""
+    registry = discover()
+    spec = _op(registry, op)
+    target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
+    selection = Selection(registry, target, {})
+    rows = [
+        {
+            "variant": kernel.variant,
+            "kernel": kernel.name,
+            "plugin": str(registry.plugin_of(kernel)),
+            "preference": kernel.preference,
+            "runs": not selection.why_not(kernel),
+            "reasons": list(selection.why_not(kernel)),
+            "assumes": [] if target.detected else list(kernel.hardware.packages),
+        }
+        for kernel in registry.kernels(spec.name)
+    ]
+    absent = {
+        value: registry.absence(spec.name, value)
+        for value in registry.known_values(spec.name)
+        if registry.absence(spec.name, value)
+    }
+    winners = {variant: _winner(rows, variant) for variant in spec.variants}
+    if json:
+        print_json(
+            {
+                "op": spec.name,
+                "field": spec.config_field,
+                "hardware": target.describe(),
+                "kernels": rows,
+                "not_here": absent,
+                "auto": winners,
+            }
+        )
+        return
+    table = [
+        (r["variant"], r["kernel"], r["plugin"], str(r["preference"]), "yes" if r["runs"] else "no: " + "; ".join(r["reasons"]))
+        for r in rows
+    ] + [("", name, "-", "", f"no: {reason}") for name, reason in absent.items()]
+    title = f"{spec.name} ({spec.config_field}) on {target.describe()}"
+    print(render_table(("variant", "kernel", "plugin", "preference", "runs here"), table, title))
+    for variant, winner in winners.items():
+        print(f"auto takes {winner} for {variant}")
+    for name, distribution in spec.published.items():
+        if distribution and name in absent:
+            print(f"pip install {distribution} would add {name}, if its own requirements are met")
+
+
+def _op(registry: Registry, name: str) -> OpSpec:
+    by_field = {op.config_field: op for op in registry.ops.values()}
+    return by_field[name] if name in by_field else registry.op(name)
+
+
+def _winner(rows: list[dict[str, Any]], variant: str) -> str:
+    able = [row for row in rows if row["variant"] == variant and row["runs"] and row["preference"] > 0]
+    return min(able, key=lambda row: (-row["preference"], row["kernel"]))["kernel"] if able else EAGER

@@ -1,0 +1,76 @@
+"""``veomni list``: what is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from veomni_core.cli.output import AsJson, print_json
+from veomni_core.discovery import discover
+from veomni_core.registry import PluginRecord, Registry
+from veomni_core.tables import render_table
+
+
+def list_kernels(json: AsJson = False) -> None:
+    """Print every plugin with its state, and every op with its kernels."""
+    registry = discover()
+    if json:
+        print_json({"plugins": [_plugin(record) for record in registry.plugins], "ops": _ops(registry)})
+    else:
+        print(
+            render_table(
+                ("plugin", "distribution", "state", "kernels"),
+                [(p.name, str(p), _state(p), str(len(p.kernels) if p.healthy else 0)) for p in registry.plugins],
+                "Plugins",
+            )
+        )
+        print(
+            render_table(
+                ("op", "field", "variant", "kernels"),
+                [
+                    (op["op"], op["field"], variant, ", ".join(kernel["name"] for kernel in kernels) or "-")
+                    for op in _ops(registry)
+                    for variant, kernels in op["variants"].items()
+                ],
+                "Ops",
+            )
+        )
+
+
+def _state(record: PluginRecord) -> str:
+    return record.status if record.healthy else f"{record.status}: {record.problem}"
+
+
+def _plugin(record: PluginRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "distribution": record.distribution,
+        "version": record.version,
+        "module": record.module,
+        "status": record.status,
+        "problem": record.problem,
+        "traceback": record.traceback,
+        "kernels": [str(spec) for spec in record.kernels],
+    }
+
+
+def _ops(registry: Registry) -> list[dict[str, Any]]:
+    return [
+        {
+            "op": op.name,
+            "field": op.config_field,
+            "description": op.description,
+            "variants": {
+                variant: [
+                    {
+                        "name": spec.name,
+                        "plugin": str(registry.plugin_of(spec)),
+                        "preference": spec.preference,
+                        "description": spec.description,
+                    }
+                    for spec in registry.kernels(op.name, variant)
+                ]
+                for variant in op.variants
+            },
+        }
+        for _, op in sorted(registry.ops.items())
+    ]

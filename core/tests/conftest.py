@@ -1,0 +1,74 @@
+"""Fixtures for the core's tests: plugins as installed distributions, without pip."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from veomni_core.discovery import discover
+from veomni_core.registry import Registry
+
+Installer = Callable[..., str]
+
+HEALTHY = """
+    from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def kernel(x, weight, eps):
+        return x
+
+    @hookimpl
+    def veomni_kernels():
+        return [KernelSpec(name="{kernel}", op_name="rms_norm", variant="standard", factory="{module}:kernel")]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the machine decides what a test sees."""
+    for name in list(os.environ):
+        if name.startswith("VEOMNI_") or name in ("MODELING_BACKEND", "USE_GROUP_GEMM"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installer]:
+    """Puts a distribution with one plugin on ``sys.path``, as pip would lay it out; gives its module's name."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    installed: list[str] = []
+
+    def install(distribution: str, source: str, *, plugin: str | None = None, version: str = "1.0") -> str:
+        module = f"{distribution.replace('-', '_')}_{tmp_path.name.replace('-', '_')}"
+        (folder / f"{module}.py").write_text(textwrap.dedent(source).replace("{module}", module))
+        info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[veomni.plugins]\n{plugin or distribution} = {module}\n")
+        installed.append(module)
+        importlib.invalidate_caches()
+        return module
+
+    yield install
+    for module in installed:
+        sys.modules.pop(module, None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def install_healthy(install: Installer) -> Callable[[str, str], str]:
+    """Installs a plugin with one good kernel for rms_norm."""
+    return lambda distribution, kernel: install(distribution, HEALTHY.replace("{kernel}", kernel))
+
+
+@pytest.fixture(scope="session")
+def registry() -> Registry:
+    """What the plugins installed beside the tests describe."""
+    return discover({})
