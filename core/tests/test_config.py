@@ -1,0 +1,157 @@
+"""The job's config: every form of value, presets, legacy names, and what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import pytest
+from veomni_core import OpsConfig, OpsImplementationConfig
+from veomni_core.errors import ConfigError, JobFileError, MissingOpsImplementationError, UnknownNameError
+
+GPU_DEFAULTS = {
+    "attention": "flash_attention_2",
+    "cross_entropy_loss": "liger_kernel",
+    "load_balancing_loss": "triton",
+    "moe_experts": "fused_triton",
+    "rms_norm": "liger_kernel",
+    "rotary_pos_emb": "liger_kernel",
+    "swiglu_mlp": "liger_kernel",
+}
+# As they stand in VeOmni's own guides.
+GUIDE_YAMLS = [
+    "attn_implementation: flash_attention_2    # default",
+    "cross_entropy_loss_implementation: liger_kernel   # default",
+    "rms_norm_implementation: liger_kernel\n    swiglu_mlp_implementation: liger_kernel\n"
+    "    rotary_pos_emb_implementation: liger_kernel",
+    "load_balancing_loss_implementation: triton   # default",
+    "moe_implementation: fused_triton   # Triton group-gemm (GPU, SM70+)",
+    "moe_implementation: fused_quack",
+    "attn_implementation: flash_attention_2\n    moe_implementation: fused_triton\n"
+    "    cross_entropy_loss_implementation: liger_kernel\n    rms_norm_implementation: liger_kernel\n"
+    "    swiglu_mlp_implementation: eager           # disable Liger for MLP only\n"
+    "    rotary_pos_emb_implementation: liger_kernel\n    load_balancing_loss_implementation: triton",
+]
+
+
+def test_the_two_names_are_one_class():
+    assert OpsImplementationConfig is OpsConfig
+
+
+def test_the_default_preset_is_exactly_the_guides_gpu_defaults():
+    config = OpsConfig.from_dict({})
+    assert config.preset == "gpu"
+    assert {op: choice.asked for op, choice in config.choices.items()} == GPU_DEFAULTS
+    assert not any(choice.written for choice in config.choices.values())
+
+
+@pytest.mark.parametrize("preset", ["auto", "eager"])
+def test_a_preset_fills_what_is_not_written(preset):
+    config = OpsConfig.from_dict({"preset": preset, "rms_norm_implementation": "liger_kernel"})
+    assert config.choices["rms_norm"].names == ("liger_kernel",)
+    assert config.choices["swiglu_mlp"].names == (preset,)
+
+
+@pytest.mark.parametrize("fields", GUIDE_YAMLS)
+def test_the_guides_yamls_parse_unchanged(fields, tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model:\n  ops_implementation:\n    {fields}\n")
+    config = OpsConfig.from_yaml(path)
+    for line in fields.splitlines():
+        name, _, value = line.partition("#")[0].strip().partition(": ")
+        choice = next(choice for choice in config.choices.values() if choice.config_field == name)
+        assert (choice.asked, choice.written) == (value, True)
+
+
+def test_a_list_is_an_order_of_preference():
+    config = OpsConfig.from_dict({"rms_norm_implementation": ["quack", "liger_kernel", "eager"]})
+    assert config.choices["rms_norm"].default == ("quack", "liger_kernel", "eager")
+
+
+def test_a_mapping_chooses_per_module_and_the_first_glob_wins():
+    value = {"*.q_norm": "quack", "*norm": ["liger_kernel", "eager"], "default": "auto"}
+    choice = OpsConfig.from_dict({"rms_norm_implementation": value}).choices["rms_norm"]
+    assert choice.names_for("layers.0.self_attn.q_norm") == ("quack",)
+    assert choice.names_for("model.norm") == ("liger_kernel", "eager")
+    assert choice.names_for("elsewhere") == ("auto",)
+
+
+def test_a_mapping_without_a_default_leaves_the_rest_eager():
+    choice = OpsConfig.from_dict({"rms_norm_implementation": {"*.q_norm": "quack"}}).choices["rms_norm"]
+    assert choice.names_for("model.norm") == ("eager",)
+
+
+def test_fused_is_answered_by_its_present_name():
+    with pytest.warns(FutureWarning, match="moe_implementation: fused is now called fused_triton"):
+        config = OpsConfig.from_dict({"moe_implementation": "fused"})
+    assert config.choices["moe_experts"].names == ("fused_triton",)
+
+
+@pytest.mark.parametrize(
+    "variable, field",
+    [
+        ("VEOMNI_USE_LIGER_KERNEL", "rms_norm_implementation"),
+        ("USE_GROUP_GEMM", "moe_implementation"),
+        ("VEOMNI_ENABLE_CHUNK_LOSS", "cross_entropy_loss_implementation: chunk_loss"),
+    ],
+)
+def test_a_removed_variable_is_answered_by_the_field(variable, field):
+    with pytest.warns(FutureWarning, match=f"{variable} no longer has any effect; write .*{field}"):
+        OpsConfig.from_dict({}, environ={variable: "1"})
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({"rms_norm_implementaton": "torch"}, "rms_norm_implementaton: no such field. Did you mean 'rms_norm_impl"),
+        ({"rms_norm_implementation": "ligr_kernel"}, "'ligr_kernel' is unknown. Did you mean 'liger_kernel'"),
+        ({"rms_norm_implementation": ["torch", "tritn"]}, "'tritn' is unknown. Did you mean 'triton'"),
+        ({"rms_norm_implementation": {"*": "quak"}}, r"rms_norm_implementation\['\*'\]: 'quak' is unknown"),
+        ({"preset": "cpu"}, "preset: 'cpu' is unknown"),
+        ({"profile": {"rms_nom": {}}}, "op 'rms_nom' is not registered. Did you mean 'rms_norm'"),
+    ],
+)
+def test_unknown_names_are_answered_by_the_nearest(data, message):
+    with pytest.raises(UnknownNameError, match=message):
+        OpsConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("value", [True, 3, None, [], [1], {"*": False}])
+def test_a_value_of_the_wrong_type_is_refused(value):
+    with pytest.raises(ConfigError, match="expected a kernel's name, a list of names, or a mapping"):
+        OpsConfig.from_dict({"rms_norm_implementation": value})
+
+
+@pytest.mark.parametrize("data", [None, [], "auto", {"model": {}}, {"model": None}, {"model": {"ops_implementation": None}}])
+def test_a_missing_section_is_never_all_eager(data):
+    with pytest.raises(MissingOpsImplementationError, match="nothing runs all-eager without being told to"):
+        OpsConfig.from_dict(data)
+
+
+def test_modeling_backend():
+    assert OpsConfig.from_dict({}, environ={"MODELING_BACKEND": "hf"}).backend == "hf"
+    assert OpsConfig.from_dict({}, environ={}).backend == "veomni"
+    with pytest.raises(UnknownNameError, match="MODELING_BACKEND='HF' is unknown. Did you mean|Known"):
+        OpsConfig.from_dict({}, environ={"MODELING_BACKEND": "HF"})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("model:\n  a: 1\n  a: 2\n", r"line 3, column 3: key 'a' appears twice, first in line 2"),
+        ("model: [1, 2\ntrain: x\n", r"line 2, column 6: "),
+        ("model:\n\tops: 1\n", r"line 2, column 1: found character '\\t'"),
+        ("", "this is empty"),
+        ("- a\n- b\n", "this holds a list"),
+    ],
+)
+def test_a_bad_yaml_is_answered_with_line_and_column(tmp_path, text, message):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(JobFileError, match=message):
+        OpsConfig.from_yaml(path)
+
+
+def test_a_missing_or_binary_yaml(tmp_path):
+    with pytest.raises(JobFileError, match="there is no such file"):
+        OpsConfig.from_yaml(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(JobFileError, match="cannot be read as text"):
+        OpsConfig.from_yaml(tmp_path / "binary.yaml")
