@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.errors import SpecError, did_you_mean
+from veomni_core.spec import OpSpec, load_attribute
+
 SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]
 
 
@@ -52,6 +55,22 @@ class Contract:
     gradients: Mapping[str, Tolerance]
     rounding: Mapping[str, float] = field(default_factory=dict)
     primary: Callable[[Any], tuple[Tensor, ...]] = field(default=lambda result: as_tensors(result))
+
+
+def contract_for(op: OpSpec, variant: str) -> Contract:
+    """The contract of one variant of ``op``.
+
+    Raises:
+        SpecError: the op's contract cannot be imported, or does not cover the variant.
+    """
+    try:
+        contracts = load_attribute(op.contract)
+    except Exception as error:
+        raise SpecError(f"op {op.name}: its contract {op.contract} failed: {type(error).__name__}: {error}") from error
+    variant = op.canonical_variant(variant)
+    if variant not in contracts:
+        raise SpecError(f"op {op.name}: {op.contract} has no contract for {variant!r}. {did_you_mean(variant, contracts)}")
+    return contracts[variant]  # type: ignore[no-any-return]
 
 
 def as_tensors(result: Any) -> tuple[Tensor, ...]:

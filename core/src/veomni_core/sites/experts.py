@@ -55,6 +55,7 @@ def _prove(module: nn.Module) -> tuple[str | None, str]:
         sizes = dict(zip(dict.fromkeys((experts, hidden, intermediate)), _TINY_SIZES, strict=False))
         e, h, i = sizes[experts], sizes[hidden], sizes[intermediate]
         twin = probe.bare_copy(module)
+        twin._modules.update(module._modules)
         probe.resize_attributes(twin, sizes)
         if "config" in vars(twin):
             twin.config = copy.copy(module.config)

@@ -1,0 +1,100 @@
+"""cross_entropy_loss: the loss of a language model's head, or of a sequence classifier, as a float32 scalar.
+
+``causal`` takes hidden states and the output projection's weight, so that a kernel need not hold all logits at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+
+IGNORED = -100
+
+
+def causal(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    num_items_in_batch: int | Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against ``labels[T]``, which arrive shifted.
+
+    ``scale`` multiplies the logits, then ``softcap`` bounds them by ``softcap * tanh(logits / softcap)``. With
+    ``num_items_in_batch`` the sum is divided by it instead. Without any label that counts the loss is 0, with zero
+    gradients.
+    """
+    logits = F.linear(hidden, weight, bias)
+    if scale is not None:
+        logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
+    if num_items_in_batch is not None:
+        return total / num_items_in_batch
+    return total / (labels != ignore_index).sum().clamp_min(1)
+
+
+def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """Mean cross entropy of pooled ``logits[B, C]`` against ``labels[B]``; 0 where no label counts."""
+    total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
+    return total / (labels != ignore_index).sum().clamp_min(1)
+
+
+def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def problem(tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0) -> tuple[Tensor, ...]:
+        labels = draw.integers(vocabulary, tokens)
+        labels[:ignored] = IGNORED
+        weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
+        return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
+
+    yield Sample("odd sizes", problem(37, 48, 101, ignored=5))
+    yield Sample("bias", (*problem(19, 32, 67), leaf(draw.normal(67))))
+    yield Sample("items counted over several batches", problem(16, 32, 64, ignored=3), {"num_items_in_batch": 29})
+    items = torch.tensor(29, device=device)
+    yield Sample("items counted in a tensor", problem(16, 32, 64, ignored=3), {"num_items_in_batch": items})
+    yield Sample("softcap and scale", problem(21, 32, 80, scale=4.0), {"softcap": 5.0, "scale": 0.5})
+    yield Sample("large logits", problem(12, 64, 96, scale=20.0))
+    yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7})
+    yield Sample("no label counts", problem(9, 32, 50, ignored=9))
+    yield Sample("many tokens", problem(300, 16, 40, ignored=11))
+    hidden, weight, labels = problem(24, 32, 50)
+    yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]))
+
+
+def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("odd sizes", (leaf(draw.normal(7, 5)), draw.integers(5, 7)))
+    labels = draw.integers(3, 9)
+    labels[2] = IGNORED
+    yield Sample("an ignored label", (leaf(draw.normal(9, 3, scale=10.0)), labels))
+    yield Sample("no label counts", (leaf(draw.normal(2, 3)), torch.full((2,), IGNORED, device=device)))
+
+
+# The loss is one float32 number, but in low precision each logit is rounded before it enters: at a logit of 60 that is
+# an eighth in bf16, which moves probabilities, and so gradients, by as much.
+VALUES = {
+    "float32": Tolerance(element=4e-6, norm=4e-6),
+    "bfloat16": Tolerance(element=1e-2, norm=1e-2),
+    "float16": Tolerance(element=2e-3, norm=2e-3),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=4e-5, norm=1e-5),
+    "bfloat16": Tolerance(element=1.6e-1, norm=4e-2),
+    "float16": Tolerance(element=2e-2, norm=5e-3),
+}
+
+CONTRACTS = {
+    "causal": Contract("cross_entropy_loss", "causal", causal, _causal_samples, VALUES, GRADIENTS),
+    "seq_cls": Contract("cross_entropy_loss", "seq_cls", seq_cls, _seq_cls_samples, VALUES, GRADIENTS),
+}

@@ -1,0 +1,75 @@
+"""moe_experts: the experts of a mixture-of-experts layer, after routing.
+
+``(hidden[T, H], top_k_index[T, K], top_k_weights[T, K], gate_up_proj[E, 2I, H], down_proj[E, H, I]) -> [T, H]``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+
+
+def standard(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """Sum over a token's experts of ``weight * down(silu(gate) * up)``, gate before up in ``gate_up_proj``.
+
+    An index of ``E`` or more is dropped (expert parallelism marks tokens of other ranks so); an expert may stand
+    twice in one row. Sums over experts are taken in float32 and rounded to hidden's dtype at the end. Gradients reach
+    ``hidden``, ``top_k_weights`` and both projections; experts without tokens get zeros.
+    """
+    result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
+    for expert in range(gate_up_proj.shape[0]):
+        token, position = torch.where(top_k_index == expert)
+        gate, up = F.linear(hidden[token], gate_up_proj[expert]).chunk(2, dim=-1)
+        output = F.linear(F.silu(gate) * up, down_proj[expert])
+        weighted = output.to(result.dtype) * top_k_weights[token, position, None].to(result.dtype)
+        result = result.index_add(0, token, weighted)
+    return result.to(hidden.dtype)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def problem(index: Tensor, hidden: int, intermediate: int, experts: int) -> tuple[Tensor, ...]:
+        tokens, k = index.shape
+        return (
+            leaf(draw.normal(tokens, hidden)),
+            index,
+            leaf(draw.normal(tokens, k).abs()),
+            leaf(draw.normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5)),
+            leaf(draw.normal(experts, hidden, intermediate, scale=intermediate**-0.5)),
+        )
+
+    def distinct(tokens: int, k: int, experts: int) -> Tensor:
+        return draw.normal(tokens, experts).float().argsort(dim=-1)[:, :k]
+
+    yield Sample("odd sizes", problem(distinct(37, 2, 5), 40, 24, 5))
+    yield Sample("empty experts", problem(distinct(11, 2, 3) * 2, 32, 16, 8))
+    yield Sample("one expert takes all", problem(torch.full((13, 1), 2, device=device), 32, 16, 4))
+    yield Sample("an expert twice in a row", problem(draw.integers(3, 17, 3), 32, 16, 3))
+    yield Sample("dropped indices", problem(draw.integers(7, 19, 2), 32, 16, 4))
+    yield Sample("every index dropped", problem(torch.full((5, 2), 4, device=device), 32, 16, 4))
+    yield Sample("no tokens", problem(torch.zeros(0, 2, dtype=torch.long, device=device), 32, 16, 4))
+    hidden, *rest = problem(distinct(12, 2, 4), 32, 16, 4)
+    wide = draw.normal(12, 64)
+    yield Sample("hidden states with a stride", (leaf(wide[:, ::2]), *rest))
+
+
+VALUES = {
+    "float32": Tolerance(element=1e-5, norm=2e-6),
+    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
+    "float16": Tolerance(element=5e-3, norm=1.3e-3),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=6e-2, norm=1.5e-2),
+    "float16": Tolerance(element=8e-3, norm=2e-3),
+}
+
+CONTRACTS = {"standard": Contract("moe_experts", "standard", standard, _samples, VALUES, GRADIENTS)}

@@ -1,0 +1,53 @@
+"""swiglu_mlp: ``(gate[..., I], up[..., I]) -> act(gate) * up``, the activation between a gated MLP's linears.
+
+``standard`` activates with SiLU (Shazeer 2020, SwiGLU), ``gelu_tanh`` with GELU's tanh approximation (Gemma).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, leaf
+
+
+def standard(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``; a kernel may keep the activation in float32 where eager code rounds it."""
+    return F.silu(gate) * up
+
+
+def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(gate, approximate="tanh") * up``; a kernel may keep the activation in float32."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Odd widths, a packed projection's halves, large values, and no rows at all."""
+    draw = Draw(device, dtype)
+    yield Sample("odd width", (leaf(draw.normal(3, 5, 97)), leaf(draw.normal(3, 5, 97))))
+    yield Sample("wide", (leaf(draw.normal(5, 2048, scale=2.0)), leaf(draw.normal(5, 2048))))
+    packed = draw.normal(4, 2 * 96)
+    yield Sample("halves of one tensor", tuple(leaf(half) for half in packed.chunk(2, dim=-1)))
+    yield Sample("large values", (leaf(draw.normal(4, 64, scale=30.0)), leaf(draw.normal(4, 64, scale=30.0))))
+    yield Sample("no rows", (leaf(draw.normal(0, 64)), leaf(draw.normal(0, 64))))
+
+
+VALUES = {
+    "float32": Tolerance(element=2e-6, norm=5e-7),
+    "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
+    "float16": Tolerance(element=2e-3, norm=5e-4),
+}
+# The derivative of the tanh approximation cancels for large gates, which costs float32 an order of magnitude.
+GRADIENTS = {
+    "float32": Tolerance(element=1.5e-5, norm=1e-6),
+    "bfloat16": Tolerance(element=2.4e-2, norm=6e-3),
+    "float16": Tolerance(element=3e-3, norm=8e-4),
+}
+
+CONTRACTS = {
+    reference.__name__: Contract("swiglu_mlp", reference.__name__, reference, samples, VALUES, GRADIENTS)
+    for reference in (standard, gelu_tanh)
+}
