@@ -46,7 +46,8 @@ class Binding:
         """
         if not self.active:
             raise BindingError("this binding is not in force any more; it was undone before")
-        replaced = [reason for change in reversed(self._changes) if (reason := change.check())]
+        outermost = {change.place: change for change in self._changes}.values()
+        replaced = [what for change in outermost if (what := change.overridden())]
         if replaced:
             raise BindingError(
                 f"undo would lose changes made after bind: {'; '.join(dict.fromkeys(replaced))}. Take those back first"

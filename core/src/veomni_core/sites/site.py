@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,8 +36,12 @@ class Change(Protocol):
     def revert(self) -> None:
         """Restore what was there before :meth:`apply`, exactly."""
 
-    def check(self) -> str:
-        """Why :meth:`revert` would undo somebody else's work, or an empty string."""
+    def overridden(self) -> str:
+        """What somebody else has put in the place of this change, or an empty string."""
+
+    @property
+    def place(self) -> Hashable:
+        """What is changed; a later change of the same place hides this one."""
 
 
 class SiteLocator(Protocol):
@@ -77,7 +81,11 @@ class AttributeChange:
         self._before = vars(self.target).get(self.name, _MISSING)
         vars(self.target)[self.name] = self.value
 
-    def check(self) -> str:
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), self.name)
+
+    def overridden(self) -> str:
         if vars(self.target).get(self.name) is self.value:
             return ""
         return f"{type(self.target).__name__}.{self.name} was replaced since"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import nn
@@ -55,7 +55,11 @@ class SharedSlotChange:
     def revert(self) -> None:
         self.slot.unbind(self.model)
 
-    def check(self) -> str:
+    @property
+    def place(self) -> Hashable:
+        return id(self.slot)
+
+    def overridden(self) -> str:
         return "" if self.slot.bound_kernel() is self.kernel else f"{self.slot!r} holds another kernel now"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSlotChange:

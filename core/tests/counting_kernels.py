@@ -1,0 +1,47 @@
+"""Kernels that compute each op's reference and count their calls, so that a test sees which kernel ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from veomni_core import KernelSpec
+from veomni_core.discovery import CORE
+from veomni_core.ops.catalog import BUILTIN_OPS
+from veomni_core.ops.contract import contract_for
+from veomni_core.registry import PluginRecord, Registry, build_registry
+
+calls: Counter[tuple[str, str, str]] = Counter()
+
+
+def _counting(op_name: str, variant: str, name: str) -> Callable[..., Any]:
+    op = next(op for op in BUILTIN_OPS if op.name == op_name)
+    reference = contract_for(op, variant).reference
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        calls[(op_name, variant, name)] += 1
+        return reference(*args, **kwargs)
+
+    return kernel
+
+
+def __getattr__(attribute: str) -> Any:
+    """``counting__<op>__<variant>__<name>`` is such a kernel, made once."""
+    if not attribute.startswith("counting__"):
+        raise AttributeError(attribute)
+    kernel = globals()[attribute] = _counting(*attribute.removeprefix("counting__").split("__"))
+    return kernel
+
+
+def counting_registry(*names: str, ops: tuple[str, ...] = ()) -> Registry:
+    """The core's ops, with one counting kernel per name and variant (attention aside, which returns a tuple)."""
+    specs = [
+        KernelSpec(name, op.name, variant, f"{__name__}:counting__{op.name}__{variant}__{name}", preference=50 - rank)
+        for rank, name in enumerate(names)
+        for op in BUILTIN_OPS
+        for variant in op.variants
+        if op.name != "attention" and (not ops or op.name in ops)
+    ]
+    record = PluginRecord("counting", "veomni-counting", "1.0", __name__, kernels=tuple(specs))
+    return build_registry([CORE, record], {})

@@ -1,0 +1,74 @@
+"""Turns a job's ``train`` section into transformers' ``TrainingArguments``, which also set up the processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from veomni_core.errors import HostError
+
+from veomni_trainer.job import TrainSection
+
+
+def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
+    """The arguments; under torchrun this also joins the process group, so that ranks can agree on their plan.
+
+    Raises:
+        HostError: the device that the job asks for isn't here, or FSDP was asked for in a single process.
+    """
+    if train.device == "cuda" and not torch.cuda.is_available():
+        raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
+    if train.fsdp and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise HostError(
+            "train.fsdp shards the model over processes, and this is a single one. Start it as "
+            "`torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml`, or write train.fsdp: false"
+        )
+    on_cpu = train.device == "cpu" or (train.device == "auto" and not torch.accelerator.is_available())
+    arguments = TrainingArguments(
+        output_dir=str(staging),
+        max_steps=train.steps,
+        per_device_train_batch_size=train.batch_size,
+        per_device_eval_batch_size=train.batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type="constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        warmup_steps=train.warmup,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        data_seed=train.seed,
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu else None,
+        logging_strategy="steps",
+        logging_steps=train.log_every,
+        logging_nan_inf_filter=False,  # a loss that is not a number must be seen, not averaged away
+        save_strategy="no",  # veomni_trainer.checkpoints decides when
+        eval_strategy="no",
+        prediction_loss_only=True,
+        dataloader_drop_last=True,  # every step has the same shape
+        torch_compile=train.torch_compile,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="warning",
+        **_checkpointing(train),
+        **_sharding(train),
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # without torchrun transformers would use nn.DataParallel
+    return arguments
+
+
+def _checkpointing(train: TrainSection) -> dict[str, Any]:
+    """Gradient checkpointing, by the name that this version of transformers has for it."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return {name: train.gradient_checkpointing}
+
+
+def _sharding(train: TrainSection) -> dict[str, Any]:
+    if not train.fsdp:
+        return {}
+    return {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}

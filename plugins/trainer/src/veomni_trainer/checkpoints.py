@@ -1,0 +1,73 @@
+"""When checkpoints are written, that they appear whole, and under which plan one may be resumed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from veomni_core import Plan
+from veomni_core.errors import CheckpointError, PlanMismatchError
+
+from veomni_trainer.files import publish_folder, write_whole
+from veomni_trainer.job import TrainSection
+from veomni_trainer.run_folder import RunFolder
+
+
+class CheckpointCallback(TrainerCallback):
+    """Saves (and validates) when the job says so.
+
+    ``Trainer`` writes into the staging folder; what it wrote is completed with the plan there, and moved to its place
+    in one step.
+    """
+
+    def __init__(self, folder: RunFolder, plan: Plan, train: TrainSection, validates: bool) -> None:
+        self._folder, self._plan, self._train, self._validates = folder, plan, train, validates
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        step, last = state.global_step, state.global_step >= state.max_steps
+        every = self._train.save_every
+        if every != "never" and (last or (isinstance(every, int) and step % every == 0)):
+            control.should_save = True
+        validate_every = self._train.validate_every
+        if self._validates and (last or (validate_every and step % validate_every == 0)):
+            control.should_evaluate = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+        processes = PartialState()
+        processes.wait_for_everyone()
+        if processes.is_main_process:
+            written = self._folder.staging / f"checkpoint-{state.global_step}"
+            place = self._folder.path / written.name
+            write_whole(written / "plan.json", self._plan.to_json())
+            if place.exists():  # an incomplete one from elsewhere, or one that a resumed run has passed again
+                shutil.rmtree(place)
+            publish_folder(written, place)
+            self._folder.drop_checkpoints(self._train.keep_checkpoints)
+        processes.wait_for_everyone()
+
+
+def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
+    """How ``plan`` differs from the one that the checkpoint was trained under, if that is accepted.
+
+    Raises:
+        PlanMismatchError: it differs, and ``accept_change`` is false.
+        CheckpointError: the checkpoint's plan can't be read.
+    """
+    path = checkpoint / "plan.json"
+    try:
+        before = Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a plan: {error}") from error
+    if before.sha256 == plan.sha256:
+        return ()
+    changes = before.diff(plan)
+    if not accept_change:
+        listed = "\n".join(f"  - {change}" for change in changes)
+        raise PlanMismatchError(
+            f"{checkpoint} was trained with other kernels than this job would use now:\n{listed}\n"
+            "Restore the job's ops_implementation (and the plugins' versions), or consent with --accept-plan-change"
+        )
+    return changes

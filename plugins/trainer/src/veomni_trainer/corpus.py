@@ -1,0 +1,82 @@
+"""A job's text as equally long sequences of tokens, held in memory, and split into training and validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from veomni_core.errors import JobFileError
+
+from veomni_trainer.job import DataSection
+from veomni_trainer.text import Reading, read_documents
+from veomni_trainer.tokens import Tokenizer, Tokens
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """Rows of a token table, as a causal language model takes them; the model itself shifts the labels."""
+
+    def __init__(self, rows: Tokens) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = torch.from_numpy(self._rows[index].astype(np.int64))
+        return {"input_ids": row, "labels": row}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was read. ``unused`` tokens at the end were too few for one more sequence."""
+
+    training: Sequences
+    validation: Sequences
+    tokens: int
+    unused: int
+    reading: Reading
+
+    def describe(self) -> str:
+        """One line for the terminal."""
+        held_out = f", {len(self.validation):,} of them for validation" if len(self.validation) else ""
+        return (
+            f"data: {self.reading.describe()}; {self.tokens:,} tokens, "
+            f"{len(self.training) + len(self.validation):,} sequences{held_out}, {self.unused:,} tokens left over"
+        )
+
+
+def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
+    """Read, tokenize, join (each document closed by the tokenizer's end) and cut everything that ``data`` names.
+
+    Raises:
+        JobFileError: nothing to read, something unreadable, or fewer tokens than one sequence.
+    """
+    reading = Reading()
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    end = np.array([tokenizer.end], dtype)
+    pieces = []
+    for document in read_documents(data.files, data.pattern, reading):
+        pieces += [tokenizer.encode(document).astype(dtype), end]
+    tokens = np.concatenate(pieces)
+    length = data.sequence_length
+    count = len(tokens) // length
+    if count == 0:
+        raise JobFileError(
+            f"data.files: {len(tokens):,} tokens are fewer than one sequence of {length:,} (data.sequence_length)"
+        )
+    rows = tokens[: count * length].reshape(count, length)
+    held_out = _held_out(count, data.validation_fraction)
+    training = rows[~held_out] if held_out.any() else rows
+    return Corpus(Sequences(training), Sequences(rows[held_out]), len(tokens), len(tokens) % length, reading)
+
+
+def _held_out(count: int, fraction: float) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which rows are kept for validation: evenly spaced, so that every part of the text is in both."""
+    mask = np.zeros(count, np.bool_)
+    chosen = round(count * fraction)
+    if fraction and not 0 < chosen < count:
+        raise JobFileError(f"data.validation_fraction: {fraction} of {count} sequences leaves one side without any")
+    mask[((np.arange(chosen) + 0.5) * count / max(chosen, 1)).astype(int)] = True
+    return mask

@@ -1,0 +1,52 @@
+"""Ctrl-C, or a polite kill: the step in hand is finished, a checkpoint written, and training ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class InterruptCallback(TrainerCallback):
+    """Stops training at the end of the step in which a signal arrives; a second signal ends it at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.interrupted = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals while training runs, and give them back afterwards."""
+        previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+        if self._requested_anywhere(args):
+            self.interrupted = not control.should_training_stop
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def _requested_anywhere(self, args: TrainingArguments) -> bool:
+        """Whether any process was asked to stop: all must stop after the same step."""
+        if args.world_size == 1:
+            return self.requested
+        flag = torch.tensor(int(self.requested), device=args.device)
+        distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+        return bool(flag.item())

@@ -1,0 +1,94 @@
+"""What a training job's YAML may say: its sections, their keys, types and defaults."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+def _read_scientific(value: Any) -> Any:
+    """YAML 1.1 takes ``1e-3`` (no point in it) for text; here it is the number that its author meant."""
+    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
+
+
+Number = Annotated[float, BeforeValidator(_read_scientific)]
+
+
+class Section(BaseModel):
+    """A part of a job: no unknown keys, no values of another type than the one that is asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(Section):
+    """Which model, from which weights, with which kernels.
+
+    ``config`` is a mapping with ``model_type`` and sizes, a path, or a Hub id; without it, ``weights`` brings its own.
+    ``ops_implementation`` is checked by the core, against the plugins that are installed.
+    """
+
+    config: str | dict[str, Any] | None = None
+    weights: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    ops_implementation: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.config is None and self.weights is None:
+            raise ValueError("needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder)")
+        return self
+
+
+class DataSection(Section):
+    """Which text, cut how.
+
+    ``files`` names files, folders (searched by ``pattern``), globs, or ``python-stdlib``. ``tokenizer`` is ``bytes``
+    or the path of a ``tokenizer.json``, whose ``end_of_document`` token is guessed where it isn't named.
+    """
+
+    files: str | list[str]
+    pattern: str = "**/*"
+    tokenizer: str = "bytes"
+    end_of_document: str | None = None
+    sequence_length: int = Field(ge=2)
+    validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
+
+
+class TrainSection(Section):
+    """How to train. ``batch_size`` counts sequences per process and per accumulated micro-step.
+
+    Checkpoints are kept every ``save_every`` steps and at the end, only at the ``end``, or ``never``; an interrupt
+    always leaves one. ``keep_checkpoints`` limits how many of the newest stay.
+    """
+
+    output_dir: str = Field(min_length=1)
+    steps: int = Field(ge=1)
+    batch_size: int = Field(default=8, ge=1)
+    gradient_accumulation: int = Field(default=1, ge=1)
+    learning_rate: Number = Field(default=3e-4, gt=0.0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: int = Field(default=0, ge=0)
+    weight_decay: Number = Field(default=0.1, ge=0.0)
+    max_grad_norm: Number = Field(default=1.0, gt=0.0)
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every: int = Field(default=1, ge=1)
+    validate_every: int | None = Field(default=None, ge=1)
+    save_every: Annotated[int, Field(ge=1)] | Literal["end", "never"] = "end"
+    keep_checkpoints: int = Field(default=2, ge=1)
+    gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    fsdp: bool = False
+
+
+class Job(Section):
+    """A training job, checked and complete."""
+
+    model: ModelSection
+    data: DataSection
+    train: TrainSection

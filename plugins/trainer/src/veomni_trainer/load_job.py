@@ -1,0 +1,75 @@
+"""Reads a job: YAML, then ``--set``, then the schema; relative paths are made absolute once, here."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from veomni_core.jobfile import load_yaml
+
+from veomni_trainer.job import Job
+from veomni_trainer.job_problems import explain_problems
+from veomni_trainer.overrides import apply_overrides
+from veomni_trainer.text import STDLIB
+from veomni_trainer.tokens import BYTES
+
+
+def load_job(path: Path, assignments: Iterable[str] = ()) -> Job:
+    """The job in ``path``, with the changes that ``--set`` makes.
+
+    A relative path in it is looked up beside the job file first, then in the working directory; ``output_dir`` is
+    always in the working directory.
+
+    Raises:
+        JobFileError: the file is missing, isn't YAML, or says something that no job can say.
+        ConfigError: a ``--set`` that leads nowhere.
+    """
+    return parse_job(apply_overrides(load_yaml(path), assignments), str(path), path.parent)
+
+
+def parse_job(data: Mapping[str, Any], source: str = "job", folder: Path | None = None) -> Job:
+    """The job in ``data``; ``folder`` is where its relative paths begin."""
+    try:
+        job = Job.model_validate(data)
+    except ValidationError as error:
+        raise explain_problems(error, Job, source) from None
+    return _with_absolute_paths(job, (folder or Path()).absolute())
+
+
+def dump_job(job: Job) -> str:
+    """The job as YAML, complete with every default."""
+    return yaml.safe_dump(job.model_dump(), sort_keys=False, width=120)
+
+
+def _with_absolute_paths(job: Job, folder: Path) -> Job:
+    model, data = job.model, job.data
+    files = [data.files] if isinstance(data.files, str) else data.files
+    found = [name if name == STDLIB else _found(name, folder) for name in files]
+    return job.model_copy(
+        update={
+            "model": model.model_copy(
+                update={
+                    "config": _found(model.config, folder) if isinstance(model.config, str) else model.config,
+                    "weights": _found(model.weights, folder) if model.weights else None,
+                }
+            ),
+            "data": data.model_copy(
+                update={
+                    "files": found[0] if isinstance(data.files, str) else found,
+                    "tokenizer": data.tokenizer if data.tokenizer == BYTES else _found(data.tokenizer, folder),
+                }
+            ),
+            "train": job.train.model_copy(update={"output_dir": str(Path(job.train.output_dir).expanduser().absolute())}),
+        }
+    )
+
+
+def _found(name: str, folder: Path) -> str:
+    """``name`` beside the job or in the working directory, absolute; unchanged where neither has it."""
+    candidates = [str(base / Path(name).expanduser()) for base in (folder, Path.cwd())]
+    return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)

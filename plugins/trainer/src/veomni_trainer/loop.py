@@ -1,0 +1,127 @@
+"""transformers' ``Trainer``, taught to say what each single step cost and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+
+from veomni_trainer.clock import StepClock
+from veomni_trainer.corpus import Corpus
+from veomni_trainer.memory import peak_memory, reset_peak
+from veomni_trainer.metrics import Row
+
+Listener = Callable[[Row], None]
+
+
+class JobTrainer(Trainer):
+    """A ``Trainer`` that gives a row of metrics for every logged step to ``on_row``.
+
+    The loss in a row is that of its one step, averaged over processes, and not (as in ``Trainer``) the mean since the
+    row before: so a run that was interrupted and resumed writes the same rows as one that was not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        corpus: Corpus,
+        on_row: Listener,
+        callbacks: list[TrainerCallback],
+        weights_are_loaded: bool,
+    ) -> None:
+        self._clock = StepClock()
+        super().__init__(
+            model,
+            args,
+            train_dataset=corpus.training,
+            eval_dataset=corpus.validation if len(corpus.validation) else None,
+            callbacks=[_StepCallback(self), *callbacks],
+        )
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self._on_row = on_row
+        self._weights_are_loaded = weights_are_loaded
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the step before."""
+        self._losses: list[torch.Tensor] = []
+        self._aux_losses: list[torch.Tensor] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._losses.append(loss)
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        tokens = inputs["input_ids"].numel()
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if model.training:
+            self._clock.count(tokens * self.args.world_size)
+            if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
+                self._aux_losses.append(aux_loss.detach())
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Called by ``Trainer`` on every process when it has something to say; turned into rows."""
+        step = self.state.global_step
+        if "eval_loss" in logs:
+            self._on_row({"step": step, "validation_loss": logs["eval_loss"]})
+        if "loss" not in logs:
+            return
+        row: Row = {"step": step, "loss": self._mean(torch.stack(self._losses).sum())}
+        if self._aux_losses:
+            row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
+        row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
+        row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
+        self._on_row(row)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Leave weights alone that are in place already.
+
+        ``Trainer`` would load them without undoing the renaming and splitting that ``save_pretrained`` does, and train
+        on with randomly initialised experts. Only sharded checkpoints, which keep the model's own names, are its task.
+        """
+        if not self._weights_are_loaded:
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _mean(self, value: torch.Tensor) -> float:
+        return float(self.accelerator.reduce(value.float(), "mean"))
+
+
+class _StepCallback(TrainerCallback):
+    """Marks the beginning and the end of every step for the trainer's rows."""
+
+    def __init__(self, trainer: JobTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        reset_peak(args.device)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._clock.start()
+        self._trainer.start_step()
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **__: Any) -> None:
+        if control.should_training_stop:
+            control.should_log = True
+        if control.should_save or control.should_evaluate:
+            _wait_for(args.device)
+        self._trainer._clock.end_step()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._trainer._clock.forget_pause()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._trainer._clock.forget_pause()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,37 @@
+"""The most memory that training has held at one time: on an accelerator what torch allocated, else resident memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget what building the model took, where the system lets us."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5", encoding="ascii")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    # Linux hands ru_maxrss down to a child process, so a run that is compared would report its parent's peak.
+    with contextlib.suppress(OSError):
+        if match := _PEAK.search(_STATUS.read_text(encoding="ascii")):
+            return int(match[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,66 @@
+"""``metrics.jsonl``: one line per logged step, appended as training goes, without a step ever standing there twice."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from veomni_trainer.files import write_whole
+
+Row = dict[str, Any]
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Every whole line of the file; a line that a killed process left half-written is passed over."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Drop the lines after ``last_step``: a resumed run will write them again."""
+    kept = [row for row in read_metrics(path) if row["step"] <= last_step]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def append_metrics(path: Path, row: Row) -> None:
+    """Add one line."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def training_rows(rows: list[Row]) -> list[Row]:
+    """The lines of training steps, without those of validation."""
+    return [row for row in rows if "loss" in row]
+
+
+def steady(rows: list[Row]) -> list[Row]:
+    """The steps after the first tenth (two at least, where there are enough), in which caches and compilers warm up."""
+    rows = training_rows(rows)
+    warm = max(2, len(rows) // 10)
+    return rows[warm:] if len(rows) > 2 * warm else rows
+
+
+def figures(rows: list[Row]) -> Row:
+    """A run in a few numbers; time and speed are medians of the steady steps."""
+    train, warm = training_rows(rows), steady(rows)
+    if not train:
+        return {}
+    validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    return {
+        "steps": train[-1]["step"],
+        "first_loss": train[0]["loss"],
+        "last_loss": train[-1]["loss"],
+        **({"validation_loss": validation[-1]} if validation else {}),
+        "step_seconds": statistics.median(row["step_seconds"] for row in warm),
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in warm),
+        "peak_memory_bytes": max(row["peak_memory_bytes"] for row in train),
+    }

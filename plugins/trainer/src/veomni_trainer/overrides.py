@@ -1,0 +1,56 @@
+"""``--set a.b=c``: changes single values of a job from the command line, as if they stood in its YAML."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
+from veomni_core.jobfile import parse_yaml
+
+from veomni_trainer.job import Job
+from veomni_trainer.job_problems import is_free_mapping, known_paths, section_at, shown
+
+
+def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """``data`` with every ``path=value`` in ``assignments`` written into a copy; values are read as YAML.
+
+    Raises:
+        UnknownNameError: a path that no job has; the message offers the nearest.
+        ConfigError: text without ``=``, or a path that leads into something that isn't a mapping.
+        JobFileError: a value that isn't valid YAML.
+    """
+    job = copy.deepcopy(dict(data))
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        path = path.strip()
+        if not equals or not path:
+            raise ConfigError(f"--set {assignment}: write it as path=value, e.g. --set train.steps=100")
+        parts = path.split(".")
+        _check_path(path, parts)
+        _write(job, path, parts, parse_yaml(text, f"--set {path}"))
+    return job
+
+
+def _check_path(path: str, parts: list[str]) -> None:
+    for depth in range(1, len(parts) + 1):
+        parent = section_at(Job, parts[: depth - 1])
+        if parent is None:
+            if is_free_mapping(Job, parts[: depth - 1]):
+                return
+            raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
+        if parts[depth - 1] not in parent.model_fields:
+            raise UnknownNameError(f"--set {path}: there is no such key. {did_you_mean(path, known_paths(Job))}")
+
+
+def _write(job: dict[str, Any], path: str, parts: list[str], value: Any) -> None:
+    target = job
+    for depth, part in enumerate(parts[:-1], start=1):
+        if target.get(part) is None:
+            target[part] = {}
+        if not isinstance(target[part], dict):
+            where = ".".join(parts[:depth])
+            raise ConfigError(f"--set {path}: {where} is not a mapping in this job, but {shown(target[part])}")
+        target = target[part]
+    target[parts[-1]] = value

@@ -1,0 +1,13 @@
+"""Describes the plugin: one verb of the `veomni` command line. Imports nothing that trains."""
+
+from __future__ import annotations
+
+from veomni_core import CommandSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+
+@hookimpl
+def veomni_commands() -> list[CommandSpec]:
+    """The verb `train`."""
+    return [CommandSpec("train", "veomni_trainer.command:train", "Train a model as a job's YAML says.")]
