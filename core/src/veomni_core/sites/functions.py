@@ -53,7 +53,7 @@ def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> A
     named = {name: value for name, value in named.items() if name in function.__globals__}
     if not named and all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
         return function
-    namespace = {**function.__globals__, **named} if named else function.__globals__
+    namespace = _namespace(function, named) if named else function.__globals__
     code = function.__code__.replace()
     clone = FunctionType(code, namespace, function.__name__, function.__defaults__, cells or None)
     clone.__kwdefaults__ = function.__kwdefaults__
@@ -61,6 +61,15 @@ def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> A
     clone.__qualname__, clone.__module__, clone.__doc__ = function.__qualname__, function.__module__, function.__doc__
     clone.__annotations__ = function.__annotations__
     return clone
+
+
+def _namespace(function: FunctionType, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The function's globals with ``named`` in place, and without a module's name.
+
+    By that name torch.compile would look globals up in the module itself: it would guard the function that was
+    replaced, not the one that runs. Without it, it guards this very dictionary.
+    """
+    return {name: value for name, value in {**function.__globals__, **named}.items() if name != "__name__"}
 
 
 def _cloned_cell(cell: CellType, replacements: Mapping[str, Any], depth: int) -> CellType:

@@ -33,8 +33,8 @@ class InterruptCallback(TrainerCallback):
                 signal.signal(number, handler)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
-        if self._requested_anywhere(args):
-            self.interrupted = not control.should_training_stop
+        if not control.should_training_stop and self._requested_anywhere(args):
+            self.interrupted = True
             control.should_save = True
             control.should_training_stop = True
 

@@ -39,7 +39,7 @@ class JobTrainer(Trainer):
             args,
             train_dataset=corpus.training,
             eval_dataset=corpus.validation if len(corpus.validation) else None,
-            callbacks=[_StepCallback(self), *callbacks],
+            callbacks=[*callbacks, _StepCallback(self)],  # last, as it asks what the others decided
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)

@@ -1,0 +1,67 @@
+"""Shows how training goes: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from veomni_trainer.metrics import Row
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """Rows of metrics, made visible. Validation is shown with the next row of training."""
+
+    def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._total, self._done = total, done
+        self._last_line = 0.0
+        self._bar: Bar | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Show the bar for as long as training runs."""
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = [
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        ]
+        with Bar(*columns, console=self._console, expand=True) as self._bar:
+            self._task = self._bar.add_task("training", total=self._total, completed=self._done, figures="")
+            yield
+        self._bar = None
+
+    def show(self, row: Row) -> None:
+        """Take in one row."""
+        text = describe(row)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], figures=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] >= self._total or "loss" not in row:
+            self._last_line = now
+            print(f"step {row['step']}/{self._total}  {text}", flush=True)
+
+
+def describe(row: Row) -> str:
+    """``loss 2.1034  5,301 tok/s  1.32 GB``."""
+    if "loss" not in row:
+        return f"validation loss {row['validation_loss']:.4f}"
+    return f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  {gigabytes(row['peak_memory_bytes'])}"
+
+
+def gigabytes(count: float) -> str:
+    """Bytes as ``1.32 GB``."""
+    return f"{count / 1e9:.2f} GB"

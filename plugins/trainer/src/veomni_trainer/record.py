@@ -1,0 +1,46 @@
+"""Writes a run's files as it goes. Earlier results stay untouched until the first step has been done."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+from veomni_core.binding import Binding
+
+from veomni_trainer.files import write_whole
+from veomni_trainer.metrics import Row, append_metrics, truncate_metrics
+from veomni_trainer.progress import Progress
+from veomni_trainer.run_folder import RunFolder
+
+
+class RunRecord(TrainerCallback):
+    """The run's files and its progress display, in the one process that writes them; elsewhere it does nothing."""
+
+    def __init__(self, folder: RunFolder, binding: Binding, job_text: str, resumed_from: int, progress: Progress) -> None:
+        self._folder, self._binding, self._job_text = folder, binding, job_text
+        self._resumed_from, self._progress = resumed_from, progress
+        self._begun = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero and not self._begun:
+            self._begin()
+            self._begun = True
+
+    def on_row(self, row: Row, is_main_process: bool) -> None:
+        """Append one row, and show it."""
+        if is_main_process:
+            append_metrics(self._folder.metrics, row)
+            self._progress.show(row)
+
+    def _begin(self) -> None:
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        if self._resumed_from:
+            truncate_metrics(self._folder.metrics, self._resumed_from)
+            self._folder.report.unlink(missing_ok=True)
+        else:
+            self._folder.clear()
+        write_whole(self._folder.plan, self._binding.plan.to_json())
+        write_whole(self._folder.receipt, self._binding.receipt.to_json())
+        write_whole(self._folder.job, self._job_text)
+        shutil.rmtree(self._folder.staging, ignore_errors=True)
