@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +16,22 @@ SEED = 20  # any; the probes' random inputs must only be the same in every proce
 
 def bare_copy(module: nn.Module) -> nn.Module:
     """``module`` without its parameters, buffers, children and hooks; the caller puts tiny ones in their place."""
-    twin = copy.copy(module)
-    # copy.copy shares the containers with the original, so each is replaced before anything is written.
-    vars(twin).update(_parameters={}, _buffers={}, _modules={}, _forward_hooks={}, _forward_pre_hooks={})
+    # Not copy.copy: FSDP2 gives its modules a __new__ that builds them anew.
+    twin: nn.Module = object.__new__(type(module))
+    vars(twin).update(vars(module), _parameters={}, _buffers={}, _modules={}, _forward_hooks={}, _forward_pre_hooks={})
     vars(twin).pop("forward", None)
+    return twin
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """``module`` with all its children and real sizes, its tensors on the meta device."""
+    twin = bare_copy(module)
+    for tensors, source in ((twin._parameters, module._parameters), (twin._buffers, module._buffers)):
+        for name, value in source.items():
+            meta = None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
+            tensors[name] = meta  # type: ignore[index,assignment]
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else meta_copy(child)
     return twin
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -79,7 +78,7 @@ def _traced_call(
 
         return record
 
-    twin = _meta_twin(module)
+    twin = probe.meta_copy(module)
     forward = with_globals(type(module).forward, {name: recorder(name) for name in functions})
     hidden = torch.empty(1, 3, _hidden_size(module), device="meta", dtype=next(twin.parameters()).dtype)
     rotary = torch.empty(1, 3, width, device="meta", dtype=hidden.dtype)
@@ -97,25 +96,6 @@ def _traced_call(
     except Exception as error:  # any model's code may run here, on inputs that it may not expect
         return None, f"its forward could not be traced: {type(error).__name__}: {error}"
     return None, f"its forward names {', '.join(functions)} but calls none"
-
-
-def _meta_twin(module: nn.Module) -> nn.Module:
-    """A deep copy with meta tensors for parameters and buffers; configs and other objects are shared."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for value in tensors.values():
-                if value is not None:
-                    memo[id(value)] = value.detach().to("meta")
-        for name, value in vars(part).items():
-            if not name.startswith("_") and not isinstance(value, nn.Module):
-                memo[id(value)] = value
-    for value in memo.values():
-        if isinstance(value, Tensor):
-            value.requires_grad_(False)
-    # nn.Module keeps only nn.Parameter in _parameters, so plain tensors would be refused by an assignment; a deep
-    # copy through the memo puts them there without one.
-    return copy.deepcopy(module, memo)
 
 
 def _hidden_size(module: nn.Module) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from veomni_core.errors import HostError
 
+from veomni_core.errors import HostError
 from veomni_trainer.job import TrainSection
 
 
@@ -22,7 +22,8 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     """
     if train.device == "cuda" and not torch.cuda.is_available():
         raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
-    if train.fsdp and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if train.fsdp and not is_distributed:
         raise HostError(
             "train.fsdp shards the model over processes, and this is a single one. Start it as "
             "`torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml`, or write train.fsdp: false"
@@ -42,7 +43,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         seed=train.seed,
         data_seed=train.seed,
         use_cpu=on_cpu,
-        ddp_backend="gloo" if on_cpu else None,
+        ddp_backend="gloo" if on_cpu and is_distributed else None,
         logging_strategy="steps",
         logging_steps=train.log_every,
         logging_nan_inf_filter=False,  # a loss that is not a number must be seen, not averaged away

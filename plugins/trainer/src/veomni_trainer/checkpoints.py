@@ -8,9 +8,9 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
 from veomni_core import Plan
 from veomni_core.errors import CheckpointError, PlanMismatchError
-
 from veomni_trainer.files import publish_folder, write_whole
 from veomni_trainer.job import TrainSection
 from veomni_trainer.run_folder import RunFolder

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from veomni_core.errors import JobFileError
 
+from veomni_core.errors import JobFileError
 from veomni_trainer.job import DataSection
 from veomni_trainer.text import Reading, read_documents
 from veomni_trainer.tokens import Tokenizer, Tokens

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
 from veomni_core.errors import JobFileError, did_you_mean
 
 _MISSING = "is missing"

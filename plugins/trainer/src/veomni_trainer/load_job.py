@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from veomni_core.jobfile import load_yaml
 
+from veomni_core.errors import JobFileError
+from veomni_core.jobfile import load_yaml
 from veomni_trainer.job import Job
 from veomni_trainer.job_problems import explain_problems
 from veomni_trainer.overrides import apply_overrides
@@ -46,10 +47,32 @@ def dump_job(job: Job) -> str:
     return yaml.safe_dump(job.model_dump(), sort_keys=False, width=120)
 
 
+def changed_keys(before: Path, job: Job) -> list[str]:
+    """What ``job`` says otherwise than the one dumped at ``before``: ``train.steps: 60 -> 100``."""
+    try:
+        old = _flat(load_yaml(before))
+    except JobFileError:
+        return []
+    new = _flat(job.model_dump())
+    return [
+        f"{key}: {old.get(key, 'not there')} -> {new.get(key, 'not there')}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
     model, data = job.model, job.data
     files = [data.files] if isinstance(data.files, str) else data.files
     found = [name if name == STDLIB else _found(name, folder) for name in files]
+    output_dir = str(Path(job.train.output_dir).expanduser().absolute())
     return job.model_copy(
         update={
             "model": model.model_copy(
@@ -64,7 +87,7 @@ def _with_absolute_paths(job: Job, folder: Path) -> Job:
                     "tokenizer": data.tokenizer if data.tokenizer == BYTES else _found(data.tokenizer, folder),
                 }
             ),
-            "train": job.train.model_copy(update={"output_dir": str(Path(job.train.output_dir).expanduser().absolute())}),
+            "train": job.train.model_copy(update={"output_dir": output_dir}),
         }
     )
 

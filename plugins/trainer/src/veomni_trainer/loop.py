@@ -18,7 +18,7 @@ Listener = Callable[[Row], None]
 
 
 class JobTrainer(Trainer):
-    """A ``Trainer`` that gives a row of metrics for every logged step to ``on_row``.
+    """A ``Trainer`` that gives a row of metrics for every logged step to ``on_row``, in the first process.
 
     The loss in a row is that of its one step, averaged over processes, and not (as in ``Trainer``) the mean since the
     row before: so a run that was interrupted and resumed writes the same rows as one that was not.
@@ -72,7 +72,7 @@ class JobTrainer(Trainer):
         """Called by ``Trainer`` on every process when it has something to say; turned into rows."""
         step = self.state.global_step
         if "eval_loss" in logs:
-            self._on_row({"step": step, "validation_loss": logs["eval_loss"]})
+            self._hand_on({"step": step, "validation_loss": logs["eval_loss"]})
         if "loss" not in logs:
             return
         row: Row = {"step": step, "loss": self._mean(torch.stack(self._losses).sum())}
@@ -80,7 +80,11 @@ class JobTrainer(Trainer):
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
-        self._on_row(row)
+        self._hand_on(row)
+
+    def _hand_on(self, row: Row) -> None:
+        if self.is_world_process_zero():
+            self._on_row(row)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Leave weights alone that are in place already.

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from veomni_core import OpsConfig, build_foundation_model
-from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
-from veomni_core.model_config import load_model_config
 
+from veomni_core import OpsConfig, build_foundation_model
+from veomni_core.errors import ConfigError, UnknownNameError
+from veomni_core.model_config import load_model_config
 from veomni_trainer.job import Job
 from veomni_trainer.tokens import Tokenizer
 
 _VOCABULARY_STEP = 64
-# Keys that configs take without listing them.
-_ALWAYS_KNOWN = {
-    "architectures",
-    "dtype",
-    "model_type",
-    "partial_rotary_factor",
-    "rope_scaling",
-    "rope_theta",
-    "torch_dtype",
-    "transformers_version",
-}
+_NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
 
 
 def build_model(
@@ -72,15 +63,18 @@ def _config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
 
 
 def _check_keys(config: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
-    """transformers keeps keys that it doesn't know, and a misspelt size would silently be the default."""
+    """transformers keeps every key, so a misspelt size would silently leave the default in force.
+
+    Models also read keys that their config class doesn't list; so only one that resembles a listed key is refused.
+    """
     try:
         defaults = config_class().to_dict()
     except Exception:  # a config without defaults can't say which keys it knows
         return
     known = {*defaults, *inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
-    known = {name for name in known | _ALWAYS_KNOWN if not name.startswith("_") and name not in ("self", "kwargs")}
     for key in config:
-        if key not in known:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
+        if key not in known and key not in _NEVER_LISTED and close:
             raise UnknownNameError(
-                f"model.config.{key}: {config['model_type']} has no such key. {did_you_mean(str(key), known)}"
+                f"model.config.{key}: {config['model_type']} has no such key. Did you mean {close[0]!r}?"
             )

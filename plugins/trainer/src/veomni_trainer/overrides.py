@@ -8,7 +8,6 @@ from typing import Any
 
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 from veomni_core.jobfile import parse_yaml
-
 from veomni_trainer.job import Job
 from veomni_trainer.job_problems import is_free_mapping, known_paths, section_at, shown
 

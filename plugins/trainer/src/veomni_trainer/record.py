@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
-from veomni_core.binding import Binding
 
+from veomni_core.binding import Binding
 from veomni_trainer.files import write_whole
 from veomni_trainer.metrics import Row, append_metrics, truncate_metrics
 from veomni_trainer.progress import Progress
@@ -15,9 +14,11 @@ from veomni_trainer.run_folder import RunFolder
 
 
 class RunRecord(TrainerCallback):
-    """The run's files and its progress display, in the one process that writes them; elsewhere it does nothing."""
+    """The run's files and its progress display; of several processes only the first one writes."""
 
-    def __init__(self, folder: RunFolder, binding: Binding, job_text: str, resumed_from: int, progress: Progress) -> None:
+    def __init__(
+        self, folder: RunFolder, binding: Binding, job_text: str, resumed_from: int, progress: Progress
+    ) -> None:
         self._folder, self._binding, self._job_text = folder, binding, job_text
         self._resumed_from, self._progress = resumed_from, progress
         self._begun = False
@@ -27,11 +28,10 @@ class RunRecord(TrainerCallback):
             self._begin()
             self._begun = True
 
-    def on_row(self, row: Row, is_main_process: bool) -> None:
+    def on_row(self, row: Row) -> None:
         """Append one row, and show it."""
-        if is_main_process:
-            append_metrics(self._folder.metrics, row)
-            self._progress.show(row)
+        append_metrics(self._folder.metrics, row)
+        self._progress.show(row)
 
     def _begin(self) -> None:
         self._folder.path.mkdir(parents=True, exist_ok=True)
@@ -43,4 +43,3 @@ class RunRecord(TrainerCallback):
         write_whole(self._folder.plan, self._binding.plan.to_json())
         write_whole(self._folder.receipt, self._binding.receipt.to_json())
         write_whole(self._folder.job, self._job_text)
-        shutil.rmtree(self._folder.staging, ignore_errors=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
 from veomni_core.errors import JobFileError, did_you_mean
 
 BYTES = "bytes"
@@ -14,7 +15,7 @@ _USUAL_ENDS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|im_end|>",
-    "<｜end▁of▁sentence｜>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, which only looks like <|end_of_sentence|>
     "</s>",
     "<eos>",
     "[EOS]",

@@ -1,0 +1,237 @@
+"""Planning: pure, without torch, with every refusal explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from veomni_core import Hardware, HardwareRequirement, KernelSpec, OpsConfig, Plan, Site, make_plan
+from veomni_core.discovery import CORE
+from veomni_core.errors import KernelUnavailableError, NoSiteError
+from veomni_core.registry import PluginRecord, build_registry
+
+NORMS = tuple(
+    Site("rms_norm", f"layers.{i}.norm", "norm modules", variant, "proven", "bfloat16")
+    for i, variant in enumerate(("standard", "standard", "offset"))
+)
+UNPROVEN = Site("rms_norm", "odd.norm", "norm modules", None, "standard: 30% of elements differ", "bfloat16")
+MLP = Site("swiglu_mlp", "layers.0.mlp", "gated MLP modules", "standard", "proven", "bfloat16")
+
+
+def kernel(name, variant="standard", op="rms_norm", **options):
+    return KernelSpec(name, op, variant, "m:f", **options)
+
+
+def registry(*kernels):
+    return build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+
+
+HOPPER = HardwareRequirement("cuda", min_compute_capability=90)
+REGISTRY = registry(
+    kernel("liger_kernel", hardware=HardwareRequirement("cuda"), preference=60),
+    kernel("liger_kernel", "offset", hardware=HardwareRequirement("cuda"), preference=60),
+    kernel("quack", hardware=HOPPER, preference=70),
+    kernel("torch", preference=10),
+    kernel("torch", "offset", preference=10),
+    kernel("shy", preference=0),
+    kernel("half", dtypes=("float16",)),
+    kernel("inference", backward=False),
+)
+
+
+def plan(value, sites=NORMS, hardware="a100", registry=REGISTRY, **more):
+    config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value, **more}, registry, environ={})
+    return make_plan(sites, config, hardware=hardware)
+
+
+def chosen(plan, op="rms_norm"):
+    (decision,) = [d for d in plan.ops if d.op_name == op]
+    return [site.kernel for site in decision.sites]
+
+
+def reasons(plan):
+    (decision,) = [d for d in plan.ops if d.op_name == "rms_norm"]
+    return [site.reason for site in decision.sites]
+
+
+def test_a_name_binds_every_site_that_it_covers():
+    assert chosen(plan("liger_kernel")) == ["liger_kernel"] * 3
+
+
+def test_a_site_whose_variant_the_kernel_does_not_cover_stays_eager_with_the_reason():
+    result = plan("quack", hardware="h200")
+    assert chosen(result) == ["quack", "quack", "eager"]
+    assert reasons(result)[2] == "quack covers standard, not offset"
+
+
+def test_a_kernel_that_cannot_run_is_refused_with_reason_and_alternatives():
+    message = (
+        r"rms_norm_implementation: quack can't run here: needs compute capability >= 9.0, this GPU is 8.0 \(NVIDIA A100\)\."
+        r" Usable: eager, half, liger_kernel, shy, torch\."
+    )
+    with pytest.raises(KernelUnavailableError, match=message):
+        plan("quack")
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("triton", "triton is not installed: pip install veomni-triton-moe. Usable: eager"),
+        ("inference", "inference can't run here: has no backward, and training needs one"),
+        ("half", "half covers none of the 3 sites: half computes float16, this site is bfloat16"),
+        (["quack", "triton"], "quack can't run here: .*; triton is not installed: pip install veomni-triton-moe"),
+        ({"layers.0.*": "quack"}, r"rms_norm_implementation\['layers.0.\*'\]: quack can't run here"),
+    ],
+)
+def test_an_explicit_choice_never_falls_back(value, message):
+    with pytest.raises(KernelUnavailableError, match=message):
+        plan(value)
+
+
+def test_a_list_takes_the_first_that_can_run_and_says_what_it_passed_over():
+    result = plan(["quack", "liger_kernel", "torch"])
+    assert chosen(result) == ["liger_kernel"] * 3
+    assert reasons(result)[0].startswith("as asked, after: quack needs compute capability >= 9.0")
+
+
+def test_a_list_may_end_in_eager():
+    assert chosen(plan(["quack", "eager"])) == ["eager"] * 3
+
+
+@pytest.mark.parametrize(
+    "hardware, expected",
+    [("h200", ["quack", "quack", "liger_kernel"]), ("a100", ["liger_kernel"] * 3), ("cpu", ["torch"] * 3)],
+)
+def test_auto_takes_the_highest_preference_that_runs(hardware, expected):
+    assert chosen(plan("auto", hardware=hardware)) == expected
+
+
+def test_auto_never_takes_a_kernel_without_preference():
+    result = plan("auto", registry=registry(kernel("shy", preference=0)))
+    assert chosen(result) == ["eager"] * 3
+    assert reasons(result)[0] == "no kernel for standard here is preferred to the model's own code"
+    assert chosen(plan("shy", registry=registry(kernel("shy", preference=0))))[0] == "shy"
+
+
+def test_auto_takes_the_fastest_of_a_measured_profile():
+    times = {"rms_norm": {"torch": 0.5, "liger_kernel": 0.7, "eager": 2.0}}
+    assert chosen(plan("auto", profile=times)) == ["torch"] * 3
+    assert reasons(plan("auto", profile=times))[0] == "the fastest measured, 0.5 ms"
+    assert chosen(plan("auto", profile={"rms_norm": {"eager": 0.1, "torch": 0.5}})) == ["eager"] * 3
+
+
+def test_globs_choose_per_module():
+    result = plan({"layers.0.*": "torch", "default": "liger_kernel"})
+    assert chosen(result) == ["torch", "liger_kernel", "liger_kernel"]
+
+
+def test_a_glob_that_matches_nothing_is_an_error_that_names_paths():
+    with pytest.raises(NoSiteError, match=r"\['encoder.\*'\]: no rms_norm site has such a path; sites are at layers.0.norm"):
+        plan({"encoder.*": "torch"})
+
+
+def test_a_chosen_kernel_without_any_site_is_an_error():
+    with pytest.raises(NoSiteError, match="torch was chosen, but the model has no rms_norm site; remove the field, or"):
+        plan("torch", sites=(MLP,))
+
+
+def test_what_only_the_preset_chose_needs_no_site():
+    everything = registry(kernel("liger_kernel"), kernel("triton", op="load_balancing_loss"))
+    config = OpsConfig.from_dict({}, everything, environ={})
+    assert chosen(make_plan(NORMS[:2], config, hardware="h200")) == ["liger_kernel"] * 2
+
+
+def test_an_unproven_site_stays_eager_with_what_was_tried():
+    result = plan("torch", sites=(*NORMS, UNPROVEN))
+    assert chosen(result) == ["torch"] * 3 + ["eager"]
+    assert reasons(result)[3] == "not proven: standard: 30% of elements differ"
+    with pytest.raises(KernelUnavailableError, match="covers none of the 1 sites: not proven: standard: 30%"):
+        plan("torch", sites=(UNPROVEN,))
+
+
+def test_the_gpu_preset_on_ascend_raises_once_for_all_fields_with_the_alternatives():
+    sites = (*NORMS, MLP, Site("moe_experts", "layers.0.experts", "experts modules", "standard", "proven"))
+    with pytest.raises(KernelUnavailableError) as raised:
+        make_plan(sites, OpsConfig.from_dict({}, REGISTRY, environ={}), hardware="ascend-910b")
+    lines = str(raised.value).splitlines()
+    fields = {line.partition(":")[0] for line in lines}
+    assert fields == {op.config_field for op in REGISTRY.ops.values()}
+    (norm,) = [line for line in lines if line.startswith("rms_norm_implementation")]
+    assert "liger_kernel can't run here: needs device type cuda, this is npu (Ascend 910B)" in norm
+    assert norm.endswith("Usable: eager, half, shy, torch.")
+
+
+def test_named_hardware_lists_package_requirements_as_assumptions():
+    needy = registry(kernel("needy", hardware=HardwareRequirement("cuda", packages=("flash-attn>=3",))))
+    assert plan("needy", sites=NORMS[:2], registry=needy).assumptions == ("rms_norm/standard:needy: flash-attn>=3",)
+    here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
+    with pytest.raises(KernelUnavailableError, match="needs flash-attn>=3, which is not installed"):
+        plan("needy", sites=NORMS[:2], registry=needy, hardware=here)
+
+
+def test_the_hash_speaks_of_what_runs_where_only():
+    assert plan("liger_kernel").sha256 == plan("liger_kernel", hardware="b200").sha256
+    assert plan("liger_kernel").sha256 == plan(["quack", "liger_kernel"]).sha256
+    assert plan("liger_kernel").sha256 != plan("torch").sha256
+
+
+def test_json_restores_the_plan():
+    result = plan({"layers.0.*": ["quack", "torch"], "default": "auto"})
+    again = Plan.from_json(result.to_json())
+    assert (again.to_json(), again.sha256) == (result.to_json(), result.sha256)
+    assert result.diff(again) == ()
+
+
+def test_diff_says_what_runs_differently():
+    assert plan("liger_kernel").diff(plan("torch")) == (
+        "rms_norm: liger_kernel -> torch at 3 site(s): layers.0.norm, layers.1.norm, layers.2.norm",
+    )
+    newer = build_registry([CORE, PluginRecord("p", "veomni-p", "2.0", "p", kernels=(kernel("torch"),))], {})
+    (sentence,) = plan("torch", sites=NORMS[:2]).diff(plan("torch", sites=NORMS[:2], registry=newer))
+    assert sentence == "rms_norm/standard:torch: m:f of veomni-p 1.2 -> m:f of veomni-p 2.0"
+
+
+def test_the_table_shows_what_was_asked_what_runs_and_why():
+    table = plan("quack", hardware="h200").table()
+    for words in ("rms_norm_implementation", "rms_norm/standard", "quack covers standard, not offset", "NVIDIA H200"):
+        assert words in table
+
+
+def test_planning_for_named_hardware_imports_neither_torch_nor_a_kernel_library():
+    script = """
+import sys
+from veomni_core import OpsConfig, Site, discover, make_plan
+registry = discover({})
+config = OpsConfig.from_dict({"preset": "eager"}, registry)
+make_plan((Site("rms_norm", "norm", "norm modules", "standard", "proven"),), config, hardware="h200").to_json()
+heavy = {"torch", "transformers", "triton", "numpy", "liger_kernel", "flash_attn", "quack"} & set(sys.modules)
+print(sorted(heavy))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+NAMES = st.sampled_from(["liger_kernel", "quack", "torch", "shy", "eager", "auto"])
+
+
+@given(
+    names=st.lists(NAMES, min_size=1, max_size=4),
+    hardware=st.sampled_from(["cpu", "a100", "h200", "mi300x"]),
+    order=st.permutations(range(4)),
+)
+def test_whatever_is_asked_only_kernels_that_can_run_are_chosen_and_the_order_of_sites_is_no_matter(names, hardware, order):
+    sites = (*NORMS, UNPROVEN)
+    try:
+        result = plan(names, sites, hardware)
+    except KernelUnavailableError:
+        return
+    assert plan(names, [sites[i] for i in order], hardware).sha256 == result.sha256
+    for op in result.ops:
+        for decision in op.sites:
+            if decision.bound:
+                spec = result.spec("rms_norm", decision.site.variant, decision.kernel)
+                assert spec.hardware.unmet(Hardware.named(hardware)) == ()
+                assert decision.kernel in names or "auto" in names

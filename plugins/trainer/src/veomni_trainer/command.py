@@ -1,0 +1,50 @@
+"""``veomni train JOB.yaml``: the command line. What trains is imported only when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veomni_core.errors import ConfigError, did_you_mean
+
+INTERRUPTED = 130
+_COMPARABLE = ("eager",)
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Change one value of the job, e.g. train.steps=100."),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last complete checkpoint in train.output_dir.")
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier run in train.output_dir, after the first step."),
+    ] = False,
+    accept_plan_change: Annotated[
+        bool, typer.Option("--accept-plan-change", help="Resume although other kernels would run than before.")
+    ] = False,
+) -> None:
+    """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""
+    if compare is not None and compare not in _COMPARABLE:
+        raise ConfigError(f"--compare {compare}: nothing to compare with. {did_you_mean(compare, _COMPARABLE)}")
+    if resume and overwrite:
+        raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
+
+    from veomni_trainer.load_job import load_job
+
+    loaded = load_job(job, changes or ())
+
+    from veomni_trainer.run import run_job
+
+    if run_job(loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change):
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,68 @@
+"""Trains the same job all-eager in a process of its own, and puts the two runs side by side."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from veomni_trainer.metrics import Row, figures, training_rows
+from veomni_trainer.run_folder import RunFolder
+
+ALL_EAGER = "{preset: eager}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a run relates to the all-eager one of the same seed and data; ratios above 1 are to this run's credit."""
+
+    steps: int
+    largest_loss_difference: float
+    at_step: int
+    speed_ratio: float
+    memory_ratio: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
+    """Run ``folder``'s job with everything eager into ``folder/eager``; returns the process's exit code.
+
+    A separate process shares nothing with this one: not its allocator, not its peak of memory, not its compiled code.
+    An eager run that was interrupted before is resumed.
+    """
+    eager = folder.compared("eager")
+    command = [sys.executable, "-m", "veomni_core.cli", "train", str(folder.job)]
+    command += ["--set", f"model.ops_implementation={ALL_EAGER}"]
+    command += ["--set", f"train.output_dir={json.dumps(str(eager.path))}"]
+    command += ["--resume"] if eager.checkpoints() else ["--overwrite"]
+    command += ["--accept-plan-change"] if accept_plan_change else []
+    # Ctrl-C reaches both processes: the child writes its checkpoint, and this one waits for it.
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return subprocess.run(command, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def compare_rows(rows: list[Row], eager_rows: list[Row]) -> Comparison | None:
+    """The comparison, or ``None`` where the two have no step in common."""
+    losses = {row["step"]: row["loss"] for row in training_rows(rows)}
+    eager = {row["step"]: row["loss"] for row in training_rows(eager_rows)}
+    differences = {step: abs(loss - eager[step]) for step, loss in losses.items() if step in eager}
+    if not differences:
+        return None
+    worst = max(differences, key=lambda step: (differences[step] != differences[step], differences[step]))
+    mine, theirs = figures(rows), figures(eager_rows)
+    return Comparison(
+        steps=len(differences),
+        largest_loss_difference=differences[worst],
+        at_step=worst,
+        speed_ratio=theirs["step_seconds"] / mine["step_seconds"],
+        memory_ratio=theirs["peak_memory_bytes"] / mine["peak_memory_bytes"],
+    )

@@ -1,0 +1,112 @@
+"""Draws the report's charts as SVG that takes its colours from the page, so that it suits light and dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+from veomni_trainer.metrics import Row, training_rows
+
+# matplotlib wants real colours; these stand for the page's, and are replaced in the finished SVG.
+_INK, _GRID, _MINE, _EAGER = "#010101", "#020202", "#030303", "#040404"
+_PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)", _MINE: "var(--mine)", _EAGER: "var(--eager)"}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": _GRID,
+    "ytick.color": _GRID,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "legend.frameon": False,
+}
+
+Value = Callable[[Row], float]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing and the words around it."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
+    """Loss, its difference from eager where there is one, step time and peak memory."""
+    mine, eager = training_rows(rows), training_rows(eager_rows)
+    validation = [row for row in rows if "validation_loss" in row]
+    charts = [Chart("Loss", "per step", _lines("loss", mine, eager, lambda row: row["loss"], validation))]
+    if any("aux_loss" in row for row in mine):
+        charts.append(Chart("Router loss", "load balancing", _lines("aux", mine, eager, lambda row: row["aux_loss"])))
+    theirs = {row["step"]: row["loss"] for row in eager}
+    common = [row for row in mine if row["step"] in theirs]
+    if common:
+        gap = _lines("gap", common, [], lambda row: abs(row["loss"] - theirs[row["step"]]))
+        charts.append(Chart("Loss difference from eager", "absolute, per step", gap))
+    times = _lines("time", mine, eager, lambda row: 1e3 * row["step_seconds"], from_zero=True)
+    memory = _lines("memory", mine, eager, lambda row: row["peak_memory_bytes"] / 1e9, from_zero=True)
+    return [*charts, Chart("Step time", "milliseconds", times), Chart("Peak memory", "GB so far", memory)]
+
+
+def _lines(
+    name: str,
+    mine: list[Row],
+    eager: list[Row],
+    value: Value,
+    validation: list[Row] | None = None,
+    from_zero: bool = False,
+) -> str:
+    matplotlib.use("svg")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(6.4, 3.0), layout="constrained")
+        axes = figure.subplots()
+        if eager:  # broad and below, so that two curves that coincide are both seen
+            steps = [row["step"] for row in eager]
+            axes.plot(steps, [value(row) for row in eager], color=_EAGER, linewidth=5, alpha=0.45, label="all eager")
+        label = "this job" if eager or validation else None
+        axes.plot([row["step"] for row in mine], [value(row) for row in mine], color=_MINE, linewidth=1.6, label=label)
+        if validation:
+            points = [row["step"] for row in validation], [row["validation_loss"] for row in validation]
+            axes.plot(*points, "o", color=_MINE, markersize=5, label="validation")
+        if label:
+            axes.legend(loc="best")
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _for_page(stream.getvalue(), name)
+
+
+def _for_page(svg: str, name: str) -> str:
+    """The bare element: it scales with its container, has ids of its own, and takes the page's font and colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    for placeholder, colour in _PAGE_COLOURS.items():
+        svg = svg.replace(placeholder, colour)
+    return svg

@@ -1,0 +1,168 @@
+"""One job from beginning to end: data, model, receipt, training, comparison, report."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import TrainingArguments, set_seed
+
+from veomni_core import OpsConfig, binding_of
+from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
+from veomni_trainer.arguments import training_arguments
+from veomni_trainer.checkpoints import CheckpointCallback, check_plan
+from veomni_trainer.command import INTERRUPTED
+from veomni_trainer.compare import train_eager
+from veomni_trainer.corpus import Corpus, read_corpus
+from veomni_trainer.interrupt import InterruptCallback
+from veomni_trainer.job import Job
+from veomni_trainer.load_job import changed_keys, dump_job
+from veomni_trainer.loop import JobTrainer
+from veomni_trainer.model import build_model
+from veomni_trainer.progress import Progress
+from veomni_trainer.record import RunRecord
+from veomni_trainer.report import describe_run, write_report
+from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.tokens import load_tokenizer
+
+_SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
+
+
+def run_job(
+    job: Job,
+    *,
+    compare: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    accept_plan_change: bool = False,
+) -> bool:
+    """Train, compare and report; returns whether an interrupt ended it early.
+
+    Raises:
+        VeOmniError: anything that someone can mend; nothing was written then, or what was written is whole.
+    """
+    if compare and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "--compare starts a second training in one process, which torchrun's several don't allow. Run the job "
+            "twice, the second time with --set 'model.ops_implementation={preset: eager}' and another train.output_dir"
+        )
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder = RunFolder(Path(job.train.output_dir))
+    interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
+    if compare and not interrupted:
+        _say(f"\nThe same job, all-eager, in {folder.compared(compare).path}:")
+        code = train_eager(folder, accept_plan_change)
+        interrupted = code == INTERRUPTED
+        if code not in (0, INTERRUPTED):
+            write_report(folder)
+            raise HostError(
+                f"the eager run ended with exit code {code}, for the reason above; {folder.path} is complete"
+            )
+    if _is_main_process():
+        write_report(folder)
+        print(describe_run(folder), flush=True)
+    if interrupted:
+        _say("Interrupted. Continue with the same command and --resume.")
+    return interrupted
+
+
+def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_plan_change: bool) -> bool:
+    ops = OpsConfig.from_dict({"model": job.model.model_dump()})
+    step, checkpoint = _starting_point(job, folder, resume, overwrite)
+    if step == job.train.steps:
+        _say(f"{folder.path} is complete: it stands at step {step} of {job.train.steps}. Raise train.steps to go on.")
+        return False
+    tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    corpus = read_corpus(job.data, tokenizer)
+    arguments = training_arguments(job.train, folder.staging)
+    _check_enough(corpus, arguments)
+    set_seed(job.train.seed)
+    has_weights = checkpoint is not None and any(checkpoint.glob("*.safetensors"))
+    model = build_model(job, ops, tokenizer, arguments.device, checkpoint if has_weights else None)
+    binding = binding_of(model)
+    assert binding is not None
+    accepted = check_plan(checkpoint, binding.plan, accept_plan_change) if checkpoint else ()
+    _say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
+    for change in accepted:
+        _say(f"plan change accepted: {change}")
+    if checkpoint:
+        _say(f"resuming from {checkpoint}")
+        for change in changed_keys(folder.job, job):
+            _say(f"changed since: {change}")
+
+    progress = Progress(job.train.steps, step)
+    record = RunRecord(folder, binding, dump_job(job), step, progress)
+    interrupt = InterruptCallback()
+    saver = CheckpointCallback(folder, binding.plan, job.train, validates=len(corpus.validation) > 0)
+    is_new = not folder.path.exists()
+    if _is_main_process():
+        shutil.rmtree(folder.staging, ignore_errors=True)
+    try:
+        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], has_weights)
+        with progress.running(), interrupt.listening():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except torch.OutOfMemoryError as error:
+        raise HostError(
+            f"out of memory: {str(error).splitlines()[0]} Lower train.batch_size or data.sequence_length (and raise "
+            "train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
+        ) from error
+    finally:
+        if _is_main_process():
+            shutil.rmtree(folder.staging, ignore_errors=True)
+            if is_new:
+                with contextlib.suppress(OSError):
+                    folder.path.rmdir()  # only where nothing was written
+    del trainer, model, binding, record, saver
+    _release_memory(arguments.device)
+    return interrupt.interrupted
+
+
+def _starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) -> tuple[int, Path | None]:
+    if not resume:
+        if not overwrite:
+            folder.check_free()
+        return 0, None
+    step, checkpoint = folder.last_checkpoint()
+    if step > job.train.steps:
+        raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is further already. Raise train.steps")
+    if (checkpoint / _SHARDED_WEIGHTS).exists() != job.train.fsdp:
+        written = "false" if job.train.fsdp else "true"
+        raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume it so")
+    return step, checkpoint
+
+
+def _check_enough(corpus: Corpus, arguments: TrainingArguments) -> None:
+    needed = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+    if len(corpus.training) < needed:
+        raise JobFileError(
+            f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
+            "(train.batch_size x gradient_accumulation x processes); lower those, or data.sequence_length"
+        )
+
+
+def _describe_model(model: transformers.PreTrainedModel, arguments: TrainingArguments) -> str:
+    count, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
+    processes = f", {arguments.world_size} processes" if arguments.world_size > 1 else ""
+    return f"{model.config.model_type}, {count / 1e6:,.1f} M parameters, {dtype} on {arguments.device}{processes}"
+
+
+def _release_memory(device: torch.device) -> None:
+    """Leave the accelerator to the run that is compared."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    if _is_main_process():
+        print(text, flush=True)
