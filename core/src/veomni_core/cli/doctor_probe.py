@@ -13,7 +13,8 @@ def probe(name: str) -> dict[str, object]:
     before = set(sys.modules)
     registry = discover()
     record = registry.plugin(name)
-    imported = sorted({module.partition(".")[0] for module in set(sys.modules) - before} - set(sys.stdlib_module_names))
+    new = {module.partition(".")[0] for module in set(sys.modules) - before}
+    imported = sorted(new - set(sys.stdlib_module_names) - {record.module.partition(".")[0]})
     torch = sys.modules.get("torch")
     initialises_cuda = torch is not None and torch.cuda.is_initialized()
     hardware = registry.detect_hardware()

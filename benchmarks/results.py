@@ -1,0 +1,61 @@
+"""Writes a benchmark's result file and its table into ``docs/benchmarks``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the GPU if there is one, and the versions that a figure depends on."""
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "transformers", "triton")},
+    }
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            found["gpu"] = torch.cuda.get_device_name(0)
+    except ImportError:
+        pass
+    return {name: value for name, value in found.items() if value}
+
+
+def write_results(
+    name: str, title: str, data: dict[str, Any], columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = ""
+) -> None:
+    """Write ``name.json`` with all of ``data`` and ``name.md`` with the table, and print the table."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    table = "\n".join(lines)
+    facts = ", ".join(f"{key} {value}" for key, value in data.get("machine", {}).items())
+    text = f"# {title}\n\nMeasured on: {facts}. Script: `benchmarks/{name}.py`; raw figures: [{name}.json]({name}.json).\n"
+    (FOLDER / f"{name}.md").write_text(f"{text}\n{table}\n" + (f"\n{note}\n" if note else ""))
+    print(f"{title}\n{table}\n{note}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

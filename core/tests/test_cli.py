@@ -1,0 +1,200 @@
+"""The command line, run as people run it: in processes, with exit codes 0 good, 1 falls short, 2 bad usage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+JOB = """
+model:
+  config:
+    model_type: qwen3_moe
+    hidden_size: 32
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 8
+    num_experts: 4
+    num_experts_per_tok: 2
+    moe_intermediate_size: 24
+    vocab_size: 64
+    output_router_logits: true
+  ops_implementation: {ops}
+"""
+
+SLOW = "import time\ntime.sleep(60)\n"
+WITH_COMMAND = """
+    from veomni_core import CommandSpec, hookimpl
+
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def greet(name: str) -> None:
+        print(f"hello {name}")
+
+    @hookimpl
+    def veomni_commands():
+        return [CommandSpec("greet", "{module}:greet", "Greets somebody.")]
+"""
+
+
+@pytest.fixture
+def veomni(tmp_path):
+    """Runs ``veomni``; only plugins that the test installs are seen beside the real ones."""
+
+    def run(*arguments, code=0, **environment):
+        done = subprocess.run(
+            [sys.executable, "-m", "veomni_core.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "site-packages"), "COLUMNS": "200", **environment},
+            cwd=tmp_path,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout if code == 0 else done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture
+def job(tmp_path):
+    def write(ops="{preset: eager}", text=JOB):
+        path = tmp_path / "job.yaml"
+        path.write_text(textwrap.dedent(text).replace("{ops}", ops))
+        return path
+
+    return write
+
+
+def test_list(veomni, install, install_healthy):
+    install_healthy("good-plugin", "good")
+    install("bad-plugin", "import a_library_that_is_not_here", version="3.1")
+    text = veomni("list")
+    assert "good-plugin" in text and "failed: ModuleNotFoundError" in text
+    data = json.loads(veomni("list", "--json"))
+    plugins = {plugin["name"]: plugin for plugin in data["plugins"]}
+    assert plugins["good-plugin"]["kernels"] == ["rms_norm/standard:good"]
+    assert plugins["bad-plugin"]["status"] == "failed" and "Traceback" in plugins["bad-plugin"]["traceback"]
+    (norm,) = [op for op in data["ops"] if op["op"] == "rms_norm"]
+    assert "good" in [kernel["name"] for kernel in norm["variants"]["standard"]]
+
+
+def test_explain_says_why_not_and_what_would_win(veomni, install):
+    install(
+        "gpu-plugin",
+        """
+        from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+        VEOMNI_PLUGIN_API_VERSION = 1
+        @hookimpl
+        def veomni_kernels():
+            need = HardwareRequirement("cuda", min_compute_capability=90, packages=("nowhere>=1",))
+            return [KernelSpec("fast", "rms_norm", "standard", "m:f", hardware=need, preference=99)]
+        """,
+    )
+    text = veomni("explain", "rms_norm", "--hardware", "a100")
+    assert "needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)" in text
+    data = json.loads(veomni("explain", "rms_norm_implementation", "--hardware", "h200", "--json"))
+    (fast,) = [kernel for kernel in data["kernels"] if kernel["kernel"] == "fast"]
+    assert fast["runs"] and fast["assumes"] == ["nowhere>=1"] and data["auto"]["standard"] == "fast"
+    assert data["not_here"]["liger_kernel"] == "liger_kernel is not installed: pip install veomni-liger"
+
+
+def test_plan(veomni, job, install_healthy):
+    install_healthy("good-plugin", "good")
+    path = job("{preset: eager, rms_norm_implementation: good}")
+    assert "rms_norm/standard" in veomni("plan", path)
+    data = json.loads(veomni("plan", path, "--hardware", "h200", "--json"))
+    (norm,) = [op for op in data["ops"] if op["op_name"] == "rms_norm"]
+    assert {site["kernel"] for site in norm["sites"]} == {"good"} and len(norm["sites"]) == 9
+
+
+def test_plan_on_hardware_that_falls_short(veomni, job):
+    text = veomni("plan", job("{preset: gpu}"), "--hardware", "ascend-910b", code=1)
+    assert text.count("Usable:") >= 6 and "attn_implementation" in text
+
+
+@pytest.mark.parametrize(
+    "ops, message",
+    [
+        ("{rms_norm_implementaton: torch}", "no such field. Did you mean 'rms_norm_implementation'"),
+        ("{preset: gpus}", "preset: 'gpus' is unknown. Did you mean 'gpu'"),
+        ("", "model.ops_implementation is missing"),
+        ("{preset: auto, preset: eager}", "key 'preset' appears twice"),
+    ],
+)
+def test_plan_of_a_bad_job(veomni, job, ops, message):
+    assert message in veomni("plan", job(ops), code=2)
+
+
+def test_plan_of_an_unknown_model_type(veomni, job):
+    path = job(text=JOB.replace("qwen3_moe", "qwen3_mo"))
+    assert "model_type 'qwen3_mo' is unknown. Did you mean 'qwen3_moe'" in veomni("plan", path, code=2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["explain", "rms_nom"], "op 'rms_nom' is not registered. Did you mean 'rms_norm'"),
+        (["explain", "rms_norm", "--hardware", "h20"], "hardware 'h20' is not known. Did you mean 'h200'"),
+        (["verify", "veomni-nothing"], "plugin 'veomni-nothing' is not installed."),
+        (["plan", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        (["lst"], "No such command 'lst'"),
+        (["list", "--jsn"], "No such option: --jsn"),
+    ],
+)
+def test_bad_usage(veomni, arguments, message):
+    assert message in veomni(*arguments, code=2)
+
+
+def test_doctor_isolates_each_plugin(veomni, install, install_healthy):
+    install_healthy("good-plugin", "good")
+    install("slow-plugin", SLOW)
+    install("crashing-plugin", "import os\nos._exit(7)")
+    text = veomni("doctor", "--timeout", "5", "--json", code=1)
+    data = json.loads(text)
+    plugins = {plugin["name"]: plugin for plugin in data["plugins"]}
+    assert plugins["good-plugin"]["status"] == "loaded" and plugins["good-plugin"]["usable"] == 1
+    assert plugins["slow-plugin"]["problem"] == "did not load within 5 s"
+    assert plugins["crashing-plugin"]["problem"].startswith("its process ended with code 7")
+    assert not plugins["good-plugin"]["initialises_cuda"] and plugins["good-plugin"]["imports"] == []
+    assert any(gain["distribution"] == "veomni-liger" for gain in data["gains"])
+
+
+def test_doctor_is_content_with_healthy_plugins(veomni, install_healthy):
+    install_healthy("good-plugin", "good")
+    assert "good-plugin" in veomni("doctor")
+
+
+def test_verify_exits_1_when_a_kernel_falls_short(veomni, install, install_healthy):
+    install_healthy("identity-plugin", "identity")
+    assert "FAILED" in veomni("verify", "identity-plugin", code=1)
+    install(
+        "right-plugin",
+        """
+        from veomni_core import KernelSpec, hookimpl
+        VEOMNI_PLUGIN_API_VERSION = 1
+        @hookimpl
+        def veomni_kernels():
+            return [KernelSpec("right", "rms_norm", "offset", "veomni_core.ops.rms_norm:offset", dtypes=("float32",))]
+        """,
+    )
+    data = json.loads(veomni("verify", "right-plugin", "--json"))
+    assert [result["result"] for result in data["results"]] == ["ok"]
+
+
+def test_a_plugin_brings_a_verb(veomni, install):
+    install("greeting-plugin", WITH_COMMAND)
+    assert veomni("greet", "world").strip() == "hello world"
+    assert "Greets somebody." in veomni("--help")
+
+
+def test_help_loads_no_torch(veomni):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "veomni_core.cli", "list"], capture_output=True, text=True, check=True
+    )
+    assert " torch" not in done.stderr
