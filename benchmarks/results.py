@@ -41,7 +41,9 @@ def write_results(
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     table = "\n".join(lines)
     facts = ", ".join(f"{key} {value}" for key, value in data.get("machine", {}).items())
-    text = f"# {title}\n\nMeasured on: {facts}. Script: `benchmarks/{name}.py`; raw figures: [{name}.json]({name}.json).\n"
+    text = (
+        f"# {title}\n\nMeasured on: {facts}. Script: `benchmarks/{name}.py`; raw figures: [{name}.json]({name}.json).\n"
+    )
     (FOLDER / f"{name}.md").write_text(f"{text}\n{table}\n" + (f"\n{note}\n" if note else ""))
     print(f"{title}\n{table}\n{note}")
 

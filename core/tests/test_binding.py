@@ -127,7 +127,9 @@ def test_binding_changes_nothing_of_transformers_or_torch():
     after = _snapshot()
     changed = {key for key in before if after.get(key) != before[key]} | (after.keys() - before.keys())
     # Counters and caches of torch's own that any forward and backward moves.
-    changed = {key for key in changed if key[-1] != "next_id" and not key[1].startswith("_") and "logging" not in key[0]}
+    changed = {
+        key for key in changed if key[-1] != "next_id" and not key[1].startswith("_") and "logging" not in key[0]
+    }
     assert not changed
     binding.undo()
     assert vars(shared_config) == config_before and model.config is shared_config
@@ -163,7 +165,9 @@ def test_undo_refuses_to_lose_what_others_changed_since():
     binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
     norm = model.model.norm
     norm.forward = ours = types.MethodType(lambda self, x: x, norm)
-    with pytest.raises(BindingError, match="undo would lose changes made after bind: LlamaRMSNorm.forward was replaced"):
+    with pytest.raises(
+        BindingError, match="undo would lose changes made after bind: LlamaRMSNorm.forward was replaced"
+    ):
         binding.undo()
     assert binding.active and norm.forward is ours
 
@@ -267,6 +271,17 @@ def test_lora(when):
     assert any(key[0] == "cross_entropy_loss" for key in calls)
 
 
+def test_lora_on_the_output_projection_gets_the_logits_it_adds_to():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
+    models = [build("llama"), build("llama")]
+    bind(models[0], EVERY_KERNEL, registry=REGISTRY)
+    for index, model in enumerate(models):
+        torch.manual_seed(7)
+        models[index] = peft.get_peft_model(model, config)
+    assert_equal_steps(*[step(model) for model in models])
+
+
 def test_save_and_reload_with_unchanged_keys(tmp_path):
     model = build("qwen3_moe")
     bind(model, EVERY_KERNEL, registry=REGISTRY)
@@ -358,7 +373,9 @@ def test_a_kernel_that_does_not_load_leaves_the_model_as_it_was():
     spec = KernelSpec("broken", "rms_norm", "standard", "a_library_that_is_not_here:kernel")
     registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
     model = build("llama")
-    with pytest.raises(KernelLoadError, match="rms_norm/standard:broken: a_library_that_is_not_here:kernel failed: Modu"):
+    with pytest.raises(
+        KernelLoadError, match="rms_norm/standard:broken: a_library_that_is_not_here:kernel failed: Modu"
+    ):
         bind(model, {"preset": "eager", "rms_norm_implementation": "broken"}, registry=registry)
     assert not [name for m in model.modules() for name in vars(m) if name == "forward" or name.startswith("_veomni")]
 

@@ -195,6 +195,9 @@ def test_a_plugin_brings_a_verb(veomni, install):
 
 def test_help_loads_no_torch(veomni):
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "veomni_core.cli", "list"], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-m", "veomni_core.cli", "list"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert " torch" not in done.stderr

@@ -119,7 +119,9 @@ def test_a_value_of_the_wrong_type_is_refused(value):
         OpsConfig.from_dict({"rms_norm_implementation": value})
 
 
-@pytest.mark.parametrize("data", [None, [], "auto", {"model": {}}, {"model": None}, {"model": {"ops_implementation": None}}])
+@pytest.mark.parametrize(
+    "data", [None, [], "auto", {"model": {}}, {"model": None}, {"model": {"ops_implementation": None}}]
+)
 def test_a_missing_section_is_never_all_eager(data):
     with pytest.raises(MissingOpsImplementationError, match="nothing runs all-eager without being told to"):
         OpsConfig.from_dict(data)

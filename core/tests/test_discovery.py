@@ -47,7 +47,7 @@ BAD_PLUGINS = {
     ),
     "bad factory": (
         API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('bad', 'rms_norm', 'standard', 'nowhere')]",
-        'factory must read "module:attribute", not \'nowhere\'',
+        "factory must read \"module:attribute\", not 'nowhere'",
     ),
     "bad requirement": (
         API + "@hookimpl\ndef veomni_kernels():\n    return [HardwareRequirement(packages=('>>',))]",
@@ -94,7 +94,9 @@ def test_the_traceback_is_kept(install):
 
 
 def test_naming_a_kernel_of_a_failed_plugin_gives_its_reason(install):
-    install("bad-plugin", API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('mine', 'rms_norm', 'no', 'm:f')]")
+    install(
+        "bad-plugin", API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('mine', 'rms_norm', 'no', 'm:f')]"
+    )
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "mine"})
     sites = (Site("rms_norm", "norm", "norm modules", "standard", ""),)
     with pytest.raises(KernelUnavailableError, match=r"mine is provided by bad-plugin 1.0, which failed: .* 'no'"):
@@ -152,7 +154,9 @@ def test_false_is_false(install_healthy):
 @pytest.mark.parametrize("variable", ["VEOMNI_PLUGINS", "VEOMNI_PLUGINS_BLOCK"])
 def test_naming_a_plugin_that_is_not_installed_is_an_error(install_healthy, variable):
     install_healthy("good-plugin", "good")
-    with pytest.raises(UnknownNameError, match=f"{variable}: no plugin 'god-plugin' is installed. Did you mean 'good-p"):
+    with pytest.raises(
+        UnknownNameError, match=f"{variable}: no plugin 'god-plugin' is installed. Did you mean 'good-p"
+    ):
         discover({variable: "god-plugin"})
 
 
@@ -169,7 +173,9 @@ def test_a_plugin_that_is_allowed_and_blocked_is_an_error(install_healthy):
 
 
 def test_a_kernel_of_an_op_that_a_failed_plugin_defines_fails_too(install):
-    install("op-plugin", API + "@hookimpl\ndef veomni_ops():\n    return [OpSpec('rms_norm', ('a',), 'f', contract='m:C')]")
+    install(
+        "op-plugin", API + "@hookimpl\ndef veomni_ops():\n    return [OpSpec('rms_norm', ('a',), 'f', contract='m:C')]"
+    )
     install("user-plugin", API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('k', 'new_op', 'a', 'm:f')]")
     assert discover({}).plugin("user-plugin").status == "failed"
 

@@ -116,5 +116,7 @@ def test_a_rank_that_cannot_plan_stops_the_others():
             print(type(error).__name__, error)
         """
     )
-    assert "PlanMismatchError 1 of 2 ranks can't plan:\nrank 1: rms_norm_implementation: triton is not inst" in outputs[0]
+    assert (
+        "PlanMismatchError 1 of 2 ranks can't plan:\nrank 1: rms_norm_implementation: triton is not inst" in outputs[0]
+    )
     assert outputs[1].startswith("KernelUnavailableError rms_norm_implementation: triton is not installed")

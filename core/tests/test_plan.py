@@ -129,7 +129,9 @@ def test_globs_choose_per_module():
 
 
 def test_a_glob_that_matches_nothing_is_an_error_that_names_paths():
-    with pytest.raises(NoSiteError, match=r"\['encoder.\*'\]: no rms_norm site has such a path; sites are at layers.0.norm"):
+    with pytest.raises(
+        NoSiteError, match=r"\['encoder.\*'\]: no rms_norm site has such a path; sites are at layers.0.norm"
+    ):
         plan({"encoder.*": "torch"})
 
 
@@ -222,7 +224,9 @@ NAMES = st.sampled_from(["liger_kernel", "quack", "torch", "shy", "eager", "auto
     hardware=st.sampled_from(["cpu", "a100", "h200", "mi300x"]),
     order=st.permutations(range(4)),
 )
-def test_whatever_is_asked_only_kernels_that_can_run_are_chosen_and_the_order_of_sites_is_no_matter(names, hardware, order):
+def test_whatever_is_asked_only_kernels_that_can_run_are_chosen_and_the_order_of_sites_is_no_matter(
+    names, hardware, order
+):
     sites = (*NORMS, UNPROVEN)
     try:
         result = plan(names, sites, hardware)

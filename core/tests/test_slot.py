@@ -52,7 +52,9 @@ def test_a_class_body_slot_serves_each_instance_on_its_own():
 
 
 def test_the_declaration_itself_cannot_be_bound():
-    with pytest.raises(BindingError, match=r"one slot per instance: bind the instance's \(module.norm\), not Norm.norm"):
+    with pytest.raises(
+        BindingError, match=r"one slot per instance: bind the instance's \(module.norm\), not Norm.norm"
+    ):
         Norm.norm.bind(plus_one)
 
 

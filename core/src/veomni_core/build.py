@@ -72,7 +72,7 @@ def build_foundation_model(
     else:
         model = _random_model(model_class, config, dtype, device, trust_remote_code)
     apply_plan(model, plan, ops.registry)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def build_skeleton(
@@ -135,7 +135,9 @@ def _load_weights(
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
-    misfits = {what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    misfits = {
+        what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
     if any(misfits.values()):
         named = "; ".join(
             f"{what.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"

@@ -96,9 +96,8 @@ class OpsConfig:
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
             if name not in by_field:
-                raise UnknownNameError(
-                    f"ops_implementation.{name}: no such field. {did_you_mean(str(name), [*by_field, 'preset', 'profile'])}"
-                )
+                nearest = did_you_mean(str(name), [*by_field, "preset", "profile"])
+                raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         _warn_of_removed_variables(environ)
         return cls(
             preset=preset,
@@ -111,7 +110,6 @@ class OpsConfig:
             profile=profile,
         )
 
-
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
         """This config with one field written as ``value``."""
         op = next(op for op in self.registry.ops.values() if op.config_field == config_field)
@@ -120,7 +118,9 @@ class OpsConfig:
 
 def _ops_section(data: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise MissingOpsImplementationError(f"ops_implementation must be a mapping of fields, {_shown(data)}. {_SAY_SO}")
+        raise MissingOpsImplementationError(
+            f"ops_implementation must be a mapping of fields, {_shown(data)}. {_SAY_SO}"
+        )
     if "model" not in data:
         return data
     model = data["model"]
@@ -165,7 +165,8 @@ def _checked_names(op: OpSpec, where: str, value: Any, registry: Registry) -> tu
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{where}: expected a kernel's name, a list of names, or a mapping from module paths to these; {_shown(value)}"
+            f"{where}: expected a kernel's name, a list of names, or a mapping from module paths to these; "
+            f"{_shown(value)}"
         )
     known = [EAGER, AUTO, *registry.known_values(op.name)]
     return tuple(_checked_name(op, where, name, known, registry) for name in names)

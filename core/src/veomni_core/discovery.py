@@ -201,11 +201,11 @@ def _refuse_conflicting(records: list[PluginRecord]) -> list[PluginRecord]:
 
 def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
     problems: dict[int, str] = {}
-    for what, key in _MUST_BE_UNIQUE:
+    for what, field, attribute in _MUST_BE_UNIQUE:
         bearers: dict[str, list[PluginRecord]] = defaultdict(list)
         for record in healthy:
-            for name in key(record):
-                bearers[name].append(record)
+            for described in getattr(record, field):
+                bearers[getattr(described, attribute)].append(record)
         for name, claimants in bearers.items():
             if len(claimants) > 1:
                 who = " and ".join(sorted({str(record) for record in claimants}))
@@ -221,7 +221,9 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
             if spec.key in seen:
                 problems[id(record)] = f"kernel {spec} is described twice by one plugin"
             elif op is None:
-                problems[id(record)] = f"kernel {spec}: op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
+                problems[id(record)] = (
+                    f"kernel {spec}: op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
+                )
             elif op.canonical_variant(spec.variant) not in op.variants:
                 problems[id(record)] = (
                     f"kernel {spec}: {op.name} has no variant {spec.variant!r}. "
@@ -232,11 +234,11 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
 
 
 _MUST_BE_UNIQUE = (
-    ("op", lambda record: [op.name for op in record.ops]),
-    ("config field", lambda record: [op.config_field for op in record.ops]),
-    ("device type", lambda record: [device.device_type for device in record.devices]),
-    ("site rule", lambda record: [rule.name for rule in record.site_rules]),
-    ("command", lambda record: [command.name for command in record.commands]),
+    ("op", "ops", "name"),
+    ("config field", "ops", "config_field"),
+    ("device type", "devices", "device_type"),
+    ("site rule", "site_rules", "name"),
+    ("command", "commands", "name"),
 )
 
 

@@ -79,4 +79,6 @@ def _from_hub(name: str, overrides: dict[str, Any], trust_remote_code: bool) -> 
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **overrides)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise HostError(f"{name}: neither a local path nor a model that can be fetched from the Hub: {reason}") from error
+        raise HostError(
+            f"{name}: neither a local path nor a model that can be fetched from the Hub: {reason}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The frozen answer to "which kernel at which site, and why": a pure function of registry, config, hardware and sites."""
+"""The frozen answer to "which kernel at which site, and why", from registry, config, hardware and sites alone."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def make_plan(
     """Decide, for every site, which kernel runs there.
 
     ``model_or_sites`` is a model, or what :func:`find_sites` gave. ``hardware`` is what is here (detected) unless it
-    is given, as a :class:`Hardware` or by name. With sites and named hardware, neither torch nor any kernel is imported.
+    is given, as a :class:`Hardware` or by name. With sites and named hardware, no torch is imported.
 
     Raises:
         KernelUnavailableError: a chosen kernel cannot run here; one message for all fields, each with its reasons and
@@ -208,7 +208,9 @@ def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterab
 
 def _raise_problems(ops: tuple[OpDecision, ...], config: OpsConfig, selection: Selection) -> None:
     """Raise for every explicit choice that came to nothing, all fields in one message."""
-    pressing, others, siteless = [], [], []
+    pressing: list[str] = []
+    others: list[str] = []
+    siteless: list[str] = []
     for op in ops:
         for where, names, decisions in _groups(op, config.choices[op.op_name]):
             if selection.leaves_open(names):

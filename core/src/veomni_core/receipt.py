@@ -12,7 +12,7 @@ from veomni_core.tables import render_table
 
 @dataclass(frozen=True)
 class Receipt:
-    """The account of one binding. ``verified`` names the kernels that were run against their contract on this device."""
+    """The account of one binding. ``verified`` names the kernels that were run against their contract here."""
 
     plan: Plan
     verified: tuple[str, ...] = ()

@@ -41,7 +41,6 @@ class PluginRecord:
         return f"{self.distribution} {self.version}"
 
 
-
 @dataclass(frozen=True)
 class Registry:
     """Everything that healthy plugins describe. ``conflicts`` are kernels that two plugins claim: nobody gets them."""

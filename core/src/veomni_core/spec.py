@@ -122,7 +122,9 @@ class OpSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "variants", tuple(self.variants))
         if not self.name or not self.config_field:
-            raise SpecError(f"OpSpec: name and config_field must not be empty, got {self.name!r}, {self.config_field!r}")
+            raise SpecError(
+                f"OpSpec: name and config_field must not be empty, got {self.name!r}, {self.config_field!r}"
+            )
         if not self.variants:
             raise SpecError(f"OpSpec {self.name}: an op needs at least one variant")
         _check_reference(f"OpSpec {self.name}", "contract", self.contract)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import click
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -25,19 +24,17 @@ BUILTIN_VERBS = (
 class _Verbs(TyperGroup):
     """The built-in verbs, and those that plugins bring."""
 
-    def list_commands(self, context: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(self._verbs())
 
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         builtin = {verb.name: verb for verb in BUILTIN_VERBS}
-        spec = builtin.get(name) or self._verbs().get(name)
-        if spec is None:
-            return None
-        return _command(spec)
+        spec = builtin.get(cmd_name) or self._verbs().get(cmd_name)
+        return _command(spec) if spec else None
 
-    def format_help(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        self.format_usage(context, formatter)
-        self.format_help_text(context, formatter)
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
         with formatter.section("Commands"):
             formatter.write_dl([(name, spec.help) for name, spec in self._verbs().items()])
 
@@ -65,7 +62,7 @@ def _about() -> None:
     """Kernel plugins for LLM training: found, checked, chosen and bound by config."""
 
 
-def _command(spec: CommandSpec) -> click.Command:
+def _command(spec: CommandSpec) -> Any:
     verb: Any = typer.Typer(add_completion=False, rich_markup_mode=None)
     verb.command(name=spec.name, help=spec.help or None)(load_attribute(spec.target))
     command = get_command(verb)

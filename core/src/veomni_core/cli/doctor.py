@@ -1,4 +1,4 @@
-"""``veomni doctor``: each plugin loaded in a process of its own, with a time limit, and what to install to gain what."""
+"""``veomni doctor``: each plugin loaded in a process of its own, and what to install to gain what."""
 
 from __future__ import annotations
 

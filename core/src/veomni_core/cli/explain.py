@@ -24,7 +24,7 @@ def explain(
     spec = _op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     selection = Selection(registry, target, {})
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "variant": kernel.variant,
             "kernel": kernel.name,
@@ -55,7 +55,13 @@ def explain(
         )
         return
     table = [
-        (r["variant"], r["kernel"], r["plugin"], str(r["preference"]), "yes" if r["runs"] else "no: " + "; ".join(r["reasons"]))
+        (
+            r["variant"],
+            r["kernel"],
+            r["plugin"],
+            str(r["preference"]),
+            "yes" if r["runs"] else "no: " + "; ".join(r["reasons"]),
+        )
         for r in rows
     ] + [("", name, "-", "", f"no: {reason}") for name, reason in absent.items()]
     title = f"{spec.name} ({spec.config_field}) on {target.describe()}"

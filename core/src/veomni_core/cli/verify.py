@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ def verify(
 
     hardware = registry.detect_hardware()
     device = device or hardware.device_type
-    rows = []
+    rows: list[dict[str, Any]] = []
     for spec in record.kernels:
         unmet = spec.hardware.unmet(hardware)
         if unmet:

@@ -69,7 +69,9 @@ def contract_for(op: OpSpec, variant: str) -> Contract:
         raise SpecError(f"op {op.name}: its contract {op.contract} failed: {type(error).__name__}: {error}") from error
     variant = op.canonical_variant(variant)
     if variant not in contracts:
-        raise SpecError(f"op {op.name}: {op.contract} has no contract for {variant!r}. {did_you_mean(variant, contracts)}")
+        raise SpecError(
+            f"op {op.name}: {op.contract} has no contract for {variant!r}. {did_you_mean(variant, contracts)}"
+        )
     return contracts[variant]  # type: ignore[no-any-return]
 
 

@@ -56,7 +56,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("dropped indices", problem(draw.integers(7, 19, 2), 32, 16, 4))
     yield Sample("every index dropped", problem(torch.full((5, 2), 4, device=device), 32, 16, 4))
     yield Sample("no tokens", problem(torch.zeros(0, 2, dtype=torch.long, device=device), 32, 16, 4))
-    hidden, *rest = problem(distinct(12, 2, 4), 32, 16, 4)
+    _, *rest = problem(distinct(12, 2, 4), 32, 16, 4)
     wide = draw.normal(12, 64)
     yield Sample("hidden states with a stride", (leaf(wide[:, ::2]), *rest))
 

@@ -51,7 +51,12 @@ def _samples(share: float) -> SampleMaker:
             ("one position", 3, 2, 2, 1, 32),
         ):
             yield Sample(
-                name, (heads(batch, q_heads, length, head), heads(batch, k_heads, length, head), *angles(batch, length, head))
+                name,
+                (
+                    heads(batch, q_heads, length, head),
+                    heads(batch, k_heads, length, head),
+                    *angles(batch, length, head),
+                ),
             )
         yield Sample("angles shared by the batch", (heads(2, 2, 5, 32), heads(2, 2, 5, 32), *angles(1, 5, 32)))
         q, k = leaf(draw.normal(2, 9, 4, 64)), leaf(draw.normal(2, 9, 2, 64))

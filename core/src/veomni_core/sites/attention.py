@@ -50,7 +50,7 @@ def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:
 
 
 def _interface_name(kernel: Kernel) -> str:
-    """The name under which transformers knows ``kernel``; a kernel that is new to it is registered under one of ours."""
+    """The name under which transformers knows ``kernel``; one that is new to it is registered under one of ours."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

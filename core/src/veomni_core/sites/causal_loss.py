@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward
-from veomni_core.sites.lazy_logits import LazyLogits
+from veomni_core.sites.lazy_logits import LazyLogits, LogitsRequest
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
 _HIDDEN, _VOCABULARY, _IGNORED = 8, 11, -100
@@ -81,6 +81,8 @@ def _deferring_head(original: Callable[..., Any], kernel: Kernel) -> Callable[..
                 ignore_index=input.ignore_index,
                 num_items_in_batch=input.num_items,
             )
+        if isinstance(input, LogitsRequest):
+            return original(self, input.hidden)
         if self._veomni_defer_logits:
             return LazyLogits(input, self)
         return original(self, input)
@@ -106,14 +108,12 @@ def _fused_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat_labels = shift_labels.reshape(-1).to(hidden.device)
         request = _LossRequest(hidden.reshape(-1, hidden.shape[-1]), flat_labels, num_items_in_batch, ignore_index)
-        setattr(head, _DEFER, False)
-        loss = head(request)
-        return loss
+        return head(request)
 
     return loss_function
 
 
-def _prove(model: nn.Module) -> tuple[str | None, str]:
+def _prove(model: Any) -> tuple[str | None, str]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return None, f"the output projection is {type(head).__name__}, expected a plain linear"
@@ -129,10 +129,9 @@ def _prove(model: nn.Module) -> tuple[str | None, str]:
         labels[0, 3] = _IGNORED
         shifted = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].reshape(-1)
         for items in (None, 3):
-            kwargs = {} if items is None else {"num_items_in_batch": items}
-            output, why_not = probe.attempt(
-                lambda kwargs=kwargs: type(model).forward(twin, input_ids=labels.abs(), labels=labels, **kwargs)
-            )
+            options = {} if items is None else {"num_items_in_batch": items}
+            run = partial(type(model).forward, twin, input_ids=labels.abs(), labels=labels, **options)
+            output, why_not = probe.attempt(run)
             if why_not:
                 return None, why_not
             wanted = CONTRACTS["causal"].reference(

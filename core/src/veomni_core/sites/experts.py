@@ -58,8 +58,9 @@ def _prove(module: nn.Module) -> tuple[str | None, str]:
         twin._modules.update(module._modules)
         probe.resize_attributes(twin, sizes)
         if "config" in vars(twin):
-            twin.config = copy.copy(module.config)
-            twin.config._experts_implementation = "eager"
+            config: Any = copy.copy(module.config)
+            config._experts_implementation = "eager"
+            twin.config = config
         gate_up, down = probe.random(e, 2 * i, h).requires_grad_(), probe.random(e, h, i).requires_grad_()
         twin._parameters.update(gate_up_proj=gate_up, down_proj=down)  # type: ignore[call-overload]
         twin.training = True

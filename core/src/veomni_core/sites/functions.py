@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -18,7 +18,9 @@ Function = Callable[..., Any]
 def current_forward(module: nn.Module) -> Function:
     """The function that runs as ``module.forward``: the instance's own where one was set, else the class's."""
     own = vars(module).get("forward")
-    return own.__func__ if isinstance(own, MethodType) else own or type(module).forward
+    if isinstance(own, MethodType):
+        return cast(Function, own.__func__)
+    return type(module).forward if own is None else own  # type: ignore[no-any-return]
 
 
 def global_functions(function: Function) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 
+class LogitsRequest:
+    """Asks a bound head for real logits, even while it defers them."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
 class LazyLogits:
     """Stands for ``head(hidden)`` until its value is needed.
 
@@ -21,7 +28,7 @@ class LazyLogits:
 
     def materialize(self) -> Tensor:
         """The logits, as the head's own code computes them."""
-        return self.head(self.hidden)  # type: ignore[no-any-return]
+        return self.head(LogitsRequest(self.hidden))  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.materialize(), name)
@@ -32,25 +39,25 @@ class LazyLogits:
     ) -> Any:
         return function(*_real(args), **_real(kwargs or {}))
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: Any) -> Any:
         return self.materialize()[index]
 
-    def __mul__(self, other: Any) -> Tensor:
+    def __mul__(self, other: Any) -> Any:
         return self.materialize() * other
 
-    def __rmul__(self, other: Any) -> Tensor:
+    def __rmul__(self, other: Any) -> Any:
         return other * self.materialize()
 
-    def __truediv__(self, other: Any) -> Tensor:
+    def __truediv__(self, other: Any) -> Any:
         return self.materialize() / other
 
-    def __add__(self, other: Any) -> Tensor:
+    def __add__(self, other: Any) -> Any:
         return self.materialize() + other
 
-    def __radd__(self, other: Any) -> Tensor:
+    def __radd__(self, other: Any) -> Any:
         return other + self.materialize()
 
-    def __sub__(self, other: Any) -> Tensor:
+    def __sub__(self, other: Any) -> Any:
         return self.materialize() - other
 
     def __neg__(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -66,7 +67,10 @@ def _eps(module: nn.Module) -> float | None:
 def _prove(module: nn.Module, eps: float) -> tuple[str | None, str]:
     names = [name for name, value in module._parameters.items() if value is not None]
     if names not in ([], ["weight"]) or module._buffers:
-        return None, f"has parameters {names or 'none'} and buffers {list(module._buffers)}, expected one weight or none"
+        return (
+            None,
+            f"has parameters {names or 'none'} and buffers {list(module._buffers)}, expected one weight or none",
+        )
     tried = []
     with probe.seeded():
         for variant, contract in CONTRACTS.items():
@@ -85,7 +89,7 @@ def _mismatch(module: nn.Module, reference: Kernel, eps: float, weighted: bool) 
         for scale in (3.0, eps**0.5):
             x = probe.random(5, 3, _WIDTH, dtype=x_dtype, scale=scale)
             weight = probe.random(_WIDTH, dtype=weight_dtype, scale=0.5, shift=0.3) if weighted else None
-            found, error = probe.attempt(lambda x=x, weight=weight: _run(module, weight, x))  # type: ignore[misc]
+            found, error = probe.attempt(partial(_run, module, weight, x))
             if error:
                 return error
             wanted = reference(x, weight, eps)

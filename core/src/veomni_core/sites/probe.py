@@ -88,7 +88,8 @@ def gradients_close(a: Tensor, b: Tensor, inputs: tuple[Tensor, ...]) -> bool:
     found = torch.autograd.grad(a, inputs, upstream, allow_unused=True)
     wanted = torch.autograd.grad(b, inputs, upstream, allow_unused=True)
     return all(
-        (f is None) == (w is None) and (f is None or w is None or close(f, w)) for f, w in zip(found, wanted, strict=True)
+        (f is None) == (w is None) and (f is None or w is None or close(f, w))
+        for f, w in zip(found, wanted, strict=True)
     )
 
 

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from veomni_core.ops.rotary_pos_emb import CONTRACTS
 from veomni_core.sites import probe
@@ -73,7 +73,9 @@ def _traced_call(
     def recorder(name: str) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             if len(args) != 4 or kwargs:
-                raise TypeError(f"{name} is called with {len(args)} arguments and {sorted(kwargs)}, expected q, k, cos, sin")
+                raise TypeError(
+                    f"{name} is called with {len(args)} arguments and {sorted(kwargs)}, expected q, k, cos, sin"
+                )
             raise _Reached(name, args[0].shape[-1])
 
         return record

@@ -70,5 +70,8 @@ class SharedSlotChange:
 
 def _slots_of_class(kind: type) -> dict[str, OpSlot]:
     return {
-        name: value for base in reversed(kind.__mro__) for name, value in vars(base).items() if isinstance(value, OpSlot)
+        name: value
+        for base in reversed(kind.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, OpSlot)
     }

@@ -100,9 +100,9 @@ class _Check:
             if gradient is None:
                 failures.append(f"{what} is missing")
                 continue
-            exact = oracle.gradients[argument]
-            if exact is not None:
-                share, problem = _distance(gradient, exact, self.contract.gradients[self.dtype_name], what)
+            wanted = oracle.gradients[argument]
+            if wanted is not None:
+                share, problem = _distance(gradient, wanted, self.contract.gradients[self.dtype_name], what)
                 worst_gradient = max(worst_gradient, share)
                 failures += problem
         if self.spec.deterministic:
@@ -139,12 +139,13 @@ class _Check:
             return
         for result, expected in zip(run.results, eager.results, strict=True):
             for aspect in ("dtype", "shape", "device"):
-                found, wanted = getattr(result, aspect), getattr(expected, aspect)
-                if found != wanted:
-                    yield f"gives {aspect} {_plain(found)}, expected {_plain(wanted)}"
+                has, wanted = getattr(result, aspect), getattr(expected, aspect)
+                if has != wanted:
+                    yield f"gives {aspect} {_plain(has)}, expected {_plain(wanted)}"
         for name, gradient in run.gradients.items():
             if gradient is not None and gradient.shape != run.inputs[name].shape:
-                yield f"the gradient of {name} has shape {_plain(gradient.shape)}, expected {_plain(run.inputs[name].shape)}"
+                shapes = f"{_plain(gradient.shape)}, expected {_plain(run.inputs[name].shape)}"
+                yield f"the gradient of {name} has shape {shapes}"
 
     def _damage(self, run: _Run, fresh: Sample) -> Iterator[str]:
         untouched = dict(self._named_tensors(fresh))
@@ -165,7 +166,9 @@ class _Check:
         share = float((result != eager).double().mean())
         if share <= allowed:
             return []
-        return [f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"]
+        return [
+            f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"
+        ]
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

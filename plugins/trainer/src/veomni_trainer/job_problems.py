@@ -10,7 +10,15 @@ from pydantic_core import ErrorDetails
 
 from veomni_core.errors import JobFileError, did_you_mean
 
-_MISSING = "is missing"
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "a mapping",
+    "string_type": "text",
+}
 
 
 def explain_problems(error: ValidationError, root: type[BaseModel], source: str) -> JobFileError:
@@ -69,14 +77,11 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> tuple[str, str]:
             parts.append(f"{part}")
     path = ".".join(parts)
     if detail["type"] == "missing":
-        return path, _MISSING
+        return path, "is missing"
     if detail["type"] == "value_error":
         return path, str(detail["ctx"]["error"])
-    if detail["type"] == "model_type":
-        return path, f"must be a mapping, got {shown(detail['input'])}"
-    wanted = detail["msg"].replace("Input should be", "must be").replace("a valid dictionary", "a mapping")
-    wanted = wanted.replace("valid string", "text").replace("a text", "text").replace("valid boolean", "true or false")
-    return path, f"{wanted.replace('a true', 'true').replace('a valid', 'a')}, got {shown(detail['input'])}"
+    wanted = _WANTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
+    return path, f"must be {wanted}, got {shown(detail['input'])}"
 
 
 def _join(problems: list[str]) -> str:

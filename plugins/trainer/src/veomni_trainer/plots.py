@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
@@ -58,9 +58,24 @@ def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
     if common:
         gap = _lines("gap", common, [], lambda row: abs(row["loss"] - theirs[row["step"]]))
         charts.append(Chart("Loss difference from eager", "absolute, per step", gap))
-    times = _lines("time", mine, eager, lambda row: 1e3 * row["step_seconds"], from_zero=True)
-    memory = _lines("memory", mine, eager, lambda row: row["peak_memory_bytes"] / 1e9, from_zero=True)
-    return [*charts, Chart("Step time", "milliseconds", times), Chart("Peak memory", "GB so far", memory)]
+    top, above = _step_time_scale([*mine, *eager])
+    times = _lines("time", mine, eager, _milliseconds, top=top)
+    memory = _lines("memory", mine, eager, lambda row: row["peak_memory_bytes"] / 1e9, top=None)
+    note = "milliseconds" + (f"; {above} slow steps are above the chart" if above else "")
+    return [*charts, Chart("Step time", note, times), Chart("Peak memory", "GB so far", memory)]
+
+
+def _milliseconds(row: Row) -> float:
+    return float(1e3 * row["step_seconds"])
+
+
+def _step_time_scale(rows: list[Row]) -> tuple[float | None, int]:
+    """Where the axis ends so that a few slow steps don't flatten all others, and how many those are."""
+    times = sorted(_milliseconds(row) for row in rows)
+    if not times:
+        return None, 0
+    top = 1.5 * times[int(0.95 * (len(times) - 1))]
+    return (top, sum(time > top for time in times)) if times[-1] > top else (None, 0)
 
 
 def _lines(
@@ -69,8 +84,9 @@ def _lines(
     eager: list[Row],
     value: Value,
     validation: list[Row] | None = None,
-    from_zero: bool = False,
+    top: float | Literal["free"] | None = "free",
 ) -> str:
+    """One drawing. Unless it is free, the axis begins at zero and ends at ``top``, or (``None``) where the data does."""
     matplotlib.use("svg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -90,8 +106,8 @@ def _lines(
             axes.legend(loc="best")
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if from_zero:
-            axes.set_ylim(bottom=0)
+        if top != "free":
+            axes.set_ylim(0, top)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _for_page(stream.getvalue(), name)

@@ -1,0 +1,96 @@
+"""Small jobs that train in a second, and the ways to run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 60
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "output_router_logits": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def job_data(tmp_path: Path) -> dict[str, Any]:
+    """A whole job: a tiny Llama on two small files."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text(TEXT, encoding="utf-8")
+    (text / "b.txt").write_text(TEXT.upper(), encoding="utf-8")
+    return {
+        "model": {"config": deepcopy(LLAMA), "dtype": "float32", "ops_implementation": {"preset": "eager"}},
+        "data": {"files": "text", "sequence_length": 32},
+        "train": {
+            "output_dir": str(tmp_path / "run"),
+            "steps": 4,
+            "batch_size": 2,
+            "learning_rate": 1e-3,
+            "device": "cpu",
+        },
+    }
+
+
+@pytest.fixture
+def write_job(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    """Writes a job's YAML beside its data."""
+
+    def write(data: dict[str, Any]) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(data), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def train(write_job: Callable[[dict[str, Any]], Path]) -> Callable[..., bool]:
+    """Runs a job in this process; returns whether it was interrupted."""
+    from veomni_trainer.load_job import load_job
+    from veomni_trainer.run import run_job
+
+    def run(data: dict[str, Any], *changes: str, **options: Any) -> bool:
+        return run_job(load_job(write_job(data), changes), **options)
+
+    return run
+
+
+@pytest.fixture
+def losses() -> Callable[[Path], list[tuple[int, float]]]:
+    """Step and loss of every training row in a run's metrics."""
+
+    def read(run: Path) -> list[tuple[int, float]]:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+    return read

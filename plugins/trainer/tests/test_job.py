@@ -1,0 +1,178 @@
+"""What a job may say, and what is said about one that says something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from veomni_core.errors import ConfigError, JobFileError, UnknownNameError
+from veomni_trainer.load_job import changed_keys, dump_job, load_job, parse_job
+from veomni_trainer.overrides import apply_overrides
+
+
+def test_defaults_are_filled_and_paths_are_made_absolute(
+    job_data: dict[str, Any], write_job: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    job = load_job(write_job(job_data))
+    assert job.data.files == str(tmp_path / "text")
+    assert job.train.gradient_accumulation == 1
+    assert job.train.save_every == "end"
+
+
+def test_the_dumped_job_is_the_same_job(
+    job_data: dict[str, Any], write_job: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    job = load_job(write_job(job_data))
+    dumped = tmp_path / "elsewhere" / "job.yaml"
+    dumped.parent.mkdir()
+    dumped.write_text(dump_job(job), encoding="utf-8")
+    assert load_job(dumped) == job
+    assert changed_keys(dumped, job) == []
+    more = load_job(dumped, ["train.steps=9"])
+    assert changed_keys(dumped, more) == ["train.steps: 4 -> 9"]
+
+
+def test_the_working_directory_is_searched_after_the_jobs_folder(
+    job_data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert parse_job(job_data, folder=tmp_path / "jobs").data.files == str(tmp_path / "text")
+    job_data["data"]["files"] = "text/*.txt"
+    assert parse_job(job_data, folder=tmp_path / "jobs").data.files == str(tmp_path / "text" / "*.txt")
+    (tmp_path / "jobs" / "text").mkdir()
+    (tmp_path / "jobs" / "text" / "c.txt").touch()
+    assert parse_job(job_data, folder=tmp_path / "jobs").data.files == str(tmp_path / "jobs" / "text" / "*.txt")
+
+
+def test_scientific_notation_without_a_point_is_a_number(job_data: dict[str, Any]) -> None:
+    job_data["train"]["learning_rate"] = "3e-4"  # what YAML makes of 3e-4
+    assert parse_job(job_data).train.learning_rate == 3e-4
+
+
+def test_weights_alone_name_a_model(job_data: dict[str, Any]) -> None:
+    job_data["model"] = {"weights": "folder", "ops_implementation": {"preset": "eager"}}
+    assert parse_job(job_data).model.config is None
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("train", "lerning_rate", 1.0, "train.lerning_rate: there is no such key. Did you mean 'learning_rate'?"),
+        ("model", "ops_implementatoin", {}, "model.ops_implementatoin: there is no such key. Did you mean 'ops_impl"),
+        ("train", "steps", "sixty", "train.steps: must be an integer, got 'sixty' (text)"),
+        ("train", "steps", True, "train.steps: must be an integer, got True (true/false)"),
+        ("train", "steps", 0, "train.steps: must be greater than or equal to 1, got 0 (integer)"),
+        ("train", "learning_rate", "fast", "train.learning_rate: must be a number, got 'fast' (text)"),
+        ("train", "fsdp", "no way", "train.fsdp: must be true or false, got 'no way' (text)"),
+        ("train", "device", "gpu", "train.device: must be 'auto', 'cpu' or 'cuda', got 'gpu' (text)"),
+        (
+            "train",
+            "save_every",
+            "often",
+            "train.save_every: must be an integer or 'end' or 'never', got 'often' (text)",
+        ),
+        ("data", "files", 3, "data.files: must be text or a list, got 3 (integer)"),
+        ("data", "validation_fraction", 0.9, "data.validation_fraction: must be less than or equal to 0.5, got 0.9"),
+        ("model", "config", 3, "model.config: must be text or a mapping, got 3 (integer)"),
+        ("model", "config", None, "model: needs config (a mapping with model_type, a path, or a Hub id), or weights"),
+        ("model", "dtype", "float8", "model.dtype: must be 'float32' or 'bfloat16', got 'float8' (text)"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(
+    job_data: dict[str, Any], section: str, key: str, value: Any, message: str
+) -> None:
+    job_data[section][key] = value
+    with pytest.raises(JobFileError) as caught:
+        parse_job(job_data, "job.yaml")
+    assert f"job.yaml: {message}" in str(caught.value)
+
+
+def test_every_problem_is_in_one_message(job_data: dict[str, Any]) -> None:
+    job_data["trian"] = {}
+    job_data["train"] = [1]
+    del job_data["data"]["files"]
+    with pytest.raises(JobFileError) as caught:
+        parse_job(job_data, "job.yaml")
+    assert str(caught.value) == (
+        "job.yaml: 3 problems\n"
+        "  - data.files: is missing\n"
+        "  - train: must be a mapping, got [1] (list)\n"
+        "  - trian: there is no such key. Did you mean 'train'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {}\nmodel: {}\n", "line 2, column 1: key 'model' appears twice, first in line 1"),
+        ("train:\n  steps: [1, 2\n", "line 3, column 1: "),
+        ("- a\n", "a job file is a mapping of sections such as model, data and train; this holds a list"),
+        ("", "this is empty"),
+    ],
+)
+def test_faulty_yaml_is_answered_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(JobFileError) as caught:
+        load_job(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="there is no such file"):
+        load_job(tmp_path / "none.yaml")
+
+
+def test_set_changes_single_values_as_yaml(job_data: dict[str, Any]) -> None:
+    changed = apply_overrides(
+        job_data,
+        [
+            "train.steps=7",
+            "train.gradient_checkpointing=true",
+            "model.config.hidden_size=48",
+            "model.ops_implementation={preset: auto}",
+            "data.files=[a.txt, b=c.txt]",
+        ],
+    )
+    assert changed["train"]["steps"] == 7
+    assert changed["train"]["gradient_checkpointing"] is True
+    assert changed["model"]["config"]["hidden_size"] == 48
+    assert changed["model"]["ops_implementation"] == {"preset": "auto"}
+    assert changed["data"]["files"] == ["a.txt", "b=c.txt"]
+    assert job_data["train"]["steps"] == 4
+
+
+def test_set_may_write_a_section_that_is_not_there() -> None:
+    assert apply_overrides({}, ["model.ops_implementation.preset=auto"]) == {
+        "model": {"ops_implementation": {"preset": "auto"}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("assignment", "error", "message"),
+    [
+        ("train.stps=3", UnknownNameError, "--set train.stps: there is no such key. Did you mean 'train.steps'?"),
+        ("steps=3", UnknownNameError, "--set steps: there is no such key."),
+        ("train.steps.more=3", UnknownNameError, "--set train.steps.more: train.steps holds a value, not a section"),
+        ("train.steps", ConfigError, "--set train.steps: write it as path=value, e.g. --set train.steps=100"),
+        ("=3", ConfigError, "--set =3: write it as path=value"),
+        ("train.steps=[1", JobFileError, "--set train.steps, line 1, column 3: "),
+    ],
+)
+def test_set_refuses_what_leads_nowhere(
+    job_data: dict[str, Any], assignment: str, error: type[ConfigError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        apply_overrides(job_data, [assignment])
+    assert str(caught.value).startswith(message)
+
+
+def test_set_does_not_reach_into_a_path(job_data: dict[str, Any]) -> None:
+    job_data["model"]["config"] = "some/folder"
+    with pytest.raises(ConfigError, match="model.config is not a mapping in this job, but 'some/folder'"):
+        apply_overrides(job_data, ["model.config.hidden_size=48"])
