@@ -75,7 +75,7 @@ def test_what_is_named_must_be_there_and_be_text(folder: Path, name: str, messag
 def test_a_folder_without_a_match_is_named(folder: Path) -> None:
     with pytest.raises(JobFileError, match=r"no file in .* matches data.pattern '\*\.rs'"):
         _read(str(folder), "*.rs")
-    with pytest.raises(JobFileError, match="data.files names no file"):
+    with pytest.raises(JobFileError, match=r"data\.files names no file"):
         _read([])
 
 

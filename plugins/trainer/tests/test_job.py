@@ -174,5 +174,5 @@ def test_set_refuses_what_leads_nowhere(
 
 def test_set_does_not_reach_into_a_path(job_data: dict[str, Any]) -> None:
     job_data["model"]["config"] = "some/folder"
-    with pytest.raises(ConfigError, match="model.config is not a mapping in this job, but 'some/folder'"):
+    with pytest.raises(ConfigError, match=r"model\.config is not a mapping in this job, but 'some/folder'"):
         apply_overrides(job_data, ["model.config.hidden_size=48"])

@@ -72,7 +72,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("added mask", (grouped, *heads(2, 4, 2, 12, 32), added))
     not_causal = AttentionModule(1, is_causal=False)
     yield Sample("not causal", (not_causal, *heads(2, 2, 2, 11, 32), None))
-    yield Sample("one query", (plain, *heads(2, 2, 2, 1, 32), None))
+    query, *_ = heads(2, 2, 2, 1, 32)
+    _, key, value = heads(2, 2, 2, 6, 32)
+    yield Sample("one query of many keys", (plain, query, key, value, None))
 
 
 VALUES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +19,7 @@ def current_forward(module: nn.Module) -> Function:
     """The function that runs as ``module.forward``: the instance's own where one was set, else the class's."""
     own = vars(module).get("forward")
     if isinstance(own, MethodType):
-        return cast(Function, own.__func__)
+        return own.__func__
     return type(module).forward if own is None else own  # type: ignore[no-any-return]
 
 
@@ -33,7 +33,7 @@ def global_functions(function: Function) -> Iterator[tuple[str, Any]]:
 
 def with_globals(function: Function, replacements: Mapping[str, Any]) -> Function:
     """A clone of ``function`` that sees ``replacements`` in place of the globals of those names."""
-    clone = _cloned(function, replacements)
+    clone: Function = _cloned(function, replacements)
     if clone is function:
         raise LookupError(f"{function.__qualname__} names none of {', '.join(replacements)} in its globals")
     return clone

@@ -18,17 +18,22 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     """The arguments; under torchrun this also joins the process group, so that ranks can agree on their plan.
 
     Raises:
-        HostError: the device that the job asks for isn't here, or FSDP was asked for in a single process.
+        HostError: the device that the job asks for isn't here, or FSDP was asked for where it can't be had.
     """
     if train.device == "cuda" and not torch.cuda.is_available():
         raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
+    on_cpu = train.device == "cpu" or (train.device == "auto" and not torch.accelerator.is_available())
     is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if train.fsdp and not is_distributed:
         raise HostError(
             "train.fsdp shards the model over processes, and this is a single one. Start it as "
             "`torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml`, or write train.fsdp: false"
         )
-    on_cpu = train.device == "cpu" or (train.device == "auto" and not torch.accelerator.is_available())
+    if train.fsdp and on_cpu:
+        raise HostError(
+            "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
+            "sharding it, without a word. Write train.fsdp: false"
+        )
     arguments = TrainingArguments(
         output_dir=str(staging),
         max_steps=train.steps,
@@ -72,4 +77,6 @@ def _checkpointing(train: TrainSection) -> dict[str, Any]:
 def _sharding(train: TrainSection) -> dict[str, Any]:
     if not train.fsdp:
         return {}
-    return {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    # Every rank builds and binds its own copy, which is then sharded in place.
+    config = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
+    return {"fsdp": True, "fsdp_config": config}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from veomni_trainer.metrics import Row, figures, training_rows
 from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.signals import receiving
 
 ALL_EAGER = "{preset: eager}"
 
@@ -42,12 +42,10 @@ def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
     command += ["--set", f"train.output_dir={json.dumps(str(eager.path))}"]
     command += ["--resume"] if eager.checkpoints() else ["--overwrite"]
     command += ["--accept-plan-change"] if accept_plan_change else []
-    # Ctrl-C reaches both processes: the child writes its checkpoint, and this one waits for it.
-    previous = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        return subprocess.run(command, check=False).returncode
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    # In a group of its own the child gets each Ctrl-C once, from here, whether it came from a terminal or from kill.
+    child = subprocess.Popen(command, process_group=0)
+    with receiving(lambda number, _: child.send_signal(number)):
+        return child.wait()
 
 
 def compare_rows(rows: list[Row], eager_rows: list[Row]) -> Comparison | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from veomni_trainer.signals import receiving
 
 
 class InterruptCallback(TrainerCallback):
@@ -22,15 +20,9 @@ class InterruptCallback(TrainerCallback):
         self.requested = False
         self.interrupted = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the signals while training runs, and give them back afterwards."""
-        previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Take the signals for as long as training runs."""
+        return receiving(self._receive)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
         if not control.should_training_stop and self._requested_anywhere(args):

@@ -44,7 +44,7 @@ def parse_job(data: Mapping[str, Any], source: str = "job", folder: Path | None 
 
 def dump_job(job: Job) -> str:
     """The job as YAML, complete with every default."""
-    return yaml.safe_dump(job.model_dump(), sort_keys=False, width=120)
+    return yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False, width=120)
 
 
 def changed_keys(before: Path, job: Job) -> list[str]:
@@ -53,7 +53,7 @@ def changed_keys(before: Path, job: Job) -> list[str]:
         old = _flat(load_yaml(before))
     except JobFileError:
         return []
-    new = _flat(job.model_dump())
+    new = _flat(job.model_dump(exclude_none=True))
     return [
         f"{key}: {old.get(key, 'not there')} -> {new.get(key, 'not there')}"
         for key in dict.fromkeys([*old, *new])

@@ -31,7 +31,6 @@ class JobTrainer(Trainer):
         corpus: Corpus,
         on_row: Listener,
         callbacks: list[TrainerCallback],
-        weights_are_loaded: bool,
     ) -> None:
         self._clock = StepClock()
         super().__init__(
@@ -44,7 +43,6 @@ class JobTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self._on_row = on_row
-        self._weights_are_loaded = weights_are_loaded
         self.start_step()
 
     def start_step(self) -> None:
@@ -87,13 +85,11 @@ class JobTrainer(Trainer):
             self._on_row(row)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Leave weights alone that are in place already.
+        """Leave the weights alone, which the core has loaded when it built the model.
 
         ``Trainer`` would load them without undoing the renaming and splitting that ``save_pretrained`` does, and train
-        on with randomly initialised experts. Only sharded checkpoints, which keep the model's own names, are its task.
+        on with randomly initialised experts.
         """
-        if not self._weights_are_loaded:
-            super()._load_from_checkpoint(*args, **kwargs)
 
     def _mean(self, value: torch.Tensor) -> float:
         return float(self.accelerator.reduce(value.float(), "mean"))

@@ -86,7 +86,7 @@ def _lines(
     validation: list[Row] | None = None,
     top: float | Literal["free"] | None = "free",
 ) -> str:
-    """One drawing. Unless it is free, the axis begins at zero and ends at ``top``, or (``None``) where the data does."""
+    """One drawing. Unless it is free, the axis begins at zero and ends at ``top``, or (``None``) with the data."""
     matplotlib.use("svg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

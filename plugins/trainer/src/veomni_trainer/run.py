@@ -30,7 +30,7 @@ from veomni_trainer.report import describe_run, write_report
 from veomni_trainer.run_folder import RunFolder
 from veomni_trainer.tokens import load_tokenizer
 
-_SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
+_FSDP_WEIGHTS = "pytorch_model_fsdp*"
 
 
 def run_job(
@@ -83,8 +83,7 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
     arguments = training_arguments(job.train, folder.staging)
     _check_enough(corpus, arguments)
     set_seed(job.train.seed)
-    has_weights = checkpoint is not None and any(checkpoint.glob("*.safetensors"))
-    model = build_model(job, ops, tokenizer, arguments.device, checkpoint if has_weights else None)
+    model = build_model(job, ops, tokenizer, arguments.device, checkpoint)
     binding = binding_of(model)
     assert binding is not None
     accepted = check_plan(checkpoint, binding.plan, accept_plan_change) if checkpoint else ()
@@ -104,7 +103,7 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
     if _is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], has_weights)
+        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver])
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except torch.OutOfMemoryError as error:
@@ -131,7 +130,7 @@ def _starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) 
     step, checkpoint = folder.last_checkpoint()
     if step > job.train.steps:
         raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is further already. Raise train.steps")
-    if (checkpoint / _SHARDED_WEIGHTS).exists() != job.train.fsdp:
+    if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume it so")
     return step, checkpoint

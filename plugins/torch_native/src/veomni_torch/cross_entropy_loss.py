@@ -1,0 +1,121 @@
+"""Causal cross entropy, one chunk of tokens at a time: the logits of all tokens never exist together.
+
+Each chunk's gradients are taken while its logits are there, so backward only scales them; nothing is projected twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+IGNORED = -100
+# Bytes of float32 logits held at a time. On the CPU a chunk that leaves the caches gains nothing; a GPU needs the rows
+# to fill its matrix units (at a vocabulary of 150k, 512 MiB are 870 rows).
+_CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 512 << 20
+_FEWEST_ROWS = 128
+
+
+def causal(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    num_items_in_batch: int | Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
+
+    Logits are multiplied by ``scale``, then bounded by ``softcap * tanh(logits / softcap)``. With
+    ``num_items_in_batch`` the sum is divided by it. Where no label counts, the loss and its gradients are zero.
+    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32.
+    """
+    if num_items_in_batch is None:
+        divisor: Any = (labels != ignore_index).sum().clamp_min(1)
+    else:
+        divisor = num_items_in_batch
+    return _ChunkLoss.apply(hidden, weight, bias, labels, divisor, ignore_index, softcap, scale)  # type: ignore[no-any-return]
+
+
+class _ChunkLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        divisor: int | Tensor,
+        ignore_index: int,
+        softcap: float | None,
+        scale: float | None,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[:3]
+        dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(hidden.shape[0], weight.shape[0], hidden.device):
+            states, targets = hidden[rows], labels[rows]
+            logits, slope = _logits(F.linear(states, weight, bias), softcap, scale)
+            counts = targets != ignore_index
+            targets = torch.where(counts, targets, 0).unsqueeze(1)
+            normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+            total += torch.where(counts, (normaliser - logits.gather(1, targets)).squeeze(1), 0.0).sum()
+            if not any(wanted):
+                continue
+            dlogits = logits.sub_(normaliser).exp_()
+            dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dlogits.dtype))
+            dlogits *= (counts / divisor).unsqueeze(1)
+            if slope is not None:
+                dlogits *= slope
+            if dbias is not None:
+                dbias += dlogits.sum(dim=0)
+            dlogits = dlogits.to(hidden.dtype)
+            if dhidden is not None:
+                dhidden[rows] = dlogits @ weight
+            if dweight is not None:
+                _add_product(dweight, dlogits.t(), states)
+        ctx.save_for_backward(
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None or bias is None else dbias.to(bias.dtype),
+        )
+        return total / divisor
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [None if saved is None else (saved * dloss).to(saved.dtype) for saved in ctx.saved_tensors]
+        return *gradients, None, None, None, None, None
+
+
+def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
+    budget = _CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
+    rows = max(_FEWEST_ROWS, budget // (4 * vocabulary))
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+
+
+def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple[Tensor, Tensor | float | None]:
+    """The logits after scale and softcap in float32, and their derivative by the projection (``None`` for 1)."""
+    logits = logits.float()
+    slope: Tensor | float | None = scale
+    if scale is not None:
+        logits = logits * scale
+    if softcap is not None:
+        bounded = torch.tanh(logits / softcap)
+        slope = (1.0 - bounded.square()) * (1.0 if scale is None else scale)
+        logits = softcap * bounded
+    return logits, slope
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` with ``total`` in float32."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

@@ -1,0 +1,70 @@
+"""Describes the kernels to veomni-core. Imports no torch."""
+
+from veomni_core import KernelSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+# A library's fused kernel is declared at 50 and more, so these are what `auto` takes where no such kernel runs.
+_PREFERENCE = 10
+
+
+@hookimpl
+def veomni_kernels() -> list[KernelSpec]:
+    """One kernel per op and variant, for any device."""
+    return [
+        KernelSpec(
+            name="sdpa",
+            op_name="attention",
+            variant="standard",
+            factory="transformers.integrations.sdpa_attention:sdpa_attention_forward",
+            description="torch.nn.functional.scaled_dot_product_attention, as transformers calls it",
+            preference=_PREFERENCE,
+            deterministic=False,
+        ),
+        *(
+            KernelSpec(
+                name="torch",
+                op_name="rms_norm",
+                variant=variant,
+                factory=f"veomni_torch.rms_norm:{variant}",
+                description="saves its input and one number per row",
+                preference=_PREFERENCE,
+            )
+            for variant in ("standard", "cast_after", "offset", "unweighted")
+        ),
+        *(
+            KernelSpec(
+                name="torch",
+                op_name="swiglu_mlp",
+                variant=variant,
+                factory=f"veomni_torch.swiglu_mlp:{variant}",
+                description="saves only its inputs",
+                preference=_PREFERENCE,
+            )
+            for variant in ("standard", "gelu_tanh")
+        ),
+        KernelSpec(
+            name="chunk_loss",
+            op_name="cross_entropy_loss",
+            variant="causal",
+            factory="veomni_torch.cross_entropy_loss:causal",
+            description="projects and differentiates one chunk of tokens at a time",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="grouped_mm",
+            op_name="moe_experts",
+            variant="standard",
+            factory="veomni_torch.moe_experts:standard",
+            description="tokens sorted by expert, one matrix product per expert and projection",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="torch",
+            op_name="load_balancing_loss",
+            variant="standard",
+            factory="veomni_torch.load_balancing_loss:standard",
+            description="recomputes the softmax in backward, layer by layer",
+            preference=_PREFERENCE,
+        ),
+    ]

@@ -1,0 +1,152 @@
+"""Every kernel against its contract, on the CPU and, where there is one, on a GPU; and what the contract can't ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from veomni_core.ops import cross_entropy_loss, moe_experts, rms_norm
+from veomni_core.testing import check_kernel
+from veomni_torch import cross_entropy_loss as chunked
+from veomni_torch import load_balancing_loss as balancing
+from veomni_torch import moe_experts as grouped
+from veomni_torch import rms_norm as norms
+from veomni_torch import swiglu_mlp as activations
+from veomni_torch.plugin import veomni_kernels
+
+SPECS = veomni_kernels()
+CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for dtype in spec.dtypes]
+
+
+@pytest.mark.parametrize("spec, dtype", CASES)
+def test_conformance(spec, dtype):
+    check_kernel(spec, "cpu", dtype).raise_if_failed()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec, dtype", CASES)
+def test_conformance_on_a_gpu(spec, dtype):
+    check_kernel(spec, "cuda", dtype).raise_if_failed()
+
+
+def _leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+CALLS = {
+    "rms_norm": (lambda *a: norms.standard(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(16))),
+    "rms_norm offset": (lambda *a: norms.offset(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(16))),
+    "rms_norm unweighted": (lambda x: norms.unweighted(x, None, 1e-6), lambda: (_leaf(5, 16),)),
+    "swiglu_mlp": (activations.standard, lambda: (_leaf(5, 16), _leaf(5, 16))),
+    "swiglu_mlp gelu_tanh": (activations.gelu_tanh, lambda: (_leaf(5, 16), _leaf(5, 16))),
+    "chunk_loss": (
+        lambda h, w: chunked.causal(h, w, torch.arange(300) % 11, softcap=4.0),
+        lambda: (_leaf(300, 8), _leaf(11, 8)),
+    ),
+    "grouped_mm": (
+        lambda h, w, u, d: grouped.standard(h, torch.arange(14).view(7, 2) % 5, w, u, d),
+        lambda: (_leaf(7, 8), _leaf(7, 2), _leaf(4, 12, 8), _leaf(4, 8, 6)),
+    ),
+    "load_balancing_loss": (lambda a, b: balancing.standard((a, b), 4, 2, None), lambda: (_leaf(6, 4), _leaf(6, 4))),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function, inputs", CALLS.values(), ids=CALLS)
+def test_compiles_without_a_graph_break(function, inputs, backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    arguments = inputs()
+    wanted = function(*arguments)
+    found = torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    torch.testing.assert_close(found, wanted)
+    upstream = torch.randn_like(wanted)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, arguments, upstream), torch.autograd.grad(wanted, arguments, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("function, inputs", CALLS.values(), ids=CALLS)
+def test_backward_twice_gives_the_same_gradients_twice(function, inputs):
+    arguments = inputs()
+    result = function(*arguments)
+    upstream = torch.full_like(result, 3.0)
+    first = torch.autograd.grad(result, arguments, upstream, retain_graph=True)
+    second = torch.autograd.grad(result, arguments, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _saved_bytes(call):
+    """Bytes of distinct storages that the graph of a call keeps, its inputs aside."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    function, arguments = call
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*arguments)
+    for argument in arguments:
+        kept.pop(argument.untyped_storage().data_ptr(), None)
+    return sum(kept.values()), result
+
+
+def test_what_is_saved_for_backward():
+    saved, _ = _saved_bytes((CALLS["swiglu_mlp"][0], (_leaf(64, 256), _leaf(64, 256))))
+    assert saved == 0
+    saved, _ = _saved_bytes((CALLS["rms_norm"][0], (_leaf(64, 256), _leaf(256))))
+    assert saved == 64 * 4
+    logits = (_leaf(64, 32), _leaf(64, 32))
+    saved, _ = _saved_bytes((lambda a, b: balancing.standard((a, b), 32, 2, None), logits))
+    assert saved <= 32 * 4
+
+
+@given(
+    rows=st.integers(0, 5),
+    width=st.integers(1, 70),
+    variant=st.sampled_from(["standard", "cast_after", "offset"]),
+    dtypes=st.sampled_from([(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32,) * 2]),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=60)
+def test_rms_norm_rounds_as_the_reference_for_any_pair_of_dtypes(rows, width, variant, dtypes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator).to(dtypes[0])
+    weight = torch.randn(width, generator=generator).to(dtypes[1])
+    found, wanted = getattr(norms, variant)(x, weight, 1e-6), getattr(rms_norm, variant)(x, weight, 1e-6)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+@given(data=st.data(), tokens=st.integers(0, 9), k=st.integers(1, 4), experts=st.integers(1, 6))
+@settings(deadline=None, max_examples=60)
+def test_experts_for_any_routing(data, tokens, k, experts):
+    flat = data.draw(st.lists(st.integers(0, experts + 1), min_size=tokens * k, max_size=tokens * k))
+    index = torch.tensor(flat, dtype=torch.long).view(tokens, k)
+    torch.manual_seed(0)
+    inputs = (_leaf(tokens, 8), _leaf(tokens, k), _leaf(experts, 12, 8), _leaf(experts, 8, 6))
+    hidden, weights, gate_up, down = inputs
+    found = grouped.standard(hidden, index, weights, gate_up, down)
+    wanted = moe_experts.standard(hidden, index, weights, gate_up, down)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn_like(wanted)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@given(tokens=st.integers(0, 400), ignored=st.integers(0, 400), seed=st.integers(0, 100))
+@settings(deadline=None, max_examples=30)
+def test_chunk_loss_for_any_number_of_tokens(tokens, ignored, seed):
+    torch.manual_seed(seed)
+    hidden, weight, labels = _leaf(tokens, 8), _leaf(13, 8), torch.randint(13, (tokens,))
+    labels[:ignored] = -100
+    found, wanted = chunked.causal(hidden, weight, labels), cross_entropy_loss.causal(hidden, weight, labels)
+    torch.testing.assert_close(found, wanted)
+    pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(wanted, (hidden, weight)), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,21 @@
+"""Takes Ctrl-C and polite kills for a while."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def receiving(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let ``handler`` answer Ctrl-C and kill, and give them back afterwards."""
+    previous = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -1,0 +1,179 @@
+"""The command as a user runs it: in processes of its own, interrupted, compared, and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QWEN3_MOE
+
+VEOMNI = [sys.executable, "-m", "veomni_core.cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+WriteJob = Callable[[dict[str, Any]], Path]
+Losses = Callable[[Path], list[tuple[int, float]]]
+
+
+def _veomni(
+    *arguments: str | Path, command: list[str] = VEOMNI, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=ENVIRONMENT | environment,
+    )
+
+
+def _interrupt_after(rows: int, metrics: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command, and press Ctrl-C once ``metrics`` has so many rows."""
+    process = subprocess.Popen(
+        [*VEOMNI, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text(encoding="utf-8").splitlines()) >= rows:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def test_describing_the_plugin_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, veomni_trainer.plugin as plugin; plugin.veomni_commands(); import veomni_trainer.command;"
+        "print(sorted({'torch', 'transformers', 'pydantic', 'matplotlib', 'numpy', 'jinja2'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_verb_is_there_and_explains_itself() -> None:
+    result = _veomni("train", "--help")
+    assert result.returncode == 0
+    for option in ("--set", "--compare", "--resume", "--overwrite", "--accept-plan-change"):
+        assert option in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "eagre"], "error: --compare eagre: nothing to compare with. Did you mean 'eager'?"),
+        (["--resume", "--overwrite"], "error: --resume continues a run and --overwrite replaces it; give one of the"),
+        (["--set", "train.stps=3"], "error: --set train.stps: there is no such key. Did you mean 'train.steps'?"),
+    ],
+)
+def test_bad_usage_is_one_clean_message(
+    job_data: dict[str, Any], write_job: WriteJob, arguments: list[str], message: str
+) -> None:
+    result = _veomni("train", write_job(job_data), *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_compared_run_lies_on_the_eager_one(
+    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
+) -> None:
+    job_data["model"]["config"] = dict(QWEN3_MOE)
+    job_data["model"]["ops_implementation"] = {"preset": "auto"}
+    job = write_job(job_data)
+    result = _veomni("train", job, "--compare", "eager")
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "run"
+    for (step, loss), (eager_step, eager_loss) in zip(losses(run), losses(run / "eager"), strict=True):
+        assert step == eager_step
+        assert loss == pytest.approx(eager_loss, rel=1e-4)
+    comparison = json.loads((run / "summary.json").read_text(encoding="utf-8"))["comparison"]
+    assert comparison["steps"] == 4
+    assert comparison["largest_loss_difference"] < 1e-3
+    assert "Against eager: largest loss difference" in result.stdout
+    assert "Side by side" in (run / "report.html").read_text(encoding="utf-8")
+    receipt = json.loads((run / "eager" / "receipt.json").read_text(encoding="utf-8"))
+    assert {op["asked"] for op in receipt["ops"]} == {"eager"}
+
+    again = _veomni("train", job, "--compare", "eager", "--resume")
+    assert again.stdout.count("is complete: it stands at step 4 of 4") == 2
+
+
+def test_an_eager_run_that_fails_leaves_the_job_s_own_results(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eager").touch()
+    result = _veomni("train", write_job(job_data), "--compare", "eager")
+    assert result.returncode == 1
+    assert "the eager run ended with exit code" in result.stderr
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
+    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
+) -> None:
+    job_data["model"]["config"] = {**QWEN3_MOE, "attention_dropout": 0.1}
+    job_data["train"] |= {"steps": 60, "gradient_accumulation": 2, "save_every": "never", "warmup": 5}
+    job = write_job(job_data)
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    assert _veomni("train", job, "--set", f"train.output_dir={whole}").returncode == 0
+    assert not [*whole.glob("checkpoint-*")]
+
+    stopped = _interrupt_after(4, halved / "metrics.jsonl", "train", job, "--set", f"train.output_dir={halved}")
+    assert stopped.returncode == 130, stopped.stderr
+    assert "Interrupted. Continue with the same command and --resume." in stopped.stdout
+    assert "Traceback" not in stopped.stderr
+    (checkpoint,) = halved.glob("checkpoint-*")
+    assert 4 <= len(losses(halved)) < 60
+    assert f"checkpoint-{len(losses(halved))}" == checkpoint.name
+    assert (halved / "report.html").exists()
+
+    resumed = _veomni("train", job, "--set", f"train.output_dir={halved}", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(halved) == losses(whole)
+
+
+def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
+    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
+) -> None:
+    job_data["train"] |= {"steps": 30, "save_every": 10}
+    job, run = write_job(job_data), tmp_path / "run"
+    stopped = _interrupt_after(3, run / "eager" / "metrics.jsonl", "train", job, "--compare", "eager")
+    assert stopped.returncode == 130, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert (len(losses(run)), len(losses(run / "eager")) < 30) == (30, True)
+    resumed = _veomni("train", job, "--compare", "eager", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "is complete: it stands at step 30 of 30" in resumed.stdout
+    assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))
+
+
+@pytest.mark.slow
+def test_two_processes_train_save_and_resume_as_one_job(
+    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
+) -> None:
+    job_data["train"] |= {"steps": 4, "save_every": 2}
+    job = write_job(job_data)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun += ["-m", "veomni_core.cli"]
+    result = _veomni("train", job, command=torchrun)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("step 4/4") == 1
+    run = tmp_path / "run"
+    whole = losses(run)
+    single = tmp_path / "single"
+    alone = _veomni("train", job, "--set", "train.batch_size=4", "--set", f"train.output_dir={single}")
+    assert alone.returncode == 0, alone.stderr
+    assert whole[0][1] == pytest.approx(losses(single)[0][1], rel=1e-4)
+    (run / "checkpoint-4" / "trainer_state.json").unlink()  # it is incomplete now, and passed over
+    resumed = _veomni("train", job, "--resume", command=torchrun)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(run) == whole

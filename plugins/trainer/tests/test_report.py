@@ -1,0 +1,186 @@
+"""The comparison's numbers, the charts and the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from veomni_trainer.compare import compare_rows
+from veomni_trainer.metrics import append_metrics
+from veomni_trainer.plots import draw_charts
+from veomni_trainer.report import comparison_sentence, describe_run, write_report
+from veomni_trainer.run_folder import RunFolder
+
+RECEIPT = {
+    "hardware": "cpu (CPU)",
+    "plan_sha256": "ab" * 32,
+    "kernels": [
+        {
+            "kernel": "rms_norm/standard:torch",
+            "factory": "veomni_torch.rms_norm:rms_norm",
+            "distribution": "veomni-core",
+            "version": "0.1.0",
+        }
+    ],
+    "ops": [
+        {
+            "field": "rms_norm_implementation",
+            "op": "rms_norm",
+            "asked": {"default": "torch", "model.layers.0.*": "eager"},
+            "written": True,
+            "chosen": ["torch"],
+            "bound": 4,
+            "found": 5,
+            "eager": [{"path": "model.layers.0.<norm>", "reason": "eager was asked for"}],
+        },
+        {
+            "field": "moe_implementation",
+            "op": "moe_experts",
+            "asked": "auto",
+            "written": False,
+            "chosen": [],
+            "bound": 0,
+            "found": 0,
+            "eager": [],
+        },
+    ],
+}
+
+
+def _rows(count: int, seconds: float = 0.1, memory: int = 10**9, shift: float = 0.0) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "loss": 3.0 / step + (shift if step == 7 else 0.0),
+            "aux_loss": 2.0,
+            "step_seconds": seconds,
+            "tokens_per_second": 100 / seconds,
+            "peak_memory_bytes": memory,
+        }
+        for step in range(1, count + 1)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A finished run with an all-eager one beside it."""
+    folder = RunFolder(tmp_path / "tiny <run>")
+    for run, rows in ((folder, _rows(20, shift=0.25)), (folder.compared("eager"), _rows(20, 0.2, 2 * 10**9))):
+        run.path.mkdir()
+        for row in rows:
+            append_metrics(run.metrics, row)
+    append_metrics(folder.metrics, {"step": 20, "validation_loss": 1.25})
+    folder.receipt.write_text(json.dumps(RECEIPT), encoding="utf-8")
+    folder.job.write_text("model: <&>\n", encoding="utf-8")
+    return folder
+
+
+def test_runs_are_compared_step_by_step() -> None:
+    comparison = compare_rows(_rows(20, shift=0.25), _rows(12, 0.2, 2 * 10**9))
+    assert comparison is not None
+    assert (comparison.steps, comparison.at_step) == (12, 7)
+    assert comparison.largest_loss_difference == pytest.approx(0.25)
+    assert (comparison.speed_ratio, comparison.memory_ratio) == (2.0, 2.0)
+    assert comparison_sentence(comparison) == (
+        "Against eager: largest loss difference 0.25 (at step 7, of 12 compared), 2.00 x its speed, "
+        "0.50 x its peak memory."
+    )
+    assert compare_rows(_rows(3), []) is None
+
+
+def test_a_loss_that_is_not_a_number_is_the_largest_difference() -> None:
+    comparison = compare_rows(_rows(20, shift=math.nan), _rows(20))
+    assert comparison is not None
+    assert comparison.at_step == 7
+    assert math.isnan(comparison.largest_loss_difference)
+
+
+def test_charts_take_the_pages_colours_and_keep_their_ids_apart() -> None:
+    charts = draw_charts(_rows(20), _rows(20))
+    assert [chart.title for chart in charts] == [
+        "Loss",
+        "Router loss",
+        "Loss difference from eager",
+        "Step time",
+        "Peak memory",
+    ]
+    for chart in charts:
+        assert chart.svg.startswith("<svg")
+        assert "var(--mine)" in chart.svg
+        assert "#0" not in chart.svg.replace('"#', "").replace("(#", "")
+    assert ("var(--eager)" in charts[0].svg, "var(--eager)" in charts[2].svg) == (True, False)
+    ids = [name for chart in charts for name in re.findall(r'\bid="([^"]+)"', chart.svg)]
+    assert len(ids) == len(set(ids))
+    used = {name for chart in charts for name in re.findall(r'(?:href="|url\()#([^")]+)', chart.svg)}
+    assert used <= set(ids)
+
+
+def test_a_few_slow_steps_do_not_flatten_the_others() -> None:
+    rows = _rows(100)
+    rows[40]["step_seconds"] = 50.0
+    time = next(chart for chart in draw_charts(rows, []) if chart.title == "Step time")
+    assert time.note == "milliseconds; 1 slow steps are above the chart"
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [value for name, value in attributes if name in ("src", "href") and value and "http" in value]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_one_self_contained_file(folder: RunFolder) -> None:
+    write_report(folder)
+    page = _Page()
+    page.feed(folder.report.read_text(encoding="utf-8"))
+    assert page.tags.count("svg") == 5
+    assert page.outside == []
+    assert not {"script", "link", "img", "iframe"} & {*page.tags}
+    for words in (
+        "tiny <run>",
+        "model: <&>",
+        "largest loss difference 0.25",
+        "rms_norm_implementation",
+        "4 / 5",
+        "model.layers.0.<norm>",
+        "eager was asked for",
+        "veomni_torch.rms_norm:rms_norm",
+    ):
+        assert words in page.text
+    assert "moe_implementation" not in page.text
+    assert [path.name for path in folder.path.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_the_summary_and_the_terminal_say_the_same(folder: RunFolder) -> None:
+    write_report(folder)
+    summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    assert summary["run"]["validation_loss"] == 1.25
+    assert summary["comparison"]["speed_ratio"] == 2.0
+    assert summary["plan_sha256"] == RECEIPT["plan_sha256"]
+    assert {"torch", "transformers", "veomni-core"} <= set(summary["versions"])
+    words = describe_run(folder)
+    assert "3.0000 -> 0.1500" in words
+    assert "2.00 x its speed" in words
+    assert words.endswith(f"report: {folder.report}")
+
+
+def test_a_run_without_a_comparison_has_a_report_too(folder: RunFolder) -> None:
+    folder.compared("eager").metrics.unlink()
+    write_report(folder)
+    page = folder.report.read_text(encoding="utf-8")
+    assert "Side by side" not in page
+    assert "all eager" not in describe_run(folder)
