@@ -15,22 +15,22 @@ from torch.autograd import Function
 
 def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` with ``x / rms(x)`` rounded to x's dtype first; shapes ``[..., H]`` and ``[H]``."""
-    return _Standard.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _Weighted.apply(x, weight, eps, 0.0, True)  # type: ignore[no-any-return]
 
 
 def cast_after(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
-    return _CastAfter.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _Weighted.apply(x, weight, eps, 0.0, False)  # type: ignore[no-any-return]
 
 
 def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``(1 + weight) * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
-    return _Offset.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _Weighted.apply(x, weight, eps, 1.0, False)  # type: ignore[no-any-return]
 
 
 def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x / rms(x)`` in float32, rounded to x's dtype at the end."""
-    return _Unweighted.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _Unweighted.apply(x, eps)  # type: ignore[no-any-return]
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -41,56 +41,38 @@ def _reciprocal_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 class _Unweighted(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: None, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         x32, reciprocal = _reciprocal_rms(x, eps)
         ctx.save_for_backward(x, reciprocal)
         return (x32 * reciprocal).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         x, reciprocal = ctx.saved_tensors
-        return _input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None, None
+        return _input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None
 
 
-class _CastAfter(Function):
-    """The weighted variants; they differ in the factor and in where they round."""
-
+class _Weighted(Function):
     @staticmethod
-    def factor(weight: Tensor) -> Tensor:
-        return weight.float()
-
-    @classmethod
-    def scale(cls, normalised: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return (cls.factor(weight) * normalised).to(dtype)
-
-    @classmethod
-    def forward(cls, ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, added: float, round_first: bool) -> Tensor:
         x32, reciprocal = _reciprocal_rms(x, eps)
         ctx.save_for_backward(x, weight, reciprocal)
-        return cls.scale(x32 * reciprocal, weight, x.dtype)
+        ctx.added = added
+        normalised = x32 * reciprocal
+        if round_first:
+            return weight * normalised.to(x.dtype)
+        return ((weight.float() + added) * normalised).to(x.dtype)
 
-    @classmethod
-    def backward(cls, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, reciprocal = ctx.saved_tensors
         normalised, dy = x.float() * reciprocal, dy.float()
         dx = dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * normalised).sum_to_size(weight.shape).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(dy * cls.factor(weight), normalised, reciprocal).to(x.dtype)
-        return dx, dweight, None
-
-
-class _Standard(_CastAfter):
-    @classmethod
-    def scale(cls, normalised: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return weight * normalised.to(dtype)
-
-
-class _Offset(_CastAfter):
-    @staticmethod
-    def factor(weight: Tensor) -> Tensor:
-        return 1.0 + weight.float()
+            dx = _input_gradient(dy * (weight.float() + ctx.added), normalised, reciprocal).to(x.dtype)
+        return dx, dweight, None, None, None
 
 
 def _input_gradient(dnormalised: Tensor, normalised: Tensor, reciprocal: Tensor) -> Tensor:
