@@ -42,6 +42,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def qwen3_moe() -> dict[str, Any]:
+    """The config of a tiny mixture of experts: its checkpoints store experts otherwise than the model holds them."""
+    return deepcopy(QWEN3_MOE)
+
+
+@pytest.fixture
 def job_data(tmp_path: Path) -> dict[str, Any]:
     """A whole job: a tiny Llama on two small files."""
     text = tmp_path / "text"

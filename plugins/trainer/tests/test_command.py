@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QWEN3_MOE
 
 VEOMNI = [sys.executable, "-m", "veomni_core.cli"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -83,9 +82,9 @@ def test_bad_usage_is_one_clean_message(
 
 
 def test_a_compared_run_lies_on_the_eager_one(
-    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
+    job_data: dict[str, Any], qwen3_moe: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
 ) -> None:
-    job_data["model"]["config"] = dict(QWEN3_MOE)
+    job_data["model"]["config"] = qwen3_moe
     job_data["model"]["ops_implementation"] = {"preset": "auto"}
     job = write_job(job_data)
     result = _veomni("train", job, "--compare", "eager")
@@ -102,9 +101,6 @@ def test_a_compared_run_lies_on_the_eager_one(
     receipt = json.loads((run / "eager" / "receipt.json").read_text(encoding="utf-8"))
     assert {op["asked"] for op in receipt["ops"]} == {"eager"}
 
-    again = _veomni("train", job, "--compare", "eager", "--resume")
-    assert again.stdout.count("is complete: it stands at step 4 of 4") == 2
-
 
 def test_an_eager_run_that_fails_leaves_the_job_s_own_results(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
@@ -118,9 +114,9 @@ def test_an_eager_run_that_fails_leaves_the_job_s_own_results(
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
-    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
+    job_data: dict[str, Any], qwen3_moe: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
 ) -> None:
-    job_data["model"]["config"] = {**QWEN3_MOE, "attention_dropout": 0.1}
+    job_data["model"]["config"] = {**qwen3_moe, "attention_dropout": 0.1}
     job_data["train"] |= {"steps": 60, "gradient_accumulation": 2, "save_every": "never", "warmup": 5}
     job = write_job(job_data)
     whole, halved = tmp_path / "whole", tmp_path / "halved"

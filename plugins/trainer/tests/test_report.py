@@ -125,7 +125,7 @@ def test_a_few_slow_steps_do_not_flatten_the_others() -> None:
     rows = _rows(100)
     rows[40]["step_seconds"] = 50.0
     time = next(chart for chart in draw_charts(rows, []) if chart.title == "Step time")
-    assert time.note == "milliseconds; 1 slow steps are above the chart"
+    assert time.note == "milliseconds; above the chart: 1 slow step"
 
 
 class _Page(HTMLParser):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QWEN3_MOE
 
 from veomni_core.errors import (
     CheckpointError,
@@ -32,9 +31,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def moe_data(job_data: dict[str, Any]) -> dict[str, Any]:
-    """A tiny mixture of experts: its checkpoints store experts otherwise than the model holds them."""
-    job_data["model"]["config"] = dict(QWEN3_MOE)
+def moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, Any]:
+    """The same job with a tiny mixture of experts, accumulating gradients."""
+    job_data["model"]["config"] = qwen3_moe
     job_data["train"] |= {"steps": 6, "gradient_accumulation": 2, "warmup": 2}
     return job_data
 
@@ -74,6 +73,25 @@ def test_a_run_writes_everything_it_should(
     printed = capsys.readouterr().out
     assert printed.index("Bound on cpu") < printed.index("step 1/6") < printed.index("step 6/6")
     assert f"report: {run / 'report.html'}" in printed
+
+
+def test_validation_takes_every_sequence(job_data: dict[str, Any], train: Train, run: Path) -> None:
+    job_data["data"]["validation_fraction"] = 0.02  # three sequences, and batches of two
+    values = []
+    for batch_size in (2, 3, 8):
+        train(job_data, "train.learning_rate=1e-9", f"train.batch_size={batch_size}", overwrite=True)
+        values += [json.loads((run / "summary.json").read_text())["run"]["validation_loss"]]
+    assert values == pytest.approx([values[0]] * 3, rel=1e-4)
+
+
+def test_validation_and_checkpoints_come_when_they_are_asked_for(
+    job_data: dict[str, Any], train: Train, run: Path
+) -> None:
+    job_data["data"]["validation_fraction"] = 0.02
+    train(job_data, "train.steps=5", "train.validate_every=2", "train.save_every=3", "train.keep_checkpoints=9")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [2, 4, 5]
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-5"]
 
 
 @pytest.mark.parametrize("step", [2, 3])

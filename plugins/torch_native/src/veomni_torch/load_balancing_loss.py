@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-# Rows of logits that backward turns into gradients at a time: its temporaries then stay in cache.
-_ROWS = 1024
-
 
 def standard(
     gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
@@ -61,11 +58,9 @@ class _LoadBalancing(Function):
 
 
 def _logits_gradient(logits: Tensor, dprobability: Tensor, counted: Tensor | None) -> Tensor:
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    for start in range(0, logits.shape[0], _ROWS):
-        rows = slice(start, start + _ROWS)
-        probabilities = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)
-        inner = probabilities @ dprobability
-        dlogits = probabilities * (dprobability - inner[:, None])
-        gradient[rows] = dlogits if counted is None else dlogits * counted[rows, None]
-    return gradient
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    inner = probabilities @ dprobability
+    dlogits = (dprobability - inner[:, None]).mul_(probabilities)
+    if counted is not None:
+        dlogits *= counted[:, None]
+    return dlogits.to(logits.dtype)

@@ -92,3 +92,11 @@ class Job(Section):
     model: ModelSection
     data: DataSection
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _says_nothing_in_vain(self) -> Self:
+        if self.train.validate_every is not None and not self.data.validation_fraction:
+            raise ValueError("train.validate_every has nothing to validate on without data.validation_fraction")
+        if self.train.warmup > self.train.steps:
+            raise ValueError(f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}")
+        return self

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from veomni_trainer.clock import StepClock
@@ -49,6 +50,14 @@ class JobTrainer(Trainer):
         """Forget the step before."""
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Validation takes every sequence, also the last ones that don't fill a batch."""
+        self.args.dataloader_drop_last = False
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

@@ -61,7 +61,7 @@ def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
     top, above = _step_time_scale([*mine, *eager])
     times = _lines("time", mine, eager, _milliseconds, top=top)
     memory = _lines("memory", mine, eager, lambda row: row["peak_memory_bytes"] / 1e9, top=None)
-    note = "milliseconds" + (f"; {above} slow steps are above the chart" if above else "")
+    note = "milliseconds" + (f"; above the chart: {above} slow step{'s' * (above > 1)}" if above else "")
     return [*charts, Chart("Step time", note, times), Chart("Peak memory", "GB so far", memory)]
 
 

@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Rows of metrics, made visible. Validation is shown with the next row of training."""
+    """Rows of metrics, made visible."""
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -45,14 +45,16 @@ class Progress:
 
     def show(self, row: Row) -> None:
         """Take in one row."""
-        text = describe(row)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], figures=text)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] >= self._total or "loss" not in row:
-            self._last_line = now
-            print(f"step {row['step']}/{self._total}  {text}", flush=True)
+        line = f"step {row['step']}/{self._total}  {describe(row)}"
+        if self._bar is None:
+            now = time.monotonic()
+            if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] >= self._total or "loss" not in row:
+                self._last_line = now
+                print(line, flush=True)
+        elif "loss" in row:
+            self._bar.update(self._task, completed=row["step"], figures=describe(row))
+        else:
+            self._bar.console.print(line, highlight=False)
 
 
 def describe(row: Row) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import TrainingArguments, set_seed
+from torch import distributed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from veomni_core import OpsConfig, binding_of
+from veomni_core import Binding, OpsConfig, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
 from veomni_trainer.arguments import training_arguments
 from veomni_trainer.checkpoints import CheckpointCallback, check_plan
@@ -55,6 +56,7 @@ def run_job(
     transformers.utils.logging.disable_progress_bar()
     folder = RunFolder(Path(job.train.output_dir))
     interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
+    _let_go()
     if compare and not interrupted:
         _say(f"\nThe same job, all-eager, in {folder.compared(compare).path}:")
         code = train_eager(folder, accept_plan_change)
@@ -95,6 +97,20 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
         for change in changed_keys(folder.job, job):
             _say(f"changed since: {change}")
 
+    return _fit(job, folder, model, binding, corpus, arguments, checkpoint, step)
+
+
+def _fit(
+    job: Job,
+    folder: RunFolder,
+    model: PreTrainedModel,
+    binding: Binding,
+    corpus: Corpus,
+    arguments: TrainingArguments,
+    checkpoint: Path | None,
+    step: int,
+) -> bool:
+    """Train until the job's last step or an interrupt; returns whether it was the latter."""
     progress = Progress(job.train.steps, step)
     record = RunRecord(folder, binding, dump_job(job), step, progress)
     interrupt = InterruptCallback()
@@ -117,8 +133,6 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
             if is_new:
                 with contextlib.suppress(OSError):
                     folder.path.rmdir()  # only where nothing was written
-    del trainer, model, binding, record, saver
-    _release_memory(arguments.device)
     return interrupt.interrupted
 
 
@@ -145,16 +159,18 @@ def _check_enough(corpus: Corpus, arguments: TrainingArguments) -> None:
         )
 
 
-def _describe_model(model: transformers.PreTrainedModel, arguments: TrainingArguments) -> str:
+def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str:
     count, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     processes = f", {arguments.world_size} processes" if arguments.world_size > 1 else ""
     return f"{model.config.model_type}, {count / 1e6:,.1f} M parameters, {dtype} on {arguments.device}{processes}"
 
 
-def _release_memory(device: torch.device) -> None:
-    """Leave the accelerator to the run that is compared."""
+def _let_go() -> None:
+    """Leave the other processes, and the accelerator's memory to the run that is compared."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
     gc.collect()
-    if device.type != "cpu":
+    if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 

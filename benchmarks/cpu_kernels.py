@@ -1,0 +1,187 @@
+"""veomni-torch's kernels on the CPU against transformers' own code, forward and backward, in one process.
+
+Writes ``docs/benchmarks/cpu_kernels.json`` and ``.md``. The contenders of a row take turns; a time is the median of the
+turns. Memory is the peak of what PyTorch's CPU allocator holds above the inputs, summed over the allocator's own events
+of one run. Over forward and backward it includes the gradients of the inputs, which every implementation must hold;
+over forward alone it is what the op keeps for backward and its temporaries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from results import machine, write_results
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as mixtral_load_balancing
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
+from veomni_torch import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
+
+Call = Callable[[], Tensor]
+
+
+def leaf(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).requires_grad_()
+
+
+def backward(call: Call, inputs: Sequence[Tensor]) -> None:
+    for tensor in inputs:
+        tensor.grad = None
+    result = call()
+    result.backward(torch.ones_like(result))
+
+
+def seconds(calls: dict[str, Call], inputs: Sequence[Tensor], repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            backward(call, inputs)
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_bytes(call: Call, inputs: Sequence[Tensor]) -> dict[str, int]:
+    """The most that the CPU allocator held at once above what it held before: in forward, and over both passes."""
+    for tensor in inputs:
+        tensor.grad = None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = call()
+        with torch.profiler.record_function("forward is over"):
+            pass
+        result.backward(torch.ones_like(result))
+        del result
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    held = peak = forward = 0
+    for event in events:
+        if event.name() == "forward is over":
+            forward = peak
+        elif event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return {"forward": forward, "both": peak}
+
+
+def chunk_loss() -> tuple[str, dict[str, Call], list[Tensor]]:
+    tokens, hidden, vocabulary = 2048, 256, 32000
+    states, weight = leaf(tokens, hidden), leaf(vocabulary, hidden, scale=hidden**-0.5)
+    labels = torch.randint(vocabulary, (tokens,))
+
+    def eager() -> Tensor:
+        return ForCausalLMLoss(F.linear(states, weight), None, vocabulary, shift_labels=labels)
+
+    calls = {"transformers": eager, "ours": lambda: cross_entropy_loss.causal(states, weight, labels)}
+    return f"chunk_loss, T={tokens} H={hidden} V={vocabulary}", calls, [states, weight]
+
+
+def experts() -> tuple[str, dict[str, Call], list[Tensor]]:
+    tokens, hidden, intermediate, count, k = 2048, 256, 128, 32, 4
+    config = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=count, num_experts_per_tok=k
+    )
+    config._experts_implementation = "eager"
+    module = Qwen3MoeExperts(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=hidden**-0.5)
+    states, scores = leaf(tokens, hidden), torch.randn(tokens, count).softmax(-1)
+    weights, index = scores.topk(k)
+    weights = weights.detach().requires_grad_()
+    calls = {
+        "transformers": lambda: module(states, index, weights),
+        "ours": lambda: moe_experts.standard(states, index, weights, module.gate_up_proj, module.down_proj),
+    }
+    return (
+        f"grouped_mm, T={tokens} H={hidden} I={intermediate} E={count} K={k}",
+        calls,
+        [states, weights, *module.parameters()],
+    )
+
+
+def load_balancing(name: str, theirs: Callable[..., Any]) -> tuple[str, dict[str, Call], list[Tensor]]:
+    layers, tokens, count, k = 8, 4096, 64, 8
+    logits = tuple(leaf(tokens, count) for _ in range(layers))
+    calls = {
+        "transformers": lambda: theirs(logits, count, k),
+        "ours": lambda: load_balancing_loss.standard(logits, count, k),
+    }
+    return f"load_balancing_loss ({name}'s), L={layers} T={tokens} E={count} K={k}", calls, list(logits)
+
+
+def norm() -> tuple[str, dict[str, Call], list[Tensor]]:
+    module, x = LlamaRMSNorm(1024), leaf(4096, 1024)
+    calls = {"transformers": lambda: module(x), "ours": lambda: rms_norm.standard(x, module.weight, 1e-6)}
+    return "rms_norm, 4096x1024", calls, [x, module.weight]
+
+
+def swiglu() -> tuple[str, dict[str, Call], list[Tensor]]:
+    gate, up, act = leaf(4096, 1024), leaf(4096, 1024), ACT2FN[LlamaConfig().hidden_act]
+    return "swiglu_mlp, 4096x1024", {
+        "transformers": lambda: act(gate) * up,
+        "ours": lambda: swiglu_mlp.standard(gate, up),
+    }, [gate, up]
+
+
+CASES: list[Callable[[], tuple[str, dict[str, Call], list[Tensor]]]] = [
+    chunk_loss,
+    experts,
+    lambda: load_balancing("Qwen3-MoE", load_balancing_loss_func),
+    lambda: load_balancing("Mixtral", mixtral_load_balancing),
+    norm,
+    swiglu,
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    repeats = parser.parse_args().repeats
+    torch.manual_seed(0)
+    data, rows = [], []
+    for case in CASES:
+        name, calls, inputs = case()
+        times = seconds(calls, inputs, repeats)
+        memory = {which: peak_bytes(call, inputs) for which, call in calls.items()}
+        gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        data.append({"case": name, "seconds": times, "peak bytes": memory, "gradient bytes": gradients})
+        theirs, ours = memory["transformers"], memory["ours"]
+        rows.append(
+            (
+                name,
+                *(f"{1e3 * times[which]:.1f} ms" for which in calls),
+                f"{times['transformers'] / times['ours']:.2f}x",
+                *(f"{theirs[span] / 2**20:.1f} / {ours[span] / 2**20:.1f} MiB" for span in ("forward", "both")),
+                *(f"{ours[span] / theirs[span]:.0%}" for span in ("forward", "both")),
+                f"{gradients / 2**20:.1f} MiB",
+            )
+        )
+    write_results(
+        "cpu_kernels",
+        "veomni-torch on the CPU against transformers, forward and backward",
+        {"cases": data, "machine": machine()},
+        (
+            "case",
+            "transformers",
+            "ours",
+            "speed",
+            "peak in forward, theirs / ours",
+            "peak over both passes",
+            "share in forward",
+            "share over both",
+            "of which gradients",
+        ),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
