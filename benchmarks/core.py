@@ -109,6 +109,7 @@ def measure_sites() -> dict[str, Any]:
     """find_sites and make_plan on a 48-layer Qwen3-MoE with the sizes of Qwen3-30B-A3B, on meta."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
     from veomni_core import OpsConfig, find_sites, make_plan
 
     config = Qwen3MoeConfig(
@@ -158,6 +159,7 @@ def measure_dispatch(rounds: int) -> dict[str, Any]:
     """Nanoseconds of one call of a norm module: bound by us, calling the kernel itself, and through a property slot."""
     import torch
     from torch import nn
+
     from veomni_core.sites.norms import NormModules
     from veomni_core.sites.site import Site
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from results import machine, write_results
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3MoeConfig
@@ -24,6 +23,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as mixtral_load_balancing
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
+
+from results import machine, write_results
 from veomni_torch import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
 
 Call = Callable[[], Tensor]
@@ -125,10 +126,14 @@ def norm() -> tuple[str, dict[str, Call], list[Tensor]]:
 
 def swiglu() -> tuple[str, dict[str, Call], list[Tensor]]:
     gate, up, act = leaf(4096, 1024), leaf(4096, 1024), ACT2FN[LlamaConfig().hidden_act]
-    return "swiglu_mlp, 4096x1024", {
-        "transformers": lambda: act(gate) * up,
-        "ours": lambda: swiglu_mlp.standard(gate, up),
-    }, [gate, up]
+    return (
+        "swiglu_mlp, 4096x1024",
+        {
+            "transformers": lambda: act(gate) * up,
+            "ours": lambda: swiglu_mlp.standard(gate, up),
+        },
+        [gate, up],
+    )
 
 
 CASES: list[Callable[[], tuple[str, dict[str, Call], list[Tensor]]]] = [

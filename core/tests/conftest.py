@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from veomni_core.discovery import discover
 from veomni_core.registry import Registry
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from veomni_core import KernelSpec
 from veomni_core.discovery import CORE
 from veomni_core.ops.catalog import BUILTIN_OPS

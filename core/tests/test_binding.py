@@ -12,9 +12,10 @@ import types
 import pytest
 import torch
 import transformers
+from torch import nn
+
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, FAMILIES, build, step, tokens
-from torch import nn
 from veomni_core import OpsConfig, bind, binding_of, find_sites, make_plan
 from veomni_core.errors import BindingError, BoundModelPickleError, ConformanceError, KernelLoadError
 

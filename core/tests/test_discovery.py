@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from veomni_core.config import OpsConfig
 from veomni_core.discovery import discover
 from veomni_core.errors import ConfigError, KernelUnavailableError, PluginLoadError, UnknownNameError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from distributed import run_ranks
 
 SHARDED = """
@@ -88,7 +89,8 @@ def test_a_difference_between_ranks_is_raised_on_every_rank_with_the_diff():
         kernel = ["one", "two"][torch.distributed.get_rank()]
         model = build("llama")
         try:
-            bind(model, {"preset": "eager", "rms_norm_implementation": kernel}, registry=counting_registry("one", "two"))
+            config = {"preset": "eager", "rms_norm_implementation": kernel}
+            bind(model, config, registry=counting_registry("one", "two"))
         except PlanMismatchError as error:
             assert binding_of(model) is None
             print(error)

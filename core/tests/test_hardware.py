@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from veomni_core import Hardware, HardwareRequirement
 from veomni_core.errors import SpecError, UnknownNameError
 

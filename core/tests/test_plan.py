@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from veomni_core import Hardware, HardwareRequirement, KernelSpec, OpsConfig, Plan, Site, make_plan
 from veomni_core.discovery import CORE
 from veomni_core.errors import KernelUnavailableError, NoSiteError
@@ -69,8 +70,8 @@ def test_a_site_whose_variant_the_kernel_does_not_cover_stays_eager_with_the_rea
 
 def test_a_kernel_that_cannot_run_is_refused_with_reason_and_alternatives():
     message = (
-        r"rms_norm_implementation: quack can't run here: needs compute capability >= 9.0, this GPU is 8.0 \(NVIDIA A100\)\."
-        r" Usable: eager, half, liger_kernel, shy, torch\."
+        r"rms_norm_implementation: quack can't run here: needs compute capability >= 9.0, "
+        r"this GPU is 8.0 \(NVIDIA A100\)\. Usable: eager, half, liger_kernel, shy, torch\."
     )
     with pytest.raises(KernelUnavailableError, match=message):
         plan("quack")

@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+
 from veomni_core import OpSlot
 from veomni_core.errors import BindingError, SlotInUseError
 

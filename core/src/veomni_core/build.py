@@ -131,7 +131,13 @@ def _load_weights(
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
         model, info = model_class.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust, **options
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they come back by name; they are refused below
+            trust_remote_code=trust,
+            **options,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error

@@ -33,6 +33,11 @@ class SiteDecision:
         """Whether a kernel takes the place of the model's own code."""
         return self.kernel != EAGER
 
+    @property
+    def runs(self) -> str:
+        """What runs at the site: a kernel, the eager code where it was asked for, else whatever the model is set to."""
+        return self.kernel if self.bound or self.as_asked else self.site.own
+
 
 @dataclass(frozen=True)
 class OpDecision:
@@ -143,7 +148,7 @@ class Plan:
     def _identity(self) -> dict[str, dict[str, str]]:
         return {
             "sites": {
-                f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": decision.kernel
+                f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": decision.runs
                 for op in self.ops
                 for decision in op.sites
             },

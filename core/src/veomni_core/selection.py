@@ -93,7 +93,7 @@ class Selection:
             reason = f"no kernel for {variant} here is preferred to the model's own code"
             return Verdict(EAGER, _after(passed_over, reason), as_asked=False)
         preference, name = -ranked[0][0], ranked[0][1]
-        reason = f"the highest preference here, {preference} of {len(ranked)} usable"
+        reason = f"the highest preference ({preference}) of {len(ranked)} usable here"
         return Verdict(name, _after(passed_over, reason), as_asked=False)
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from veomni_core.ops import cross_entropy_loss, moe_experts, rms_norm
 from veomni_core.testing import check_kernel
 from veomni_torch import cross_entropy_loss as chunked
@@ -147,6 +148,8 @@ def test_chunk_loss_for_any_number_of_tokens(tokens, ignored, seed):
     labels[:ignored] = -100
     found, wanted = chunked.causal(hidden, weight, labels), cross_entropy_loss.causal(hidden, weight, labels)
     torch.testing.assert_close(found, wanted)
-    pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(wanted, (hidden, weight)), strict=True)
+    pairs = zip(
+        torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(wanted, (hidden, weight)), strict=True
+    )
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

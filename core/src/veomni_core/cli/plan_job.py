@@ -36,8 +36,7 @@ def plan_job(
 def _model_source(data: dict[str, Any], job: Path) -> Any:
     model = data["model"]
     for key in ("config", "config_path", "weights", "path"):
-        if key in model:
-            source = model[key]
+        if (source := model.get(key)) is not None:
             beside = job.parent / str(source)
             return beside if isinstance(source, str) and beside.exists() else source
     raise JobFileError(f"{job}: model.config is missing; it holds a model's config, its path or its Hub id")

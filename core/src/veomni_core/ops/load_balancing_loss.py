@@ -1,7 +1,7 @@
 """load_balancing_loss: Switch Transformers' auxiliary loss (Fedus et al. 2021, equations 4 to 6).
 
-``(gate_logits: tuple of [T, E], num_experts, top_k, attention_mask[B, S] or None) -> scalar`` in float32, with the value
-and the gradient of transformers' ``load_balancing_loss_func``.
+``(gate_logits: tuple of [T, E], num_experts, top_k, attention_mask[B, S] or None) -> scalar`` in float32, with the
+value and the gradient of transformers' ``load_balancing_loss_func``.
 """
 
 from __future__ import annotations

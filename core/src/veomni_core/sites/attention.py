@@ -32,7 +32,7 @@ class AttentionInterface:
             owner = next(path for path, module in model.named_modules() if id(vars(module).get("config")) == config_id)
             current = model.get_submodule(owner).config._attn_implementation  # type: ignore[union-attr]
             evidence = f"{len(paths)} modules read the attention interface from this config; it says {current}"
-            yield Site("attention", owner, rule, "standard", evidence)
+            yield Site("attention", owner, rule, "standard", evidence, own=str(current))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         shared: Any = model.get_submodule(site.path).config

@@ -74,7 +74,8 @@ def largest_miss(a: Tensor, b: Tensor) -> float:
     """The largest difference, as a share of the largest value."""
     if a.shape != b.shape:
         return float("inf")
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30))
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
 def close(a: Tensor, b: Tensor) -> bool:

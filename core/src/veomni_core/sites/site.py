@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from veomni_core.spec import EAGER
+
 Kernel = Callable[..., Any]
 
 
@@ -15,7 +17,8 @@ class Site:
 
     ``path`` is the module's path in the model (empty for the model itself) and ``rule`` the name of the rule that
     found it. ``variant`` is ``None`` where no variant could be proven; ``evidence`` then says what was tried, and
-    otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there.
+    otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there. ``own`` names what
+    runs there when nothing is bound, where the model can be set to something else than its eager code.
     """
 
     op_name: str
@@ -25,6 +28,7 @@ class Site:
     evidence: str
     dtype: str | None = None
     detail: Mapping[str, Any] = field(default_factory=dict)
+    own: str = EAGER
 
 
 class Change(Protocol):

@@ -2,7 +2,7 @@
 
 Rows of all tokens' routes are gathered once in the order of their experts, so that each expert's rows are one slice.
 Where the device multiplies groups in one call (``torch.nn.functional.grouped_mm``, bf16 on CUDA from SM80) it does;
-elsewhere each slice is one product. Sums over a token's experts are taken in route order, so results repeat bit for bit.
+elsewhere each slice is one product. Sums over a token's experts are taken in route order: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def standard(
     ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
     index; experts without tokens get zeros. Sums over experts are float32, rounded to hidden's dtype at the end.
     """
-    return _forward(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)[0]
+    result: Tensor = _forward(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)[0]
+    return result
 
 
 # The groups' sizes are values that no traced graph can hold, so forward and backward are one opaque operator each.

@@ -1,4 +1,4 @@
-"""rms_norm in plain PyTorch: saves ``x``, the weight and one reciprocal root per row, and rounds where the variant does.
+"""rms_norm in plain PyTorch: saves ``x``, the weight and one reciprocal root per row; rounds where the variant does.
 
 With ``n = x / rms(x)`` and ``g`` the factor of the variant (``w``, ``1 + w`` or ``1``), the gradient of ``x`` is
 ``(g·dy - n · mean(g·dy · n)) / rms(x)`` and that of ``w`` the sum over rows of ``dy · n``, all in float32.

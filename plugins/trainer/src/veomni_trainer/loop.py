@@ -65,10 +65,14 @@ class JobTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         tokens = inputs["input_ids"].numel()
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
             self._clock.count(tokens * self.args.world_size)
             if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:

@@ -91,7 +91,8 @@ def _lines(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(6.4, 3.0), layout="constrained")
         axes = figure.subplots()
         if eager:  # broad and below, so that two curves that coincide are both seen

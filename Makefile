@@ -1,0 +1,61 @@
+# Every target sets up what it needs in .venv; a second run installs nothing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DISTRIBUTIONS := core $(sort $(wildcard plugins/*))
+WORKERS ?= auto
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs wheels bench coverage clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(INSTALLED)  ## train a small Qwen3-MoE on real text, and compare it with everything eager
+	$(BIN)/veomni train examples/demo.yaml --compare eager --overwrite
+
+test: $(INSTALLED)  ## run every distribution's tests, and those that cross distributions
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check: $(INSTALLED)  ## format, lint, types, import layers, links, and each wheel alone beside the core
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_links.py
+	$(BIN)/python scripts/check_wheels.py
+
+format: $(INSTALLED)  ## rewrite the sources as check wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED)  ## check the documentation's links
+	$(BIN)/python scripts/check_links.py
+
+wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
+	rm -rf dist
+	for distribution in $(DISTRIBUTIONS); do \
+	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$distribution || exit 1; \
+	done
+
+bench: $(INSTALLED)  ## measure the core and the CPU kernels, and rewrite their pages in docs/benchmarks
+	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/cpu_kernels.py
+
+coverage: $(INSTALLED)  ## which lines the tests reach
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine
+	$(BIN)/coverage report
+
+clean:  ## remove everything that make has made
+	rm -rf $(VENV) dist runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# hatchling and editables come first: with them here, the editable installs need no build environments of their own.
+$(INSTALLED): constraints.txt pyproject.toml $(DISTRIBUTIONS:=/pyproject.toml)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation $(DISTRIBUTIONS:%=--editable %)
+	touch $@

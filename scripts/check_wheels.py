@@ -1,0 +1,75 @@
+"""Builds every distribution's wheel, and installs each alone beside the core into an environment of its own.
+
+There every module is imported, `veomni list` must call the plugin healthy, and the wheel must hold its ``py.typed``
+and none of its tests. Exits with 1 and every shortcoming otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from zipfile import ZipFile
+
+from fresh_environment import FreshEnvironment, build_wheel
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def packages(wheel: Path) -> set[str]:
+    """The import packages in ``wheel``."""
+    tops = {name.split("/")[0] for name in ZipFile(wheel).namelist()}
+    return {top for top in tops if not top.endswith(".dist-info")}
+
+
+def contents_problems(wheel: Path) -> list[str]:
+    """What is missing from ``wheel``, or should not be in it."""
+    names = ZipFile(wheel).namelist()
+    problems = [f"{name} is in the wheel" for name in names if "tests" in name.split("/")]
+    return problems + [f"{top}/py.typed is missing" for top in packages(wheel) if f"{top}/py.typed" not in names]
+
+
+def installation_problems(core: Path, plugin: Path | None, folder: Path) -> list[str]:
+    """What fails when ``plugin`` (or the core alone) is installed where nothing else is."""
+    environment = FreshEnvironment(folder)
+    wheels = [core] if plugin is None else [core, plugin]
+    try:
+        environment.link_requirements(wheels)
+        environment.install(*wheels)
+        for package in packages(wheels[-1]):
+            environment.run("-c", IMPORT_EVERYTHING, package)
+        listed = json.loads(environment.run("-m", "veomni_core.cli", "list", "--json"))["plugins"]
+    except RuntimeError as error:
+        return [str(error)]
+    expected = 0 if plugin is None else 1
+    others = [record for record in listed if record["distribution"] != "veomni-core"]
+    if len(others) != expected or any(record["status"] != "loaded" for record in others):
+        return [f"expected {expected} healthy plugin(s), `veomni list` says {json.dumps(others, indent=1)}"]
+    return []
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        core = build_wheel(ROOT / "core", folder)
+        plugins = [build_wheel(path.parent, folder) for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+        failed = False
+        for wheel in [core, *plugins]:
+            name = wheel.name.split("-")[0]
+            problems = contents_problems(wheel)
+            problems += installation_problems(core, None if wheel == core else wheel, folder / name)
+            failed |= bool(problems)
+            print(f"{wheel.name}: {'; '.join(problems) or 'installs and imports alone'}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""A new virtual environment that holds chosen third-party distributions and what pip installs into it, and no more.
+
+Third-party distributions are linked from the running environment instead of being fetched again: what a distribution
+requires is followed through its metadata, so one that nobody asked for is not there, and an import that a package
+forgot to declare fails as it would for its users.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable, Mapping
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+class FreshEnvironment:
+    """A virtual environment in ``folder``, empty at first."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=False, symlinks=True)
+        self.python = folder / "bin" / "python"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self._site_packages = folder / "lib" / version / "site-packages"
+
+    def link_requirements(self, wheels: Iterable[Path]) -> None:
+        """Provide everything that ``wheels`` require, directly or not, apart from each other."""
+        described = [_metadata_of_wheel(wheel) for wheel in wheels]
+        own = {canonicalize_name(metadata.name) for metadata in described}
+        seen: set[str] = set(own)
+        waiting = [requirement for metadata in described for requirement in _requirements(metadata)]
+        while waiting:
+            name = canonicalize_name(waiting.pop().name)
+            if name in seen:
+                continue
+            seen.add(name)
+            installed = distribution(name)
+            self._link(installed)
+            waiting += _requirements(installed)
+
+    def install(self, *wheels: Path) -> None:
+        """``pip install`` the wheels, with no index: what they require must be here already."""
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
+        self._run([*pip, "install", "--quiet", "--no-index", *map(str, wheels)])
+
+    def run(self, *arguments: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
+        """Run this environment's Python with ``arguments``; gives what it printed, and raises if it fails."""
+        return self._run([str(self.python), *arguments], environment, check)
+
+    def _run(self, command: list[str], environment: Mapping[str, str] | None = None, check: bool = True) -> str:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VEOMNI_"))}
+        result = subprocess.run(command, capture_output=True, text=True, env={**clean, **(environment or {})})
+        if check and result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\nended with {result.returncode}\n{result.stdout}\n{result.stderr}")
+        return result.stdout + result.stderr
+
+    def _link(self, installed: Distribution) -> None:
+        for top in {path.parts[0] for path in installed.files or () if path.parts[0] not in ("..", "__pycache__")}:
+            link = self._site_packages / top
+            if not link.exists():
+                link.symlink_to(Path(str(installed.locate_file(top))).resolve())
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    """Build the distribution in ``source`` with the backend that is installed here; gives the wheel in ``folder``."""
+    before = set(folder.glob("*.whl"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{source} builds no wheel:\n{result.stdout}\n{result.stderr}")
+    (wheel,) = set(folder.glob("*.whl")) - before
+    return wheel
+
+
+def _metadata_of_wheel(wheel: Path) -> Distribution:
+    from importlib.metadata import PathDistribution
+    from zipfile import Path as ZipPath
+
+    (info,) = (entry for entry in ZipPath(wheel).iterdir() if entry.name.endswith(".dist-info"))
+    return PathDistribution(info)  # type: ignore[arg-type]
+
+
+def _requirements(described: Distribution) -> list[Requirement]:
+    requirements = [Requirement(text) for text in described.requires or ()]
+    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
