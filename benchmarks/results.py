@@ -32,7 +32,13 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(
-    name: str, title: str, data: dict[str, Any], columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = ""
+    name: str,
+    title: str,
+    data: dict[str, Any],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    note: str = "",
+    script: str | None = None,
 ) -> None:
     """Write ``name.json`` with all of ``data`` and ``name.md`` with the table, and print the table."""
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -41,9 +47,8 @@ def write_results(
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     table = "\n".join(lines)
     facts = ", ".join(f"{key} {value}" for key, value in data.get("machine", {}).items())
-    text = (
-        f"# {title}\n\nMeasured on: {facts}. Script: `benchmarks/{name}.py`; raw figures: [{name}.json]({name}.json).\n"
-    )
+    source = f"Script: `benchmarks/{script or f'{name}.py'}`; raw figures: [{name}.json]({name}.json)."
+    text = f"# {title}\n\nMeasured on: {facts}. {source}\n"
     (FOLDER / f"{name}.md").write_text(f"{text}\n{table}\n" + (f"\n{note}\n" if note else ""))
     print(f"{title}\n{table}\n{note}")
 
