@@ -1,0 +1,212 @@
+"""The conformance check catches every way in which a kernel can be wrong, and names it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import Function
+
+from veomni_core import KernelSpec
+from veomni_core.errors import ConformanceError, KernelLoadError, SpecError
+from veomni_core.ops import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
+from veomni_core.testing import check_kernel
+
+_calls = itertools.count()
+
+
+class _DamagesUpstream(Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gate, up = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = swiglu_mlp.standard(gate, up)
+        gradients = torch.autograd.grad(result, (gate, up), upstream.clone())
+        upstream.mul_(2)
+        return gradients
+
+
+class _DamagesInput(Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate.clone(), up.clone())
+        result = swiglu_mlp.standard(gate, up)
+        gate.data.zero_()
+        return result
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gate, up = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = swiglu_mlp.standard(gate, up)
+        return torch.autograd.grad(result, (gate, up), upstream)
+
+
+def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):
+    return rotary_pos_emb.full(q, k, cos, -sin, unsqueeze_dim)
+
+
+def rounds_too_early(x, weight, eps):
+    """What a kernel of OLMo 2's norm does when it is written as Llama's."""
+    return rms_norm.standard(x, weight, eps)
+
+
+def forgets_eps(x, weight, eps):
+    return rms_norm.standard(x, weight, 0.0)
+
+
+def no_router_gradient(hidden, index, weights, gate_up, down):
+    return moe_experts.standard(hidden, index, weights.detach(), gate_up, down)
+
+
+def drops_repeated_routes(hidden, index, weights, gate_up, down):
+    first = torch.stack([(index[:, :k] != index[:, k : k + 1]).all(1) for k in range(index.shape[1])], dim=1)
+    return moe_experts.standard(hidden, index, weights * first, gate_up, down)
+
+
+def clamps_indices(hidden, index, weights, gate_up, down):
+    return moe_experts.standard(hidden, index.clamp_max(gate_up.shape[0] - 1), weights, gate_up, down)
+
+
+def swaps_gate_and_up(hidden, index, weights, gate_up, down):
+    return moe_experts.standard(hidden, index, weights, torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1), down)
+
+
+def divides_by_all_tokens(hidden, weight, labels, bias=None, ignore_index=-100, **options):
+    loss = cross_entropy_loss.causal(hidden, weight, labels, bias, ignore_index, **options)
+    return loss * (labels != ignore_index).sum() / len(labels)
+
+
+def nan_without_labels(hidden, weight, labels, *args, **options):
+    return cross_entropy_loss.causal(hidden, weight, labels, *args, **options) / ((labels != -100).any().float())
+
+
+def softcap_is_lost(hidden, weight, labels, *args, softcap=None, **options):
+    return cross_entropy_loss.causal(hidden, weight, labels, *args, **options)
+
+
+def ignores_the_mask(gate_logits, num_experts, top_k=2, attention_mask=None):
+    return load_balancing_loss.standard(gate_logits, num_experts, top_k)
+
+
+def damages_input(gate, up):
+    return _DamagesInput.apply(gate, up)
+
+
+def damages_incoming_gradient(gate, up):
+    return _DamagesUpstream.apply(gate, up)
+
+
+def aliases_its_input(gate, up):
+    with torch.no_grad():
+        value = swiglu_mlp.standard(gate, up)
+    return up.data.copy_(value).requires_grad_() if up.is_contiguous() else up.detach().requires_grad_()
+
+
+def differs_from_run_to_run(gate, up):
+    return swiglu_mlp.standard(gate, up) * (1 + 2e-7 * (next(_calls) % 2))
+
+
+def gives_float32(gate, up):
+    return swiglu_mlp.standard(gate.float(), up.float())
+
+
+def gives_another_shape(gate, up):
+    return swiglu_mlp.standard(gate, up).flatten()
+
+
+def gives_nan(gate, up):
+    return swiglu_mlp.standard(gate, up) + (gate.abs() > 1e9).float() / 0.0 * 0.0
+
+
+def has_no_gradient(gate, up):
+    return swiglu_mlp.standard(gate, up).detach()
+
+
+def wants_rows(gate, up):
+    if not gate.numel():
+        raise RuntimeError("grid must not be empty")
+    return swiglu_mlp.standard(gate, up)
+
+
+def reads_strides_wrongly(gate, up):
+    return swiglu_mlp.standard(gate.as_strided(gate.shape, torch.empty(gate.shape).stride()), up)
+
+
+FAULTS = [
+    (wrong_sign, "rotary_pos_emb", "full", "float32", r"result 0 is off"),
+    (rounds_too_early, "rms_norm", "cast_after", "bfloat16", r"rounded elsewhere than the reference: \d+% of elements"),
+    (forgets_eps, "rms_norm", "standard", "float32", r"sample 'eps dominates': the result is off"),
+    (no_router_gradient, "moe_experts", "standard", "float32", r"the gradient of top_k_weights is missing"),
+    (drops_repeated_routes, "moe_experts", "standard", "float32", r"sample 'an expert twice in a row': the result"),
+    (
+        clamps_indices,
+        "moe_experts",
+        "standard",
+        "float32",
+        r"sample 'every index dropped': the result is .* exactly zero",
+    ),
+    (swaps_gate_and_up, "moe_experts", "standard", "bfloat16", r"the result is off"),
+    (divides_by_all_tokens, "cross_entropy_loss", "causal", "float32", r"sample 'odd sizes': the result is off"),
+    (
+        nan_without_labels,
+        "cross_entropy_loss",
+        "causal",
+        "float32",
+        r"sample 'no label counts': the result is not finite",
+    ),
+    (softcap_is_lost, "cross_entropy_loss", "causal", "float32", r"sample 'softcap and scale': the result is off"),
+    (ignores_the_mask, "load_balancing_loss", "standard", "float32", r"sample 'a mask': the result is off"),
+    (damages_input, "swiglu_mlp", "standard", "float32", r"wrote into its input gate"),
+    (damages_incoming_gradient, "swiglu_mlp", "standard", "float32", r"wrote into the incoming gradient"),
+    (aliases_its_input, "swiglu_mlp", "standard", "float32", r"shares memory with its input up"),
+    (differs_from_run_to_run, "swiglu_mlp", "standard", "float32", r"promises determinism, but two runs"),
+    (gives_float32, "swiglu_mlp", "standard", "bfloat16", r"gives dtype float32, expected bfloat16"),
+    (gives_another_shape, "swiglu_mlp", "standard", "float32", r"gives shape \(\d+,\), expected"),
+    (gives_nan, "swiglu_mlp", "standard", "float32", r"the result is not finite"),
+    (has_no_gradient, "swiglu_mlp", "standard", "float32", r"the gradient of gate is missing"),
+    (wants_rows, "swiglu_mlp", "standard", "float32", r"raised RuntimeError: grid must not be empty"),
+    (reads_strides_wrongly, "swiglu_mlp", "standard", "float32", r"the result is off"),
+]
+
+
+def spec(kernel, op, variant, **options):
+    return KernelSpec(kernel.__name__, op, variant, f"{__name__}:{kernel.__name__}", **options)
+
+
+@pytest.mark.parametrize("kernel, op, variant, dtype, message", FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+def test_a_planted_fault_is_caught_and_named(kernel, op, variant, dtype, message):
+    report = check_kernel(spec(kernel, op, variant), "cpu", dtype)
+    assert not report.ok
+    with pytest.raises(ConformanceError, match=message) as caught:
+        report.raise_if_failed()
+    assert f"{op}/{variant}:{kernel.__name__} on cpu in {dtype} breaks its contract" in str(caught.value)
+
+
+def test_what_a_kernel_does_not_promise_is_not_asked_of_it():
+    assert check_kernel(spec(differs_from_run_to_run, "swiglu_mlp", "standard", deterministic=False)).ok
+    assert check_kernel(spec(has_no_gradient, "swiglu_mlp", "standard", backward=False)).ok
+
+
+def test_what_cannot_be_checked_is_an_error():
+    with pytest.raises(SpecError, match="does not declare float64"):
+        check_kernel(spec(wants_rows, "swiglu_mlp", "standard"), "cpu", "float64")
+    with pytest.raises(SpecError, match="op 'softmax' is not one of the core's"):
+        check_kernel(spec(wants_rows, "softmax", "standard"))
+    with pytest.raises(SpecError, match="has no contract for 'sigmoid'"):
+        check_kernel(spec(wants_rows, "swiglu_mlp", "sigmoid"))
+    with pytest.raises(KernelLoadError, match="no_such_library"):
+        check_kernel(KernelSpec("gone", "swiglu_mlp", "standard", "no_such_library:kernel"))
+
+
+def test_a_report_says_how_close_each_sample_came():
+    report = check_kernel(KernelSpec("reference", "swiglu_mlp", "standard", "veomni_core.ops.swiglu_mlp:standard"))
+    assert report.ok
+    assert 0 < max(case.worst_value for case in report.cases) <= 1
+    assert report.to_dict()["cases"][0]["sample"] == report.cases[0].sample
