@@ -1,0 +1,1 @@
+"""GPT-2's GELU as a plugin of veomni-core."""
