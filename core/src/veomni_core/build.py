@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from veomni_core.binding import apply_plan
@@ -139,7 +140,7 @@ def _load_weights(
             trust_remote_code=trust,
             **options,
         )
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     misfits = {
         what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from veomni_core.hardware import Hardware
 from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, load_attribute
 
 Status = Literal["loaded", "failed", "blocked"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,13 @@ class Registry:
     def detect_hardware(self) -> Hardware:
         """What is on this machine: a plugin's device where it finds one, else what torch sees."""
         for device in self.devices.values():
-            found = load_attribute(device.detect)()
+            try:
+                found = load_attribute(device.detect)()
+            except Exception as error:  # a broken plugin harms no other
+                logger.warning(
+                    "device type %s counts as absent: %s failed: %r", device.device_type, device.detect, error
+                )
+                continue
             if found is not None:
                 return found  # type: ignore[no-any-return]
         return Hardware.detect()

@@ -1,0 +1,202 @@
+"""``build_foundation_model``: from every kind of source, with and without weights, and every way it must refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from counting_kernels import counting_registry
+from models import build, step, tokens
+from veomni_core import OpsConfig, binding_of, build_foundation_model
+from veomni_core.errors import (
+    CheckpointError,
+    ConfigError,
+    HostError,
+    JobFileError,
+    KernelUnavailableError,
+    MissingOpsImplementationError,
+    UnknownNameError,
+)
+
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+EAGER = {"preset": "eager"}
+
+
+def build_on_cpu(source, weights=None, *, ops=EAGER, **options):
+    options = {"init_device": "cpu", "torch_dtype": "float32", **options}
+    return build_foundation_model(source, weights, ops_implementation=ops, **options)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A saved model with its config."""
+    build("llama").save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    config = LlamaConfig(**LLAMA)
+    config.save_pretrained(tmp_path)
+    return {
+        "folder": str(tmp_path),
+        "file": tmp_path / "config.json",
+        "config": config,
+        "mapping": {"model_type": "llama", **LLAMA},
+    }
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "config", "mapping"])
+def test_every_kind_of_config(sources, kind):
+    model = build_on_cpu(sources[kind], config_kwargs={"num_hidden_layers": 3})
+    assert isinstance(model, LlamaForCausalLM)
+    assert len(model.model.layers) == 3
+    assert sources["config"].num_hidden_layers == 2, "a given config is copied"
+
+
+def test_kernels_are_bound_and_the_receipt_is_at_hand(sources):
+    ops = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "one"}, counting_registry("one"))
+    model = build_on_cpu(sources["config"], ops=ops)
+    receipt = {op["op"]: op for op in binding_of(model).receipt.to_dict()["ops"]}
+    assert (receipt["rms_norm"]["chosen"], receipt["rms_norm"]["bound"]) == (["one"], 5)
+    assert model.lm_head.weight.dtype == torch.float32
+
+
+def test_weights_are_loaded_and_the_model_computes_what_was_saved(checkpoint):
+    saved, model = build("llama").eval(), build_on_cpu(checkpoint, checkpoint)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, saved(tokens()).logits)
+
+
+def test_experts_survive_saving_and_loading(tmp_path):
+    """Checkpoints name experts one by one, the model holds them in two tensors."""
+    saved = build("qwen3_moe")
+    saved.save_pretrained(tmp_path)
+    ops = OpsConfig.from_dict({"preset": "eager", "moe_implementation": "one"}, counting_registry("one"))
+    model = build_on_cpu(tmp_path, tmp_path, ops=ops).train()
+    torch.testing.assert_close(step(model), step(saved))
+
+
+def test_meta_holds_shapes_and_no_weight(sources):
+    model = build_on_cpu(sources["config"], init_device="meta", torch_dtype="bfloat16")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert binding_of(model).plan.sha256
+
+
+def test_architectures_in_the_config_choose_the_class():
+    config = LlamaConfig(**LLAMA, architectures=["LlamaForSequenceClassification"], num_labels=3)
+    assert isinstance(build_on_cpu(config), LlamaForSequenceClassification)
+
+
+def test_attn_implementation_overrides_the_field(sources):
+    registry = OpsConfig.from_dict(EAGER).registry
+    model = build_on_cpu(sources["config"], attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    if "sdpa" in {spec.name for spec in registry.kernels("attention")}:
+        model = build_on_cpu(sources["config"], attn_implementation="sdpa")
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_nothing_runs_all_eager_unasked(sources):
+    with pytest.raises(MissingOpsImplementationError, match=r"needs ops_implementation, e\.g\. \{'preset': 'auto'\}"):
+        build_foundation_model(sources["config"], init_device="cpu")
+
+
+def test_refusals_come_before_a_weight_is_loaded(checkpoint, monkeypatch):
+    def load(*args, **options):
+        raise AssertionError("weights were touched")
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", load)
+    with pytest.raises(KernelUnavailableError, match="liger_kernel is not installed: pip install veomni-liger"):
+        build_on_cpu(checkpoint, checkpoint, ops={"preset": "eager", "rms_norm_implementation": "liger_kernel"})
+
+
+@pytest.mark.parametrize(
+    "source, options, error, message",
+    [
+        ({"model_type": "lama"}, {}, UnknownNameError, r"model_type 'lama' is unknown\. Did you mean 'llama'"),
+        ({"hidden_size": 8}, {}, ConfigError, r"model\.config: model_type is missing"),
+        ("no/such/config.json", {}, JobFileError, r"there is no such model config"),
+        ({"model_type": "vit"}, {}, ConfigError, r"vit has no causal language model"),
+        ({"model_type": "llama", **LLAMA}, {"torch_dtype": "bf16"}, ConfigError, r"torch_dtype: 'bf16' is unknown"),
+        ({"model_type": "llama", **LLAMA}, {"init_device": "gpu"}, ConfigError, r"init_device: 'gpu' is not a device"),
+    ],
+)
+def test_bad_arguments(source, options, error, message):
+    with pytest.raises(error, match=message):
+        build_on_cpu(source, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must not be there")
+def test_a_gpu_that_is_not_here(sources):
+    with pytest.raises(HostError, match="init_device is cuda, but torch sees no CUDA device here"):
+        build_on_cpu(sources["config"], init_device="cuda")
+
+
+def test_a_file_that_is_no_json(tmp_path):
+    (tmp_path / "config.json").write_text("{model_type: llama")
+    with pytest.raises(JobFileError, match="not a JSON model config"):
+        build_on_cpu(tmp_path)
+
+
+def test_a_hub_id_that_cannot_be_fetched(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment at import
+    with pytest.raises(HostError, match="neither a local path nor a model that can be fetched from the Hub"):
+        build_on_cpu("nobody/no-such-model")
+
+
+def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_mine.py").write_text(
+        "from transformers import PretrainedConfig\n"
+        f"open({str(ran)!r}, 'w').close()\n"
+        "class MineConfig(PretrainedConfig):\n    model_type = 'mine'\n"
+    )
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"asks to run code that comes with the model.*trust_remote_code=True"):
+        build_on_cpu(tmp_path)
+    assert not ran.exists()
+
+
+def _edit(checkpoint, change):
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("model.norm.weight"), r"missing keys: model\.norm\.weight"),
+        (lambda t: t.update(surplus=torch.zeros(1)), r"unexpected keys: surplus"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"mismatched keys: .*model\.norm\.weight"),
+    ],
+    ids=["missing", "unexpected", "mismatched"],
+)
+def test_a_checkpoint_that_does_not_fit(checkpoint, change, message):
+    _edit(checkpoint, change)
+    with pytest.raises(CheckpointError, match=f"does not fit this model: {message}"):
+        build_on_cpu(checkpoint, checkpoint)
+
+
+def test_a_checkpoint_that_is_not_there_or_broken(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match=r"expected a folder with \*\.safetensors files"):
+        build_on_cpu(checkpoint, tmp_path)
+    (checkpoint / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        build_on_cpu(checkpoint, checkpoint)
