@@ -113,7 +113,7 @@ def test_auto_takes_the_highest_preference_that_runs(hardware, expected):
 def test_auto_never_takes_a_kernel_without_preference():
     result = plan("auto", registry=registry(kernel("shy", preference=0)))
     assert chosen(result) == ["eager"] * 3
-    assert reasons(result)[0] == "no kernel for standard here is preferred to the model's own code"
+    assert reasons(result)[0] == "shy is not preferred to the model's own code"
     assert chosen(plan("shy", registry=registry(kernel("shy", preference=0))))[0] == "shy"
 
 

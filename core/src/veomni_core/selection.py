@@ -90,11 +90,17 @@ class Selection:
             return Verdict(name, _after(passed_over, f"the fastest measured, {milliseconds:g} ms"), as_asked=False)
         ranked = sorted((-spec.preference, spec.name) for spec in candidates if spec.preference > 0)
         if not ranked:
-            reason = f"no kernel for {variant} here is preferred to the model's own code"
-            return Verdict(EAGER, _after(passed_over, reason), as_asked=False)
+            return Verdict(EAGER, _after(passed_over, self._why_none(op_name, variant, dtype)), as_asked=False)
         preference, name = -ranked[0][0], ranked[0][1]
         reason = f"the highest preference ({preference}) of {len(ranked)} usable here"
         return Verdict(name, _after(passed_over, reason), as_asked=False)
+
+    def _why_none(self, op_name: str, variant: str, dtype: str | None) -> str:
+        specs = self._registry.kernels(op_name, variant)
+        if not specs:
+            return f"no kernel for {variant} is installed"
+        not_preferred = ("is not preferred to the model's own code",)
+        return "; ".join(f"{spec.name} {' and '.join(self.why_not(spec, dtype) or not_preferred)}" for spec in specs)
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
         covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})

@@ -20,18 +20,27 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
 
     Raises:
         BindingError: ``model`` is not a module.
-        SpecError: a plugin's rule names an op that is not registered.
+        SpecError: a rule failed, or names an op that is not registered; the message names the rule.
     """
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
     registry = registry or discover()
-    sites = []
-    for rule in registry.site_rules:
-        for site in locator_of(rule).find(model, rule.name):
-            if site.op_name not in registry.ops:
-                raise SpecError(f"site rule {rule.name!r} found a site of the unknown op {site.op_name!r}")
-            sites.append(site)
+    sites = [site for rule in registry.site_rules for site in _sites_of(rule, model, registry)]
     return tuple(sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path))))
+
+
+def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> tuple[Site, ...]:
+    try:
+        sites = tuple(locator_of(rule).find(model, rule.name))
+    except Exception as error:
+        raise SpecError(
+            f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: {type(error).__name__}: "
+            f"{error}. If a plugin brings it, VEOMNI_PLUGINS_BLOCK=<the plugin> leaves it out"
+        ) from error
+    for site in sites:
+        if site.op_name not in registry.ops:
+            raise SpecError(f"site rule {rule.name!r} found a site of the unknown op {site.op_name!r}")
+    return sites
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:
