@@ -1,0 +1,100 @@
+"""What the documentation shows is run: its jobs are planned, its plugin is installed, its file lists are true."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from veomni_core.cli.app import build_app
+from veomni_core.config import OpsConfig
+from veomni_core.discovery import discover
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIG = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+
+
+def block(text: str, language: str) -> str:
+    """The first fenced block of a language."""
+    (first, *_) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return first
+
+
+def veomni(*arguments: str) -> str:
+    result = CliRunner().invoke(build_app(), list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_readme_s_job_can_be_planned(tmp_path):
+    (tmp_path / "job.yaml").write_text(block(README, "yaml"))
+    plan = json.loads(veomni("plan", str(tmp_path / "job.yaml"), "--json"))
+    kernels = {op["op_name"]: {site["kernel"] for site in op["sites"]} for op in plan["ops"]}
+    assert kernels["moe_experts"] == {"grouped_mm"}
+    assert kernels["cross_entropy_loss"] == {"chunk_loss"}
+    assert kernels["rms_norm"] == {"torch", "eager"}
+
+
+def test_the_readme_s_plugin_is_a_plugin(tmp_path, monkeypatch):
+    package = tmp_path / "acme_norm"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "plugin.py").write_text(block(README, "python"))
+    info = tmp_path / "acme_norm-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-norm\nVersion: 1.0\n")
+    entry_point = re.search(r"(\[project\.entry-points.*?\])\s+(acme = )\"(.*?)\"", README)
+    (info / "entry_points.txt").write_text(f"[veomni.plugins]\n{entry_point[2]}{entry_point[3]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    registry = discover({"VEOMNI_PLUGINS_STRICT": "1"})
+    sys.modules.pop("acme_norm.plugin"), sys.modules.pop("acme_norm")
+    spec = registry.resolve("rms_norm", "standard", "acme")
+    assert spec.hardware.unmet(registry.named_hardware("h200")) == ()
+    assert spec.hardware.unmet(registry.named_hardware("a100")) != ()
+    assert len(block(README, "python").strip().splitlines()) <= 21
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_every_example_job_can_be_planned(path):
+    assert "sha256" in veomni("plan", str(path))
+
+
+def test_the_config_page_lists_what_the_core_knows():
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (`.*`) \|$", CONFIG, re.MULTILINE))
+    registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+    for op in registry.ops.values():
+        named = set(re.findall(r"`(\S+)`", rows[op.config_field]))
+        assert {name for name, provider in op.published.items() if provider} | {"eager"} == named, op.name
+    for op in registry.ops.values():
+        for name in re.findall(r"`(\S+)`", rows[op.config_field]):
+            OpsConfig.from_dict({op.config_field: name}, registry)
+
+
+def test_the_straight_line_is_eight_files_that_exist():
+    text = (ROOT / "docs" / "explanation" / "straight-line.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\d+\. \[`(.*?)`\]\((.*?)\)", text, re.MULTILINE)
+    assert len(files) <= 8
+    for name, target in files:
+        path = (ROOT / "docs" / "explanation" / target).resolve()
+        assert path.is_file(), name
+        assert path.as_posix().endswith(name)
+
+
+def test_every_module_says_first_what_it_is_for():
+    for path in [*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]:
+        assert path.read_text(encoding="utf-8").startswith(('"""', 'r"""')), path
+
+
+def test_yaml_blocks_of_the_documentation_are_yaml():
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")]:
+        for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            assert isinstance(yaml.safe_load(textwrap.dedent(text)), dict), page
