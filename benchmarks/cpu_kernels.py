@@ -1,15 +1,20 @@
-"""veomni-torch's kernels on the CPU against transformers' own code, forward and backward, in one process.
+"""veomni-torch's kernels on the CPU against transformers' own code, forward and backward.
 
-Writes ``docs/benchmarks/cpu_kernels.json`` and ``.md``. The contenders of a row take turns; a time is the median of the
-turns. Memory is the peak of what PyTorch's CPU allocator holds above the inputs, summed over the allocator's own events
-of one run. Over forward and backward it includes the gradients of the inputs, which every implementation must hold;
-over forward alone it is what the op keeps for backward and its temporaries.
+Writes ``docs/benchmarks/cpu_kernels.json`` and ``.md``. Each row is measured in several processes, in each of which the
+contenders take turns; a time is the median over processes of the median turn. Memory is the peak of what PyTorch's CPU
+allocator holds above the inputs, summed over the allocator's own events of one run. Over forward and backward it
+includes the gradients of the inputs, which every implementation must hold; over forward alone it is what the op keeps
+for backward and its temporaries.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +33,9 @@ from results import machine, write_results
 from veomni_torch import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
 
 Call = Callable[[], Tensor]
+# glibc otherwise gives freed memory back to the system and faults it in again page by page, in some processes at every
+# call and in others at none: swiglu_mlp then took 6 or 28 ms.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def leaf(*shape: int, scale: float = 1.0) -> Tensor:
@@ -136,55 +144,81 @@ def swiglu() -> tuple[str, dict[str, Call], list[Tensor]]:
     )
 
 
-CASES: list[Callable[[], tuple[str, dict[str, Call], list[Tensor]]]] = [
-    chunk_loss,
-    experts,
-    lambda: load_balancing("Qwen3-MoE", load_balancing_loss_func),
-    lambda: load_balancing("Mixtral", mixtral_load_balancing),
-    norm,
-    swiglu,
-]
+CASES: dict[str, Callable[[], tuple[str, dict[str, Call], list[Tensor]]]] = {
+    "chunk_loss": chunk_loss,
+    "experts": experts,
+    "load_balancing_qwen3_moe": lambda: load_balancing("Qwen3-MoE", load_balancing_loss_func),
+    "load_balancing_mixtral": lambda: load_balancing("Mixtral", mixtral_load_balancing),
+    "norm": norm,
+    "swiglu": swiglu,
+}
+
+
+def measure(case: str, repeats: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    name, calls, inputs = CASES[case]()
+    return {
+        "case": name,
+        "seconds": seconds(calls, inputs, repeats),
+        "peak bytes": {which: peak_bytes(call, inputs) for which, call in calls.items()},
+        "gradient bytes": sum(tensor.numel() * tensor.element_size() for tensor in inputs),
+    }
+
+
+def measure_in_processes(case: str, repeats: int, processes: int) -> dict[str, Any]:
+    """One case in processes of its own: none inherits another's heap, and no single one's luck with it decides."""
+    command = [sys.executable, __file__, "--case", case, "--repeats", str(repeats)]
+    runs = []
+    for _ in range(processes):
+        result = subprocess.run(command, env={**os.environ, **KEEP_FREED_MEMORY}, check=True, stdout=subprocess.PIPE)
+        runs.append(json.loads(result.stdout.splitlines()[-1]))
+    times = {which: [run["seconds"][which] for run in runs] for which in runs[0]["seconds"]}
+    medians = {which: statistics.median(values) for which, values in times.items()}
+    return {**runs[0], "seconds": medians, "seconds in each process": times}
+
+
+def row(measured: dict[str, Any]) -> tuple[str, ...]:
+    times, memory = measured["seconds"], measured["peak bytes"]
+    theirs, ours = memory["transformers"], memory["ours"]
+    return (
+        measured["case"],
+        *(f"{1e3 * value:.1f} ms" for value in times.values()),
+        f"{times['transformers'] / times['ours']:.2f}x",
+        *(f"{theirs[span] / 2**20:.1f} / {ours[span] / 2**20:.1f} MiB" for span in ("forward", "both")),
+        *(f"{ours[span] / theirs[span]:.0%}" for span in ("forward", "both")),
+        f"{measured['gradient bytes'] / 2**20:.1f} MiB",
+    )
+
+
+COLUMNS = (
+    "case",
+    "transformers",
+    "ours",
+    "speed",
+    "peak in forward, theirs / ours",
+    "peak over both passes",
+    "share in forward",
+    "share over both",
+    "of which gradients",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
-    torch.manual_seed(0)
-    data, rows = [], []
-    for case in CASES:
-        name, calls, inputs = case()
-        times = seconds(calls, inputs, repeats)
-        memory = {which: peak_bytes(call, inputs) for which, call in calls.items()}
-        gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
-        data.append({"case": name, "seconds": times, "peak bytes": memory, "gradient bytes": gradients})
-        theirs, ours = memory["transformers"], memory["ours"]
-        rows.append(
-            (
-                name,
-                *(f"{1e3 * times[which]:.1f} ms" for which in calls),
-                f"{times['transformers'] / times['ours']:.2f}x",
-                *(f"{theirs[span] / 2**20:.1f} / {ours[span] / 2**20:.1f} MiB" for span in ("forward", "both")),
-                *(f"{ours[span] / theirs[span]:.0%}" for span in ("forward", "both")),
-                f"{gradients / 2**20:.1f} MiB",
-            )
-        )
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--case", choices=CASES, help="print one case's figures as JSON, and write nothing")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case, options.repeats)))
+        return
+    cases = [measure_in_processes(case, options.repeats, options.processes) for case in CASES]
     write_results(
         "cpu_kernels",
         "veomni-torch on the CPU against transformers, forward and backward",
-        {"cases": data, "machine": machine()},
-        (
-            "case",
-            "transformers",
-            "ours",
-            "speed",
-            "peak in forward, theirs / ours",
-            "peak over both passes",
-            "share in forward",
-            "share over both",
-            "of which gradients",
-        ),
-        rows,
+        {"cases": cases, "machine": machine()},
+        COLUMNS,
+        map(row, cases),
     )
 
 
