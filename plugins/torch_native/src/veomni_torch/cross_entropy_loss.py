@@ -13,10 +13,11 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 IGNORED = -100
-# Bytes of float32 logits held at a time. On a CPU (2 cores; T=2048, H=256, V=32000) 16, 32 and 64 MiB took 1.30, 1.13
-# and 1.05 of eager's time and 9, 13 and 21 % of its memory; a GPU needs the rows to fill its matrix units (at a
-# vocabulary of 150k, 512 MiB are 870 rows).
-_CPU_BYTES, _ACCELERATOR_BYTES = 32 << 20, 512 << 20
+# Bytes of float32 logits held at a time. On a CPU (2 cores; T=2048, H=256, V=32000) 16, 32 and 64 MiB took 1.32, 1.21
+# and 1.28 of the time of eager's arithmetic and 11, 17 and 30 % of its memory. An H200 (T=8192, H=2048, V=151936) needs
+# the rows to fill its matrix units: 256 MiB, 512 MiB and 1 GiB took 1.31, 1.11 and 1.02 of eager's time and 16, 23 and
+# 37 % of its memory.
+_CPU_BYTES, _ACCELERATOR_BYTES = 32 << 20, 1 << 30
 _FEWEST_ROWS = 128
 
 
@@ -66,29 +67,26 @@ class _ChunkLoss(Function):
             logits, slope = _logits(F.linear(states, weight, bias), softcap, scale)
             counts = targets != ignore_index
             targets = torch.where(counts, targets, 0).unsqueeze(1)
-            largest = logits.amax(dim=-1, keepdim=True)
-            picked = logits.gather(1, targets)
-            exponentials = logits.sub_(largest).exp_()
-            normaliser = exponentials.sum(dim=-1, keepdim=True)
-            total += torch.where(counts, (largest + normaliser.log() - picked).squeeze(1), 0.0).sum()
+            log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            del logits
+            picked = log_probabilities.gather(1, targets)
+            total -= torch.where(counts, picked.squeeze(1), 0.0).sum()
             if not any(wanted):
                 continue
-            share = (counts / divisor).unsqueeze(1)
-            dlogits = exponentials.mul_(share / normaliser)
-            dlogits.scatter_add_(1, targets, -share)
+            dlogits = _exponential(log_probabilities, hidden.dtype)
+            dlogits.scatter_(1, targets, picked.expm1().to(dlogits.dtype))
             if slope is not None:
                 dlogits *= slope
             if dbias is not None:
-                dbias += dlogits.sum(dim=0)
-            dlogits = dlogits.to(hidden.dtype)
+                dbias += (dlogits * counts.unsqueeze(1)).sum(dim=0, dtype=torch.float32)
             if dhidden is not None:
-                dhidden[rows] = dlogits @ weight
+                dhidden[rows] = (dlogits @ weight) * (counts / divisor).unsqueeze(1)
             if dweight is not None:
-                _add_product(dweight, dlogits.t(), states)
+                _add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
         ctx.save_for_backward(
             dhidden,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None or bias is None else dbias.to(bias.dtype),
+            None if dweight is None else dweight.div_(divisor).to(weight.dtype),
+            None if dbias is None or bias is None else dbias.div_(divisor).to(bias.dtype),
         )
         return total / divisor
 
@@ -105,21 +103,28 @@ def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
 
 
 def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple[Tensor, Tensor | float | None]:
-    """The logits after scale and softcap in float32, and their derivative by the projection (``None`` for 1)."""
-    logits = logits.float()
+    """The logits after scale and softcap (then in float32), and their derivative by the projection (``None``: 1)."""
     slope: Tensor | float | None = scale
     if scale is not None:
-        logits = logits * scale
+        logits = logits.float() * scale
     if softcap is not None:
-        bounded = torch.tanh(logits / softcap)
+        bounded = torch.tanh(logits.float() / softcap)
         slope = (1.0 - bounded.square()) * (1.0 if scale is None else scale)
         logits = softcap * bounded
     return logits, slope
+
+
+def _exponential(logarithms: Tensor, dtype: torch.dtype) -> Tensor:
+    """``exp`` in ``dtype`` and one pass; takes the place of its input where they have one dtype."""
+    result = logarithms if logarithms.dtype == dtype else torch.empty_like(logarithms, dtype=dtype)
+    return torch.exp(logarithms, out=result)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b`` with ``total`` in float32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda:  # one pass over the total where the sum of two tensors would take three
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

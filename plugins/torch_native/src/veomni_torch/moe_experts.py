@@ -2,7 +2,8 @@
 
 Rows of all tokens' routes are gathered once in the order of their experts, so that each expert's rows are one slice.
 Where the device multiplies groups in one call (``torch.nn.functional.grouped_mm``, bf16 on CUDA from SM80) it does;
-elsewhere each slice is one product. Sums over a token's experts are taken in route order: results repeat bit for bit.
+elsewhere each slice is one product. A token's rows are then gathered and summed by a product with its weights, without
+atomics: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def standard(
 
     ``hidden[T, H]``, ``top_k_index[T, K]`` (``E`` and above is dropped), ``top_k_weights[T, K]``,
     ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
-    index; experts without tokens get zeros. Sums over experts are float32, rounded to hidden's dtype at the end.
+    index; experts without tokens get zeros. Sums over experts are float32, rounded to hidden's dtype at the end; the
+    weights enter them in hidden's dtype.
     """
     result: Tensor = _forward(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)[0]
     return result
@@ -33,15 +35,14 @@ def _forward(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, and what backward needs: pre-activations ``[T·K, 2I]``, the order of routes, the ends of groups."""
-    tokens, k = top_k_index.shape
+    k = top_k_index.shape[1]
     order, ends = _sorted_routes(top_k_index, gate_up_proj.shape[0])
     rows = hidden[order // k] if k else hidden[:0]
     pre = _grouped_product(rows, gate_up_proj.transpose(1, 2), ends)
     gate, up = pre.chunk(2, dim=-1)
     outputs = _grouped_product(F.silu(gate) * up, down_proj.transpose(1, 2), ends)
-    weights = _kept_weights(top_k_index, top_k_weights, gate_up_proj.shape[0])[order].unsqueeze(1)
-    result = _sum_routes(outputs.float() * weights, order, tokens, k).to(hidden.dtype)
-    return result, pre, order, ends
+    weights = _kept(top_k_index, top_k_weights, gate_up_proj.shape[0])
+    return _combine(outputs, weights, order, ends), pre, order, ends
 
 
 @_forward.register_fake
@@ -72,24 +73,29 @@ def _backward(
     """The gradients of hidden, weights, and both projections.
 
     The weight's gradient is the product of ``dresult`` with the expert's output, taken as
-    ``(dresult @ down) · activation``, for which the output need not be kept.
+    ``(dresult @ down) · activation``, for which the output need not be kept. Weights are multiplied into rows of width
+    ``I``, never of width ``H``.
     """
     tokens, k = top_k_index.shape
+    experts = gate_up_proj.shape[0]
     token = order // max(k, 1)
-    weights = _kept_weights(top_k_index, top_k_weights, gate_up_proj.shape[0])[order].unsqueeze(1)
+    weights = _kept(top_k_index, top_k_weights, experts).to(hidden.dtype).reshape(-1)[order].unsqueeze(1)
     drows = dresult[token]
     gate, up = pre.chunk(2, dim=-1)
     silu = F.silu(gate)
     activation = silu * up
     dactivation = _grouped_product(drows, down_proj, ends)
-    dweights = torch.empty_like(weights).squeeze(1)
+    dweights = torch.empty(order.shape, device=order.device)
     dweights[order] = (dactivation.float() * activation.float()).sum(dim=-1)
-    dweights = torch.where(top_k_index < gate_up_proj.shape[0], dweights.view(tokens, k), 0.0)
-    ddown = _grouped_outer(drows * weights.to(drows.dtype), activation, ends)
-    dactivation = dactivation * weights.to(dactivation.dtype)
+    dweights = _kept(top_k_index, dweights.view(tokens, k), experts)
+    ddown = _grouped_outer(drows, activation * weights, ends)
+    del drows, activation  # each as large as all routes; nothing below needs them
+    dactivation *= weights
     dpre = torch.cat((torch.ops.aten.silu_backward(dactivation * up, gate), dactivation * silu), dim=-1)
+    del dactivation, silu
     dgate_up = _grouped_outer(dpre, hidden[token], ends)
-    dhidden = _sum_routes(_grouped_product(dpre, gate_up_proj, ends).float(), order, tokens, k).to(hidden.dtype)
+    ones = _kept(top_k_index, torch.ones((), device=order.device), experts)
+    dhidden = _combine(_grouped_product(dpre, gate_up_proj, ends), ones, order, ends)
     return dhidden, dweights.to(top_k_weights.dtype), dgate_up, ddown
 
 
@@ -133,16 +139,21 @@ def _sorted_routes(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, ends.to(torch.int32)
 
 
-def _kept_weights(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
-    """The weight of each route in float32, zero for a dropped one."""
-    return torch.where(top_k_index < experts, top_k_weights.float(), 0.0).reshape(-1)
+def _kept(top_k_index: Tensor, values: Tensor, experts: int) -> Tensor:
+    """``values`` of the routes, zero for dropped ones: ``[T, K]``."""
+    return torch.where(top_k_index < experts, values, 0.0)
 
 
-def _sum_routes(rows: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
-    """Rows in expert order, summed per token in route order; no atomics, so the same bits every time."""
-    by_route = torch.empty_like(rows)
-    by_route[order] = rows
-    return by_route.view(tokens, k, rows.shape[-1]).sum(dim=1)
+def _combine(rows: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """``rows`` in expert order, summed per token with ``weights[T, K]``: ``[T, H]`` of the rows' dtype."""
+    tokens, k = weights.shape
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0], device=order.device)
+    # A dropped route has no row of its own, and a weight of zero for whichever row it is given.
+    place = torch.where(place < ends[-1], place, 0)
+    routes = rows[place].view(tokens, k, rows.shape[-1])
+    result = torch.bmm(weights.to(rows.dtype).unsqueeze(1), routes).squeeze(1)
+    return torch.where(ends[-1] > 0, result, 0.0)
 
 
 def _has_grouped_mm(rows: Tensor) -> bool:
@@ -155,12 +166,10 @@ def _has_grouped_mm(rows: Tensor) -> bool:
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's slice of ``rows[N, A]`` times its ``matrices[E, A, B]``; rows beyond the last end give zeros."""
+    """Each expert's slice of ``rows[N, A]`` times its ``matrices[E, A, B]``; rows beyond the last end hold anything."""
     if _has_grouped_mm(rows):
-        product = F.grouped_mm(rows, matrices, offs=ends)
-        covered = torch.arange(rows.shape[0], device=rows.device) < ends[-1]
-        return torch.where(covered.unsqueeze(1), product, 0.0)
-    product = rows.new_zeros(rows.shape[0], matrices.shape[2])
+        return F.grouped_mm(rows, matrices, offs=ends)
+    product = rows.new_empty(rows.shape[0], matrices.shape[2])
     for expert, group in _groups(ends):
         torch.mm(rows[group], matrices[expert], out=product[group])
     return product
@@ -169,9 +178,7 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """``left[g].T @ right[g]`` for each expert's slice ``g``: ``[E, A, B]``, zeros for an expert without rows."""
     if _has_grouped_mm(left):
-        product = F.grouped_mm(left.t(), right, offs=ends)
-        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-        return product.masked_fill(empty[:, None, None], 0.0)
+        return F.grouped_mm(left.t(), right, offs=ends)
     product = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
     for expert, group in _groups(ends):
         torch.mm(left[group].t(), right[group], out=product[expert])
