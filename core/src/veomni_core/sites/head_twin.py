@@ -1,0 +1,92 @@
+"""A model's own head and loss over a stand-in for its decoder, with a tiny vocabulary and no weight of the model's."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from veomni_core.sites import probe
+
+VOCABULARY, IGNORED = 11, -100
+# The layers between decoder and output projection are run at their real width: BERT's have 0.6 million numbers.
+_MOST_NUMBERS = 32_000_000
+
+
+def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, nn.Linear]:
+    """The twin, whose decoder gives ``hidden`` whatever it is called with, and the twin's output projection.
+
+    Raises:
+        LookupError: the model has no part that could be its decoder, or too large a part besides it.
+    """
+    sizes = {head.out_features: VOCABULARY}
+    tiny_head = nn.Linear(head.in_features, VOCABULARY, bias=head.bias is not None)
+    decoder = _decoder(model, head)
+    twin: Any = _copied(model, {id(head): tiny_head, id(decoder): _StandIn(decoder, hidden)}, sizes)
+    twin.config = copy.deepcopy(model.config)
+    for config in (twin.config, twin.config.get_text_config()):
+        config.vocab_size = VOCABULARY
+        config.output_router_logits = False
+    return twin.train(), tiny_head
+
+
+def _decoder(model: Any, head: nn.Module) -> nn.Module:
+    """The child that turns tokens into hidden states: the one of the class's ``base_model_prefix``, else the largest."""
+    others = [child for child in model.children() if not any(module is head for module in child.modules())]
+    named = getattr(model, model.base_model_prefix, None)
+    if any(child is named for child in others):
+        return named  # type: ignore[no-any-return]
+    if not others:
+        raise LookupError("it has no child besides the one with the output projection")
+    return max(others, key=lambda child: sum(parameter.numel() for parameter in child.parameters()))
+
+
+def _copied(module: nn.Module, replaced: dict[int, nn.Module], sizes: dict[int, int]) -> nn.Module:
+    """``module`` with ``replaced`` in place of some children, and random numbers for all that is left."""
+    twin = probe.bare_copy(module)
+    for tensors, source in ((twin._parameters, module._parameters), (twin._buffers, module._buffers)):
+        for name, value in source.items():
+            tensors[name] = None if value is None else _random_like(value, sizes)  # type: ignore[index,assignment]
+    for name, child in module._modules.items():
+        if child is not None:
+            child = replaced[id(child)] if id(child) in replaced else _copied(child, replaced, sizes)
+        twin._modules[name] = child
+    probe.resize_attributes(twin, sizes)
+    return twin
+
+
+def _random_like(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
+    shape = [sizes.get(size, size) for size in tensor.shape]
+    numbers = 1
+    for size in shape:
+        numbers *= size
+    if numbers > _MOST_NUMBERS:
+        raise LookupError(f"a tensor of {numbers / 1e6:.0f} million numbers lies between its decoder and its loss")
+    return probe.random(*shape, scale=max(shape[-1:] or [1]) ** -0.5)
+
+
+@dataclass
+class _Output(MoeModelOutputWithPast):
+    """Any decoder's output: what it was not given is ``None``."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _StandIn(nn.Module):
+    """Gives fixed hidden states, whatever it is called with; its settings are the real decoder's."""
+
+    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        vars(self).update(_real=real, _hidden=hidden)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _Output(last_hidden_state=self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(vars(self)["_real"], name)
+        return _StandIn(value, vars(self)["_hidden"]) if isinstance(value, nn.Module) else value
