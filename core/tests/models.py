@@ -67,7 +67,7 @@ EVERY_KERNEL = {"preset": "eager", **dict.fromkeys(
 
 def build(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A model of ``family`` in training mode, with weights drawn from ``seed``."""
-    config = CONFIG_MAPPING[family](**{**_SMALL, **_EXTRA[family], **overrides})
+    config = CONFIG_MAPPING[family](**{**_SMALL, **_EXTRA.get(family, {}), **overrides})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, FAMILIES, build, step, tokens
-from veomni_core import OpsConfig, bind, binding_of, find_sites, make_plan
+from veomni_core import KernelSpec, OpsConfig, bind, binding_of, find_sites, make_plan
 from veomni_core.errors import BindingError, BoundModelPickleError, ConformanceError, KernelLoadError
+from veomni_core.ops import cross_entropy_loss
 
 REGISTRY = counting_registry("one")
 
@@ -342,10 +344,45 @@ def test_labels_may_be_given_by_position_and_in_a_model_that_failed_before():
     torch.testing.assert_close(model(*arguments).loss, eager(*arguments).loss)
 
 
-def test_a_softcap_between_head_and_loss_leaves_the_loss_eager():
-    model = build("gemma3_text", final_logit_softcapping=5.0)
+@pytest.mark.parametrize(
+    "family, setting, options",
+    [
+        ("gemma3_text", {"final_logit_softcapping": 5.0}, {"softcap": 5.0, "scale": None}),
+        ("cohere", {"logit_scale": 0.25}, {"softcap": None, "scale": 0.25}),
+        ("granite", {"logits_scaling": 8.0}, {"softcap": None, "scale": 0.125}),
+    ],
+)
+def test_a_softcap_or_scale_between_head_and_loss_reaches_the_kernel(family, setting, options, monkeypatch):
+    seen = []
+    contract = cross_entropy_loss.CONTRACTS["causal"]
+
+    def kernel(*args, **kwargs):
+        seen.append({name: kwargs[name] for name in options})
+        return contract.reference(*args, **kwargs)
+
+    monkeypatch.setattr(KernelSpec, "load", lambda spec: kernel)
+    model, eager = build(family, **setting), build(family, **setting)
+    bind(model, {"preset": "eager", "cross_entropy_loss_implementation": "one"}, registry=REGISTRY)
+    (found, gradients), (wanted, wanted_gradients) = step(model), step(eager)
+    assert seen == [options]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_clamp_between_head_and_loss_leaves_the_loss_eager():
+    model = build("llama")
+    head_forward = type(model.lm_head).forward
+
+    class Clamped(type(model)):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state).clamp(-1, 1)
+            return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+    model.__class__ = Clamped
     (site,) = [site for site in find_sites(model, REGISTRY) if site.op_name == "cross_entropy_loss"]
-    assert site.variant is None and "does something in between" in site.evidence
+    assert site.variant is None
+    assert "something between its output projection and its loss needs the logits" in site.evidence
+    assert type(model.lm_head).forward is head_forward
 
 
 def test_verify_runs_the_kernels_on_this_device_first(install, monkeypatch):

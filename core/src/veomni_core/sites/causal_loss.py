@@ -1,7 +1,7 @@
 """cross_entropy_loss/causal sites: language models whose loss is the cross entropy of an output projection's logits.
 
-The fused kernel needs the hidden states and the head's weight, while a model hands logits to a loss. So, in training with
-labels, the bound head gives :class:`LazyLogits`, which ask the head for the loss when a cross entropy is taken of them.
+The fused kernel needs the hidden states and the head's weight, while a model hands logits to a loss. So, in training
+with labels, the bound head gives :class:`LazyLogits`, which ask it for the loss when a cross entropy is taken of them.
 The head runs as the module that it is, with its hooks, so a sharded weight is whole where the kernel reads it.
 """
 
@@ -20,10 +20,8 @@ from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.head_twin import IGNORED, VOCABULARY, head_twin
-from veomni_core.sites.lazy_logits import LazyLogits, LogitsRequest, LossRequest
+from veomni_core.sites.lazy_logits import DEFER, LazyLogits, LogitsRequest, LossRequest
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
-
-_DEFER = "_veomni_defer_logits"
 
 
 class CausalLosses:
@@ -46,7 +44,7 @@ class CausalLosses:
 
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
     head = module.get_output_embeddings()
-    yield AttributeChange(head, _DEFER, False)
+    yield AttributeChange(head, DEFER, False)
     yield AttributeChange(head, "forward", MethodType(_deferring_head(current_forward(head), kernel), head))
     yield AttributeChange(module, "forward", MethodType(_deferring_model(current_forward(module)), module))
 
@@ -64,11 +62,11 @@ def _deferring_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if labels is None or not self.training:
             return original(self, *args, **kwargs)
         head = self.get_output_embeddings()
-        setattr(head, _DEFER, True)
+        setattr(head, DEFER, True)
         try:
             return original(self, *args, **kwargs)
         finally:
-            setattr(head, _DEFER, False)
+            setattr(head, DEFER, False)
 
     return forward
 
@@ -88,7 +86,7 @@ def _deferring_head(original: Callable[..., Any], kernel: Kernel) -> Callable[..
             )
         if isinstance(input, LogitsRequest):
             return original(self, input.hidden)
-        if self._veomni_defer_logits:
+        if getattr(self, DEFER):
             return LazyLogits(input, self)
         return original(self, input)
 
@@ -96,7 +94,7 @@ def _deferring_head(original: Callable[..., Any], kernel: Kernel) -> Callable[..
 
 
 def _prove(model: Any, head: Any) -> tuple[str | None, str]:
-    """Run the model's own head and loss twice over stand-ins for its decoder: as they are, and bound to the reference."""
+    """Run the model's own head and loss twice over a stand-in for its decoder: as they are, and bound."""
     if not isinstance(head, nn.Linear):
         return None, f"the output projection is {type(head).__name__}, expected a plain linear"
     with probe.seeded():
@@ -167,4 +165,3 @@ def _loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"its loss is a {type(loss).__name__}, expected a tensor")
     return loss
-

@@ -34,7 +34,7 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
 
 
 def _decoder(model: Any, head: nn.Module) -> nn.Module:
-    """The child that turns tokens into hidden states: the one of the class's ``base_model_prefix``, else the largest."""
+    """The child that turns tokens into hidden states: the class's ``base_model_prefix`` names it, else the largest."""
     others = [child for child in model.children() if not any(module is head for module in child.modules())]
     named = getattr(model, model.base_model_prefix, None)
     if any(child is named for child in others):

@@ -1,8 +1,9 @@
 """Logits that are computed when something looks at them: what a bound output projection gives during training.
 
-A loss that is fused with the projection takes hidden states where plain code takes logits. So everything that commutes
-with the projection (choosing, flattening and shifting positions) is done to the hidden states, a scale and a softcap are
-noted, and the cross entropy is asked of the head. Anything else gets the real logits, with their gradient.
+A loss that is fused with the projection takes hidden states where plain code takes logits. So everything that
+commutes with the projection (choosing, flattening and shifting positions) is done to the hidden states, a scale and a
+softcap are noted, and the cross entropy is asked of the head. Anything else, and anybody after the model's forward is
+over, gets the real logits, with their gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+DEFER = "_veomni_defer_logits"
 
 
 class LogitsRequest:
@@ -71,24 +74,24 @@ class LazyLogits:
         """As :meth:`torch.Tensor.dim`."""
         return self.hidden.dim()
 
-    def contiguous(self) -> LazyLogits:
+    def contiguous(self) -> Any:
         """Itself: there is nothing in memory yet."""
-        return self
+        return self if self._deferring else self.materialize().contiguous()
 
-    def float(self) -> LazyLogits:
-        """Itself: kernels compute in float32, and so does whoever wants the value."""
-        return self
+    def float(self) -> Any:
+        """Itself: kernels compute in float32."""
+        return self if self._deferring else self.materialize().float()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself where the target is the device it is on, or float32."""
-        if not kwargs and len(args) == 1 and args[0] in (self.device, torch.float32):
+        if self._deferring and not kwargs and len(args) == 1 and args[0] in (self.device, torch.float32):
             return self
         return self.materialize().to(*args, **kwargs)
 
     def view(self, *shape: Any) -> Any:
         """Another shape of the positions; one that splits the vocabulary needs the logits."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if sizes[-1] == self.shape[-1]:
+        if self._deferring and sizes[-1] == self.shape[-1]:
             return self._moved(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
         return self.materialize().reshape(*sizes)
 
@@ -98,19 +101,20 @@ class LazyLogits:
 
     def tanh(self) -> Any:
         """The first half of a softcap."""
-        if self.capped:
+        if self.capped or not self._deferring:
             return self.materialize().tanh()
         capped = self._moved(self.hidden)
         capped.capped = True
         return capped
 
     def __getitem__(self, index: Any) -> Any:
-        if _keeps_last(index, self.dim()):
+        if self._deferring and _keeps_last(index, self.dim()):
             return self._moved(self.hidden[index])
         return self.materialize()[index]
 
     def __mul__(self, other: Any) -> Any:
-        if not isinstance(other, (int, float)) or (self.capped and self.softcap is not None):
+        scalar = isinstance(other, (int, float)) and self._deferring
+        if not scalar or (self.capped and self.softcap is not None):
             return self.materialize() * other
         result = self._moved(self.hidden)
         result.scale *= other
@@ -122,7 +126,7 @@ class LazyLogits:
         return self * other
 
     def __truediv__(self, other: Any) -> Any:
-        if isinstance(other, (int, float)) and not self.capped:
+        if isinstance(other, (int, float)) and self._deferring and not self.capped:
             return self * (1.0 / other)
         return self.materialize() / other
 
@@ -153,6 +157,11 @@ class LazyLogits:
                 return loss
         return function(*_real(args), **_real(kwargs or {}))
 
+    @property
+    def _deferring(self) -> bool:
+        """Whether the model's forward is still running; what it returns is for eyes that want logits."""
+        return bool(getattr(self.head, DEFER))
+
     def _moved(self, hidden: Tensor) -> LazyLogits:
         twin = LazyLogits(hidden, self.head, self.scale, self.softcap)
         twin.capped = self.capped
@@ -170,7 +179,7 @@ class LazyLogits:
     ) -> Any:
         """The head's fused loss, or ``None`` for a loss that is not plain cross entropy over flat positions."""
         plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-        flat = self.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+        flat = self._deferring and self.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
         if not plain or not flat or reduction not in ("mean", "sum") or (self.capped and self.softcap is None):
             return None
         items = None if reduction == "mean" else 1
@@ -195,4 +204,3 @@ def _real(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _real(item) for key, item in value.items()}
     return value
-
