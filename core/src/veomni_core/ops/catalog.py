@@ -39,6 +39,14 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         },
     ),
     OpSpec(
+        name="rms_norm_gated",
+        variants=("standard", "sigmoid", "gate_first"),
+        config_field="rms_norm_gated_implementation",
+        default="eager",
+        contract="veomni_core.ops.rms_norm_gated:CONTRACTS",
+        description="root-mean-square normalisation with a gate",
+    ),
+    OpSpec(
         name="rotary_pos_emb",
         variants=("full", "partial"),
         config_field="rotary_pos_emb_implementation",
@@ -54,7 +62,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
     OpSpec(
         name="swiglu_mlp",
-        variants=("standard", "gelu_tanh"),
+        variants=("standard", "gelu_tanh", "gelu"),
         config_field="swiglu_mlp_implementation",
         default="liger_kernel",
         contract="veomni_core.ops.swiglu_mlp:CONTRACTS",
@@ -105,6 +113,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
 # Rules that clone a function come before those that wrap it, so that a clone never has to look through a wrapper.
 BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("norm modules", "veomni_core.sites.norms:NormModules", order=10),
+    SiteRule("gated norm modules", "veomni_core.sites.gated_norms:GatedNormModules", order=10),
     SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps:GatedMlpModules", order=10),
     SiteRule("experts modules", "veomni_core.sites.experts:ExpertsModules", order=10),
     SiteRule("rotary functions", "veomni_core.sites.rotary:RotaryFunctions", order=20),

@@ -19,6 +19,11 @@ def standard(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu(gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` with the exact error function; a kernel may keep the activation in float32."""
+    return F.gelu(gate) * up
+
+
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate, approximate="tanh") * up``; a kernel may keep the activation in float32."""
     return F.gelu(gate, approximate="tanh") * up
@@ -49,5 +54,5 @@ GRADIENTS = {
 
 CONTRACTS = {
     reference.__name__: Contract("swiglu_mlp", reference.__name__, reference, samples, VALUES, GRADIENTS)
-    for reference in (standard, gelu_tanh)
+    for reference in (standard, gelu_tanh, gelu)
 }

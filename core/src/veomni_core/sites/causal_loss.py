@@ -104,8 +104,9 @@ def _prove(model: Any, head: Any) -> tuple[str | None, str]:
             return None, why_not
         labels = torch.randint(VOCABULARY, (2, 5))
         labels[0, 3] = IGNORED
+        twin, twin_head = built
         for options in _options(model):
-            why_not = _mismatch(*built, hidden, labels, options)
+            why_not = _mismatch(twin, twin_head, hidden, labels, options)
             if why_not:
                 return None, why_not
     return "causal", "its own head, run on a stand-in for the decoder, gave the reference's loss and gradients"

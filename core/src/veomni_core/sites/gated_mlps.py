@@ -1,9 +1,14 @@
-"""swiglu_mlp sites: modules that compute ``down(act(gate(x)) * up(x))`` with three linears of their own."""
+"""swiglu_mlp sites: modules that compute ``down(act(gate(x)) * up(x))`` with linears of their own.
+
+Gate and up may be two linears or the halves of one. The linears stay the modules that they are, so that LoRA, tensor
+parallel and quantised linears keep working.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -14,40 +19,52 @@ from veomni_core.sites import probe
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
 _HIDDEN, _INTERMEDIATE = 8, 12
+Modules = dict[str, Any]
+Layout = tuple[str, ...]
 
 
 class GatedMlpModules:
-    """Finds gated MLPs by running their own code on tiny linears; the linears stay the modules that they are."""
+    """Finds gated MLPs by running their own code on tiny linears."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        proofs: dict[Any, tuple[str | None, str, tuple[str, ...]]] = {}
+        proofs: dict[Any, tuple[str | None, str, Layout] | None] = {}
         for path, module in model.named_modules():
             linears = _linears(module)
-            if not _is_gated_shape(linears):
+            if not _is_gated_shape(linears) or not _takes_one_tensor(module):
                 continue
             key = probe.behaviour(module)
             if key not in proofs:
                 proofs[key] = _prove(module, linears)
-            variant, evidence, roles = proofs[key]
-            detail = dict(zip(("gate", "up", "down"), roles, strict=False))
-            yield Site("swiglu_mlp", path, rule, variant, evidence, probe.parameter_dtype(module), detail)
+            proof = proofs[key]
+            if proof is not None:
+                variant, evidence, layout = proof
+                detail = {"layout": list(layout)}
+                yield Site("swiglu_mlp", path, rule, variant, evidence, probe.parameter_dtype(module), detail)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
-        forward = _gated(kernel, site.detail["gate"], site.detail["up"], site.detail["down"])
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield AttributeChange(module, "forward", MethodType(_gated(kernel, tuple(site.detail["layout"])), module))
 
 
-def _gated(kernel: Kernel, gate: str, up: str, down: str) -> Kernel:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        modules = self._modules
-        return modules[down](kernel(modules[gate](x), modules[up](x)))  # type: ignore[misc,no-any-return]
+def _gated(kernel: Kernel, layout: Layout) -> Kernel:
+    """A forward for ``(gate, up, down)``, or for ``(packed, down)`` whose first half is the gate."""
 
-    return forward
+    def separate(self: nn.Module, x: Tensor) -> Tensor:
+        modules: Modules = self._modules
+        gate, up, down = layout
+        return modules[down](kernel(modules[gate](x), modules[up](x)))  # type: ignore[no-any-return]
+
+    def packed(self: nn.Module, x: Tensor) -> Tensor:
+        modules: Modules = self._modules
+        both, down = layout
+        gate, up = modules[both](x).chunk(2, dim=-1)
+        return modules[down](kernel(gate, up))  # type: ignore[no-any-return]
+
+    return separate if len(layout) == 3 else packed
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Module]:
+def _linears(module: nn.Module) -> dict[str, Any]:
     return {
         name: child
         for name, child in module._modules.items()
@@ -55,49 +72,75 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _is_gated_shape(linears: dict[str, nn.Module]) -> bool:
-    shapes = [(child.in_features, child.out_features) for child in linears.values()]
-    return len(shapes) == 3 and any(
-        shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in itertools.permutations(range(3))
-    )
+def _is_gated_shape(linears: dict[str, Any]) -> bool:
+    return any(True for _ in _layouts(linears))
 
 
-def _prove(module: nn.Module, linears: dict[str, nn.Module]) -> tuple[str | None, str, tuple[str, ...]]:
+def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
+    """The roles that the linears' shapes allow."""
+    shape = {name: (child.in_features, child.out_features) for name, child in linears.items()}
+    if len(linears) == 3:
+        for gate, up, down in itertools.permutations(linears):
+            if shape[gate] == shape[up] == shape[down][::-1]:
+                yield gate, up, down
+    if len(linears) == 2:
+        for both, down in itertools.permutations(linears):
+            if shape[both] == (shape[down][1], 2 * shape[down][0]):
+                yield both, down
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """Whether the forward asks for one argument, as an MLP's does and an attention's doesn't."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 1
+
+
+def _prove(module: nn.Module, linears: dict[str, Any]) -> tuple[str | None, str, Layout] | None:
+    """Variant, evidence and layout; ``None`` for square linears that don't run alone: queries, keys and values."""
+    layouts = list(_layouts(linears))
+    hidden = linears[layouts[0][0]].in_features
     with probe.seeded():
         twin = probe.bare_copy(module)
         twin._modules.update(module._modules)
-        hidden = _hidden_size(linears)
         for name, child in linears.items():
-            widths = (_HIDDEN, _INTERMEDIATE) if child.in_features == hidden else (_INTERMEDIATE, _HIDDEN)
-            twin._modules[name] = nn.Linear(*widths, bias=getattr(child, "bias", None) is not None)
+            twin._modules[name] = nn.Linear(
+                _tiny(child.in_features, hidden, linears, layouts),
+                _tiny(child.out_features, hidden, linears, layouts),
+                bias=getattr(child, "bias", None) is not None,
+            )
         twin.training = True
         x = probe.random(2, 3, _HIDDEN).requires_grad_()
         found, error = probe.attempt(lambda: type(module).forward(twin, x))
         if error:
-            return None, error, ()
+            square = all(child.in_features == child.out_features for child in linears.values())
+            return None if square else (None, error, ())
         if not isinstance(found, Tensor):
             return None, f"gives a {type(found).__name__}, expected a tensor", ()
-        return _match(twin, tuple(linears), x, found)
+        return _match(twin, layouts, x, found)
 
 
-def _hidden_size(linears: dict[str, nn.Module]) -> int:
-    """The width that two linears take in and one gives out."""
-    widths = [child.in_features for child in linears.values()]
-    return max(widths, key=widths.count)  # type: ignore[arg-type,return-value]
+def _tiny(width: int, hidden: int, linears: dict[str, Any], layouts: list[Layout]) -> int:
+    if width == hidden:
+        return _HIDDEN
+    intermediate = linears[layouts[0][-1]].in_features
+    return _INTERMEDIATE if width == intermediate else 2 * _INTERMEDIATE
 
 
-def _match(
-    twin: nn.Module, names: tuple[str, ...], x: Tensor, found: Tensor
-) -> tuple[str | None, str, tuple[str, ...]]:
+def _match(twin: nn.Module, layouts: list[Layout], x: Tensor, found: Tensor) -> tuple[str | None, str, Layout]:
     misses = []
     for variant, contract in CONTRACTS.items():
-        for gate, up, down in itertools.permutations(names):
-            linear = {name: twin._modules[name] for name in names}
-            if linear[gate].in_features != _HIDDEN or linear[up].in_features != _HIDDEN:  # type: ignore[union-attr]
+        for layout in layouts:
+            wanted, error = probe.attempt(_bound(twin, contract.reference, layout, x))
+            if error:  # roles that the real shapes allow and the tiny ones don't
                 continue
-            wanted = linear[down](contract.reference(linear[gate](x), linear[up](x)))  # type: ignore[misc]
             if probe.close(found, wanted) and probe.gradients_close(found, wanted, (x, *twin.parameters())):
-                return variant, "its own code gave the reference's values and gradients", (gate, up, down)
+                return variant, "its own code gave the reference's values and gradients", layout
             misses.append((probe.largest_miss(found, wanted), variant))
     by_how_much, nearest = min(misses)
-    return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.1%}", ()
+    return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.2%}", ()
+
+
+def _bound(twin: nn.Module, reference: Kernel, layout: Layout, x: Tensor) -> Callable[[], Tensor]:
+    return lambda: _gated(reference, layout)(twin, x)

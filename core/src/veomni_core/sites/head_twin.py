@@ -37,11 +37,12 @@ def _decoder(model: Any, head: nn.Module) -> nn.Module:
     """The child that turns tokens into hidden states: the class's ``base_model_prefix`` names it, else the largest."""
     others = [child for child in model.children() if not any(module is head for module in child.modules())]
     named = getattr(model, model.base_model_prefix, None)
-    if any(child is named for child in others):
-        return named  # type: ignore[no-any-return]
+    if isinstance(named, nn.Module) and any(child is named for child in others):
+        return named
     if not others:
         raise LookupError("it has no child besides the one with the output projection")
-    return max(others, key=lambda child: sum(parameter.numel() for parameter in child.parameters()))
+    largest: nn.Module = max(others, key=lambda child: sum(parameter.numel() for parameter in child.parameters()))
+    return largest
 
 
 def _copied(module: nn.Module, replaced: dict[int, nn.Module], sizes: dict[int, int]) -> nn.Module:

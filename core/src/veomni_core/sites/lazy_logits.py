@@ -38,10 +38,11 @@ class LossRequest:
 class LazyLogits:
     """Stands for ``head(hidden)``, times a scale and capped where that was asked, until its value is needed."""
 
-    def __init__(self, hidden: Tensor, head: nn.Module, scale: float = 1.0, softcap: float | None = None) -> None:
+    def __init__(self, hidden: Tensor, head: nn.Module) -> None:
         self.hidden, self.head = hidden, head
-        self.scale, self.softcap = scale, softcap
+        self.scale = 1.0
         self.capped = False
+        self.softcap: Any = None
 
     def materialize(self) -> Tensor:
         """The logits, as the head's own code computes them."""
@@ -54,7 +55,8 @@ class LazyLogits:
     @property
     def shape(self) -> torch.Size:
         """The shape of the logits; needs no logits."""
-        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))  # type: ignore[union-attr]
+        vocabulary: int = self.head.weight.shape[0]  # type: ignore[union-attr,index,assignment]
+        return torch.Size((*self.hidden.shape[:-1], vocabulary))
 
     @property
     def device(self) -> torch.device:
@@ -77,10 +79,6 @@ class LazyLogits:
     def contiguous(self) -> Any:
         """Itself: there is nothing in memory yet."""
         return self if self._deferring else self.materialize().contiguous()
-
-    def float(self) -> Any:
-        """Itself: kernels compute in float32."""
-        return self if self._deferring else self.materialize().float()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself where the target is the device it is on, or float32."""
@@ -119,7 +117,7 @@ class LazyLogits:
         result = self._moved(self.hidden)
         result.scale *= other
         if self.capped:  # tanh(s z) c = c tanh(s c z / c)
-            result.softcap = float(other)
+            result.softcap = other
         return result
 
     def __rmul__(self, other: Any) -> Any:
@@ -142,6 +140,10 @@ class LazyLogits:
     def __neg__(self) -> Tensor:
         return -self.materialize()
 
+    def float(self) -> Any:
+        """Itself: kernels compute in float32."""
+        return self if self._deferring else self.materialize().float()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.materialize(), name)
 
@@ -163,8 +165,8 @@ class LazyLogits:
         return bool(getattr(self.head, DEFER))
 
     def _moved(self, hidden: Tensor) -> LazyLogits:
-        twin = LazyLogits(hidden, self.head, self.scale, self.softcap)
-        twin.capped = self.capped
+        twin = LazyLogits(hidden, self.head)
+        twin.scale, twin.capped, twin.softcap = self.scale, self.capped, self.softcap
         return twin
 
     def _cross_entropy(
@@ -175,7 +177,7 @@ class LazyLogits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Any = 0.0,
     ) -> Any:
         """The head's fused loss, or ``None`` for a loss that is not plain cross entropy over flat positions."""
         plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0

@@ -32,6 +32,8 @@ class NormModules:
             eps = _eps(module)
             if eps is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
                 continue
+            if probe.takes(module, "gate"):  # another op
+                continue
             key = probe.behaviour(module)
             if key not in proofs:
                 proofs[key] = _prove(module, eps)
@@ -41,7 +43,8 @@ class NormModules:
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
         module, eps = model.get_submodule(site.path), site.detail["eps"]
-        forward = _weighted(kernel, eps) if module._parameters else _unweighted(kernel, eps)
+        weighted = module._parameters.get("weight") is not None
+        forward = (_weighted if weighted else _unweighted)(kernel, eps)
         yield AttributeChange(module, "forward", MethodType(forward, module))
 
 
@@ -66,11 +69,8 @@ def _eps(module: nn.Module) -> float | None:
 
 def _prove(module: nn.Module, eps: float) -> tuple[str | None, str]:
     names = [name for name, value in module._parameters.items() if value is not None]
-    if names not in ([], ["weight"]) or module._buffers:
-        return (
-            None,
-            f"has parameters {names or 'none'} and buffers {list(module._buffers)}, expected one weight or none",
-        )
+    if names not in ([], ["weight"]):
+        return None, f"has parameters {names}, expected one weight or none"
     tried = []
     with probe.seeded():
         for variant, contract in CONTRACTS.items():
@@ -108,6 +108,11 @@ def _mismatch(module: nn.Module, reference: Kernel, eps: float, weighted: bool) 
 
 def _run(module: nn.Module, weight: Tensor | None, x: Tensor) -> Any:
     twin = probe.bare_copy(module)
+    if "normalized_shape" in vars(twin):  # torch's own norm
+        vars(twin)["normalized_shape"] = (_WIDTH,)
+    for name, value in module._buffers.items():
+        # Random numbers: a norm whose result depends on a buffer matches nothing.
+        twin._buffers[name] = None if value is None else probe.random(_WIDTH, dtype=x.dtype)
     if weight is not None:
         twin._parameters["weight"] = weight  # type: ignore[assignment]
         probe.resize_attributes(twin, {module._parameters["weight"].shape[-1]: _WIDTH})  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,15 @@ SEED = 20  # any; the probes' random inputs must only be the same in every proce
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
-    """``module`` without its parameters, buffers, children and hooks; the caller puts tiny ones in their place."""
+    """``module`` without its parameters, buffers, children and hooks; the caller puts tiny ones in their place.
+
+    What is registered as ``None`` stays so, since its code asks for it.
+    """
     # Not copy.copy: FSDP2 gives its modules a __new__ that builds them anew.
     twin: nn.Module = object.__new__(type(module))
-    vars(twin).update(vars(module), _parameters={}, _buffers={}, _modules={}, _forward_hooks={}, _forward_pre_hooks={})
+    vars(twin).update(vars(module), _modules={}, _forward_hooks={}, _forward_pre_hooks={})
+    for tensors in ("_parameters", "_buffers"):
+        vars(twin)[tensors] = {name: None for name, value in vars(module)[tensors].items() if value is None}
     vars(twin).pop("forward", None)
     return twin
 
@@ -100,6 +106,11 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str]:
         return function(), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the forward of the module's class has a parameter of that name."""
+    return name in inspect.signature(type(module).forward).parameters
 
 
 def parameter_dtype(module: nn.Module) -> str | None:

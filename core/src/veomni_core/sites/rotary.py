@@ -48,6 +48,8 @@ def _prove(
 ) -> tuple[str | None, str, dict[str, Any]]:
     if len(widths) != 1:
         return None, f"the model's rotary widths are {widths or 'unknown'}, expected one", {}
+    if "config" not in vars(module):
+        return None, "it keeps no config that says how wide its input is", {}
     call, why_not = _traced_call(module, functions, widths[0])
     if call is None:
         return None, why_not, {}

@@ -41,7 +41,7 @@ def veomni_kernels() -> list[KernelSpec]:
                 description="saves only its inputs",
                 preference=_PREFERENCE,
             )
-            for variant in ("standard", "gelu_tanh")
+            for variant in ("standard", "gelu_tanh", "gelu")
         ),
         KernelSpec(
             name="chunk_loss",

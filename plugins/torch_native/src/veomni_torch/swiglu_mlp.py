@@ -17,7 +17,12 @@ def standard(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with GELU's tanh approximation; shapes ``[..., I]``."""
-    return _GeluMul.apply(gate, up)  # type: ignore[no-any-return]
+    return _GeluMul.apply(gate, up, "tanh")  # type: ignore[no-any-return]
+
+
+def gelu(gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` with the exact error function; shapes ``[..., I]``."""
+    return _GeluMul.apply(gate, up, "none")  # type: ignore[no-any-return]
 
 
 class _SiluMul(Function):
@@ -34,12 +39,13 @@ class _SiluMul(Function):
 
 class _GeluMul(Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.gelu(gate, approximate="tanh") * up
+        ctx.approximate = approximate
+        return F.gelu(gate, approximate=approximate) * up
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
-        return dgate, dy * F.gelu(gate, approximate="tanh")
+        dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate=ctx.approximate)
+        return dgate, dy * F.gelu(gate, approximate=ctx.approximate), None

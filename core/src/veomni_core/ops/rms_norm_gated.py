@@ -1,0 +1,81 @@
+"""rms_norm_gated: root-mean-square normalisation with a gate, as the mixers of state-space and linear-attention models.
+
+``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def standard(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """``weight * (x / rms(x)) * silu(gate)``: rounded to x's dtype before the weight and at the end (Qwen3-Next)."""
+    wide = compute_dtype(x)
+    return ((weight * _normalised(x.to(wide), eps).to(x.dtype)) * F.silu(gate.to(wide))).to(x.dtype)
+
+
+def sigmoid(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """``weight * (x / rms(x)) * sigmoid(gate)`` in float32, rounded once at the end (Kimi Linear)."""
+    wide = compute_dtype(x)
+    return (weight.to(wide) * _normalised(x.to(wide), eps) * torch.sigmoid(gate.to(wide))).to(x.dtype)
+
+
+def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, per group, rounded before the weight (Mamba 2)."""
+    wide = compute_dtype(x)
+    gated = x.to(wide) * F.silu(gate.to(wide))
+    groups = gated.unflatten(-1, (-1, group_size or x.shape[-1]))
+    return weight * _normalised(groups, eps).flatten(-2).to(x.dtype)
+
+
+def _samples(group_size: int | None) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        draw = Draw(device, dtype)
+
+        def problem(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, float]:
+            weight = leaf(draw.normal(shape[-1], scale=0.3, shift=1.0))
+            return leaf(draw.normal(*shape, scale=scale)), leaf(draw.normal(*shape)), weight, 1e-6
+
+        options = {"group_size": group_size}
+        yield Sample("odd rows", problem(3, 5, 96), options)
+        yield Sample("large values", problem(4, 128, scale=50.0), options)
+        yield Sample("no rows", problem(0, 64), options)
+        x, gate, weight, eps = problem(12, 64)
+        yield Sample("every other row", (leaf(x.detach()[::2]), leaf(gate.detach()[::2]), weight, eps), options)
+
+    return samples
+
+
+VALUES = {
+    "float32": Tolerance(element=4e-6, norm=1e-6),
+    "bfloat16": Tolerance(element=2e-2, norm=6e-3),
+    "float16": Tolerance(element=2.5e-3, norm=8e-4),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
+    "float16": Tolerance(element=5e-3, norm=1.3e-3),
+}
+ROUNDING = {"bfloat16": 0.03, "float16": 0.03}
+
+
+def _contract(variant: str, reference: Callable[..., Tensor], group_size: int | None = None) -> Contract:
+    samples = _samples(group_size)
+    return Contract("rms_norm_gated", variant, reference, samples, VALUES, GRADIENTS, ROUNDING)
+
+
+CONTRACTS = {
+    "standard": _contract("standard", standard),
+    "sigmoid": _contract("sigmoid", sigmoid),
+    "gate_first": _contract("gate_first", gate_first, group_size=32),
+}
