@@ -24,7 +24,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
     OpSpec(
         name="rms_norm",
-        variants=("standard", "cast_after", "offset", "unweighted"),
+        variants=("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale"),
         config_field="rms_norm_implementation",
         default="liger_kernel",
         contract="veomni_core.ops.rms_norm:CONTRACTS",

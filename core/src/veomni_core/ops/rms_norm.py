@@ -40,6 +40,12 @@ def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     return _normalised(x, eps).to(x.dtype)
 
 
+def unweighted_rounded_scale(x: Tensor, weight: None, eps: float) -> Tensor:
+    """``x * (1 / rms(x))`` with ``1 / rms(x)`` rounded to x's dtype first (DeepSeek-V4); ``weight`` is ``None``."""
+    wide = x.to(compute_dtype(x))
+    return x * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps).to(x.dtype)
+
+
 def _samples(weighted: bool, weight_shift: float) -> object:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
@@ -91,4 +97,5 @@ CONTRACTS = {
     "cast_after": _contract("cast_after", cast_after),
     "offset": _contract("offset", offset, weight_shift=0.0),
     "unweighted": _contract("unweighted", unweighted, weighted=False),
+    "unweighted_rounded_scale": _contract("unweighted_rounded_scale", unweighted_rounded_scale, weighted=False),
 }

@@ -30,7 +30,7 @@ def veomni_kernels() -> list[KernelSpec]:
                 description="saves its input and one number per row",
                 preference=_PREFERENCE,
             )
-            for variant in ("standard", "cast_after", "offset", "unweighted")
+            for variant in ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
         ),
         *(
             KernelSpec(

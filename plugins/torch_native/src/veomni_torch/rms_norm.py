@@ -30,7 +30,12 @@ def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x / rms(x)`` in float32, rounded to x's dtype at the end."""
-    return _Unweighted.apply(x, eps)  # type: ignore[no-any-return]
+    return _Unweighted.apply(x, eps, False)  # type: ignore[no-any-return]
+
+
+def unweighted_rounded_scale(x: Tensor, weight: None, eps: float) -> Tensor:
+    """``x * (1 / rms(x))`` with ``1 / rms(x)`` rounded to x's dtype first."""
+    return _Unweighted.apply(x, eps, True)  # type: ignore[no-any-return]
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -41,15 +46,15 @@ def _reciprocal_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 class _Unweighted(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float, round_scale: bool) -> Tensor:
         x32, reciprocal = _reciprocal_rms(x, eps)
         ctx.save_for_backward(x, reciprocal)
-        return (x32 * reciprocal).to(x.dtype)
+        return x * reciprocal.to(x.dtype) if round_scale else (x32 * reciprocal).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         x, reciprocal = ctx.saved_tensors
-        return _input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None
+        return _input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None, None
 
 
 class _Weighted(Function):

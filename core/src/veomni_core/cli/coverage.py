@@ -1,0 +1,44 @@
+"""``veomni coverage``: what can be bound in every model type of the installed transformers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veomni_core.cli.output import AsJson, print_json
+from veomni_core.discovery import discover
+from veomni_core.tables import render_table
+
+
+def coverage(
+    transformers_models: Annotated[str, typer.Option(help="Which models: all, causal or vlm.")] = "causal",
+    page: Annotated[Path | None, typer.Option(help="Write the whole account to this Markdown file.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Build every model type on the meta device, prove its sites, and count what binds."""
+    from veomni_core.coverage import cover, model_types, summarise
+    from veomni_core.coverage_page import coverage_page
+
+    registry = discover()
+    types = model_types(transformers_models)
+    models = []
+    for model in cover(types, registry):
+        models.append(model)
+        if sys.stderr.isatty():
+            print(f"\r{len(models)}/{len(types)} {model.model_type:<40}", end="", file=sys.stderr)
+    if page is not None:
+        command = f"veomni coverage --transformers-models {transformers_models}"
+        page.write_text(coverage_page(models, registry, command), encoding="utf-8")
+    if json:
+        print_json({"summary": summarise(models), "models": [asdict(model) for model in models]})
+        return
+    rows = [(op, *map(str, count.values())) for op, count in summarise(models).items()]
+    built = [model for model in models if not model.problem]
+    title = f"{len(built)} of {len(models)} model types"
+    print(render_table(("op", "types with it", "every site proven", "every site bound"), rows, title))
+    seconds = sum(model.find_seconds for model in models), sum(model.build_seconds for model in models)
+    print(f"{seconds[0]:.1f} s to find, prove and plan, after {seconds[1]:.1f} s to build")

@@ -1,0 +1,135 @@
+"""What can be bound in the models of the installed transformers: every type built on the meta device, every site asked."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import modeling_auto
+
+from veomni_core.config import OpsConfig
+from veomni_core.errors import UnknownNameError, did_you_mean
+from veomni_core.plan import make_plan
+from veomni_core.registry import Registry
+from veomni_core.sites.find import find_sites
+from veomni_core.sites.site import Site
+
+_AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
+    "causal": (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "vlm": (AutoModelForImageTextToText, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+}
+
+
+@dataclass(frozen=True)
+class OpCoverage:
+    """One op in one model: its sites, those with a proven variant, those that get a kernel, and why the others don't."""
+
+    op_name: str
+    found: int
+    proven: int
+    bound: int
+    variants: tuple[str, ...]
+    unproven: tuple[str, ...]
+    left_eager: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelCoverage:
+    """One model type; ``problem`` says why its default config builds no model, where it doesn't."""
+
+    model_type: str
+    architecture: str = ""
+    problem: str = ""
+    build_seconds: float = 0.0
+    find_seconds: float = 0.0
+    ops: tuple[OpCoverage, ...] = ()
+
+    def op(self, name: str) -> OpCoverage | None:
+        """What holds for one op; ``None`` where the model has no such site."""
+        return next((op for op in self.ops if op.op_name == name), None)
+
+
+def model_types(selection: str) -> tuple[tuple[str, str], ...]:
+    """``(kind, model type)`` of ``causal``, ``vlm`` or ``all`` models of the installed transformers."""
+    if selection != "all" and selection not in _AUTO_CLASSES:
+        known = ["all", *_AUTO_CLASSES]
+        raise UnknownNameError(f"--transformers-models: {selection!r} is unknown. {did_you_mean(selection, known)}")
+    kinds = _AUTO_CLASSES if selection == "all" else (selection,)
+    return tuple((kind, name) for kind in kinds for name in sorted(getattr(modeling_auto, _AUTO_CLASSES[kind][1])))
+
+
+def cover(types: Iterable[tuple[str, str]], registry: Registry) -> Iterator[ModelCoverage]:
+    """Each type's coverage under ``preset: auto`` with the plugins of ``registry``, on the hardware that is here."""
+    config = OpsConfig.from_dict({"preset": "auto"}, registry)
+    with _quiet():
+        for kind, model_type in types:
+            yield _cover(kind, model_type, config)
+
+
+def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
+    start = time.perf_counter()
+    try:
+        with torch.device("meta"):
+            model = _AUTO_CLASSES[kind][0].from_config(CONFIG_MAPPING[model_type](), dtype=torch.bfloat16)
+    except Exception as error:  # a default config that no model can be built from
+        return ModelCoverage(model_type, problem=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    built = time.perf_counter()
+    sites = find_sites(model, config.registry)
+    plan = make_plan(sites, config)
+    done = time.perf_counter()
+    ops = []
+    for decision in plan.ops:
+        if decision.sites:
+            eager = Counter(left.reason for left in decision.left_eager if left.site.variant is not None)
+            found = [left.site for left in decision.sites]
+            ops.append(
+                OpCoverage(
+                    op_name=decision.op_name,
+                    found=len(found),
+                    proven=sum(site.variant is not None for site in found),
+                    bound=sum(left.bound for left in decision.sites),
+                    variants=tuple(sorted({site.variant for site in found if site.variant})),
+                    unproven=tuple(sorted(_unproven(model, found))),
+                    left_eager=tuple(sorted(eager)),
+                )
+            )
+    return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops))
+
+
+def _unproven(model: Any, sites: Iterable[Site]) -> set[str]:
+    return {
+        f"{type(model.get_submodule(site.path)).__name__}: {site.evidence}" for site in sites if site.variant is None
+    }
+
+
+def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
+    """Per op: model types that have it, those with every site proven, and those with every site bound."""
+    counts: dict[str, dict[str, int]] = {}
+    for model in models:
+        for op in model.ops:
+            count = counts.setdefault(op.op_name, {"types": 0, "proven": 0, "bound": 0})
+            count["types"] += 1
+            count["proven"] += op.proven == op.found
+            count["bound"] += op.bound == op.found
+    return dict(sorted(counts.items()))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks on default configs."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before)

@@ -1,0 +1,75 @@
+"""Coverage as a page of Markdown: the same text for the same transformers and plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from veomni_core.coverage import ModelCoverage, summarise
+from veomni_core.registry import Registry
+
+
+def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: str) -> str:
+    """The page for ``models``; ``command`` is what a reader runs to see the same."""
+    built = [model for model in models if not model.problem]
+    ops = list(summarise(built))
+    plugins = ", ".join(f"{p.distribution} {p.version}" for p in registry.plugins if p.healthy and p.kernels)
+    lines = [
+        "# Coverage",
+        "",
+        f"What `{command}` finds in transformers {version('transformers')} with {plugins}: {len(built)} of "
+        f"{len(models)} model types build from their default configs.",
+        "",
+        *_table(("op", "types with it", "every site proven", "every site bound"), _summary_rows(built)),
+        "",
+        "A site is proven when its own code gave the values and gradients of a contract's reference, bound when a kernel "
+        "of these plugins runs there under `preset: auto`. In the tables: proven/found, a star where all are bound.",
+        "",
+        "## Model types",
+        "",
+        *_table(("type", *ops), ([f"`{model.model_type}`", *(_cell(model, op) for op in ops)] for model in built)),
+        "",
+        "## Not proven, and so left to the model's own code",
+        "",
+        *_unproven_lines(built),
+        "",
+        "## Not built",
+        "",
+        *(f"- `{model.model_type}`: {_plain(model.problem)}" for model in models if model.problem),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary_rows(models: Sequence[ModelCoverage]) -> Iterable[Sequence[str]]:
+    return (
+        (f"`{op}`", str(count["types"]), str(count["proven"]), str(count["bound"]))
+        for op, count in summarise(models).items()
+    )
+
+
+def _cell(model: ModelCoverage, op_name: str) -> str:
+    op = model.op(op_name)
+    if op is None:
+        return ""
+    return f"{op.proven}/{op.found}{' *' * (op.bound == op.found)}"
+
+
+def _unproven_lines(models: Sequence[ModelCoverage]) -> Iterable[str]:
+    types_of: dict[tuple[str, str], list[str]] = {}
+    for model in models:
+        for op in model.ops:
+            for reason in op.unproven:
+                types_of.setdefault((op.op_name, _plain(reason)), []).append(model.model_type)
+    for (op_name, reason), types in sorted(types_of.items()):
+        yield f"- {op_name}, {', '.join(f'`{name}`' for name in types)}: {reason}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")[:300]
