@@ -1,4 +1,4 @@
-"""What can be bound in the models of the installed transformers: every type built on the meta device, every site asked."""
+"""What can be bound in the models of the installed transformers: each type built on meta, each site proven."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class OpCoverage:
-    """One op in one model: its sites, those with a proven variant, those that get a kernel, and why the others don't."""
+    """One op in one model: its sites, those with a proven variant, those that get a kernel, why the others don't."""
 
     op_name: str
     found: int
@@ -126,7 +126,7 @@ def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
 def _quiet() -> Iterator[None]:
     """Without transformers' remarks on default configs."""
     before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -22,8 +22,8 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         *_table(("op", "types with it", "every site proven", "every site bound"), _summary_rows(built)),
         "",
-        "A site is proven when its own code gave the values and gradients of a contract's reference, bound when a kernel "
-        "of these plugins runs there under `preset: auto`. In the tables: proven/found, a star where all are bound.",
+        "A site is proven when its own code gave the values and gradients of a contract's reference, and bound when a "
+        "kernel of these plugins runs there under `preset: auto`. Below: proven/found, a star where all are bound.",
         "",
         "## Model types",
         "",

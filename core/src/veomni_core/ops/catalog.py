@@ -85,11 +85,12 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
     OpSpec(
         name="moe_experts",
-        variants=("standard",),
+        variants=("standard", "clamped"),
         config_field="moe_implementation",
         default="fused_triton",
         contract="veomni_core.ops.moe_experts:CONTRACTS",
         description="the experts of a mixture-of-experts layer, after routing",
+        variant_aliases={"gpt_oss": "clamped"},
         published={
             "grouped_mm": "veomni-torch",
             "fused_triton": "veomni-triton-moe",

@@ -1,6 +1,9 @@
 """moe_experts: the experts of a mixture-of-experts layer, after routing.
 
 ``(hidden[T, H], top_k_index[T, K], top_k_weights[T, K], gate_up_proj[E, 2I, H], down_proj[E, H, I]) -> [T, H]``
+
+``clamped`` takes ``(…, gate_up_bias[E, 2I] or None, down_bias[E, H] or None, alpha, limit, interleaved, up_offset)``.
+Weights may be transposed views.
 """
 
 from __future__ import annotations
@@ -33,6 +36,54 @@ def standard(
     return result.to(hidden.dtype)
 
 
+def clamped(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    interleaved: bool = False,
+    up_offset: float = 1.0,
+) -> Tensor:
+    """Sum of ``weight * down((up + up_offset) * gate * sigmoid(alpha * gate))`` with gate and up clamped (gpt-oss).
+
+    ``gate`` is clamped to at most ``limit``, ``up`` to ``[-limit, limit]``. Gate and up are halves, or every other
+    column where ``interleaved``. DeepSeek-V4's experts are those with ``alpha = 1`` and ``up_offset = 0``.
+    Indices of ``E`` or more are dropped; sums over experts are taken in float32.
+    """
+    result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
+    for expert in range(gate_up_proj.shape[0]):
+        token, position = torch.where(top_k_index == expert)
+        both = F.linear(hidden[token], gate_up_proj[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        activation = (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+        output = F.linear(activation, down_proj[expert], None if down_bias is None else down_bias[expert])
+        weighted = output.to(result.dtype) * top_k_weights[token, position, None].to(result.dtype)
+        result = result.index_add(0, token, weighted)
+    return result.to(hidden.dtype)
+
+
+def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """The standard samples, each with biases or transposed weights or an interleaved projection."""
+    # Rounding moves values over the clamp's kink, where the derivative jumps; so only float32 clamps in earnest.
+    limit = 2.0 if dtype == torch.float32 else 50.0
+    for number, sample in enumerate(_samples(device, dtype)):
+        hidden, index, weights, gate_up, down = sample.args
+        draw = Draw(device, dtype, seed=number + 1)
+        experts, width = gate_up.shape[:2]
+        biases = (leaf(draw.normal(experts, width)), leaf(draw.normal(experts, hidden.shape[1])))
+        yield Sample(sample.name, (hidden, index, weights, gate_up, down, *biases, 1.702, limit, number % 2 == 0))
+    gate_up, down = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
+    yield Sample(
+        "transposed, without biases", (hidden, index, weights, gate_up, down, None, None, 1.0, limit, False, 0.0)
+    )
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
 
@@ -59,6 +110,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     _, *rest = problem(distinct(12, 2, 4), 32, 16, 4)
     wide = draw.normal(12, 64)
     yield Sample("hidden states with a stride", (leaf(wide[:, ::2]), *rest))
+    hidden, index, weights, gate_up, down = problem(distinct(14, 2, 4), 24, 16, 4)
+    gate_up, down = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
+    yield Sample("transposed weights", (hidden, index, weights, gate_up, down))
 
 
 VALUES = {
@@ -72,4 +126,7 @@ GRADIENTS = {
     "float16": Tolerance(element=8e-3, norm=2e-3),
 }
 
-CONTRACTS = {"standard": Contract("moe_experts", "standard", standard, _samples, VALUES, GRADIENTS)}
+CONTRACTS = {
+    "standard": Contract("moe_experts", "standard", standard, _samples, VALUES, GRADIENTS),
+    "clamped": Contract("moe_experts", "clamped", clamped, _clamped_samples, VALUES, GRADIENTS),
+}

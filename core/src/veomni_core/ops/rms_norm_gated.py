@@ -34,7 +34,7 @@ def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: 
     """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, per group, rounded before the weight (Mamba 2)."""
     wide = compute_dtype(x)
     gated = x.to(wide) * F.silu(gate.to(wide))
-    groups = gated.unflatten(-1, (-1, group_size or x.shape[-1]))
+    groups = gated.reshape(*x.shape[:-1], x.shape[-1] // (group_size or x.shape[-1]), group_size or x.shape[-1])
     return weight * _normalised(groups, eps).flatten(-2).to(x.dtype)
 
 

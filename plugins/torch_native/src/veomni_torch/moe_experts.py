@@ -29,6 +29,76 @@ def standard(
     return result
 
 
+def clamped(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    interleaved: bool = False,
+    up_offset: float = 1.0,
+) -> Tensor:
+    """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
+
+    Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
+    or every other one where ``interleaved``. Gradients reach all tensors but the index.
+    """
+    experts, k = gate_up_proj.shape[0], top_k_index.shape[1]
+    order, ends = _sorted_routes(top_k_index, experts)
+    # Dropped routes' rows are zero throughout, so that nothing reaches a bias's gradient through them.
+    expert = top_k_index.reshape(-1)[order].clamp(max=experts - 1)
+    kept = (torch.arange(order.shape[0], device=order.device) < ends[-1]).unsqueeze(1)
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = torch.where(kept, _grouped_linear(rows, weight, ends), 0.0)
+        return product if bias is None else product + torch.where(kept, bias[expert], 0.0)
+
+    both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_bias)
+    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    outputs = linear((up + up_offset) * (gate * torch.sigmoid(gate * alpha)), down_proj, down_bias)
+    return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends)
+
+
+@torch.library.custom_op("veomni_torch::grouped_linear", mutates_args=())
+def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's slice of ``rows[N, A]`` times its ``weight[E, B, A]`` transposed: ``[N, B]``."""
+    return _grouped_product(rows, weight.transpose(1, 2), ends)
+
+
+@_grouped_linear.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return _grouped_product(dy, weight, ends), _grouped_outer(dy, rows, ends)
+
+
+@_grouped_linear_backward.register_fake
+def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)
+    covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
+    return torch.where(covered, drows, 0.0), dweight, None
+
+
+_grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
+
+
 # The groups' sizes are values that no traced graph can hold, so forward and backward are one opaque operator each.
 @torch.library.custom_op("veomni_torch::moe_experts_forward", mutates_args=())
 def _forward(

@@ -51,13 +51,16 @@ def veomni_kernels() -> list[KernelSpec]:
             description="projects and differentiates one chunk of tokens at a time",
             preference=_PREFERENCE,
         ),
-        KernelSpec(
-            name="grouped_mm",
-            op_name="moe_experts",
-            variant="standard",
-            factory="veomni_torch.moe_experts:standard",
-            description="tokens sorted by expert, one matrix product per expert and projection",
-            preference=_PREFERENCE,
+        *(
+            KernelSpec(
+                name="grouped_mm",
+                op_name="moe_experts",
+                variant=variant,
+                factory=f"veomni_torch.moe_experts:{variant}",
+                description="tokens sorted by expert, one matrix product per expert and projection",
+                preference=_PREFERENCE,
+            )
+            for variant in ("standard", "clamped")
         ),
         KernelSpec(
             name="torch",
