@@ -6,6 +6,8 @@ gradient that is zero in exact arithmetic, or a token that another expert takes,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -42,6 +44,7 @@ NOT_RUN = {
     "musicgen": "its default config builds no model",
     "musicgen_melody": "its default config builds no model",
     "nemotron": "its default config builds no model",
+    "prophetnet": "nothing in it is proven, so nothing is bound",
     "qwen4_exp": "its default config builds no model",
     "qwen4_exp_text": "its default config builds no model",
     "reformer": "its default config builds no model",
@@ -53,6 +56,15 @@ TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 # Attention stays eager on both sides: another order of its additions is not what is tested here.
 OPS = {"preset": "auto", "attn_implementation": "eager"}
 Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several threads in each of several workers would wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +84,8 @@ def step(model: PreTrainedModel, ids: torch.Tensor) -> Step:
 def distances(found: Step, wanted: Step) -> dict[str, float]:
     """Per gradient the norm of the difference, as a share of the gradient's, and of a millionth of all gradients'."""
     floor = 1e-6 * float(torch.stack([g.norm() for g in wanted[1].values()]).norm())
-    assert found[1].keys() == wanted[1].keys()
+    assert found[1].keys() >= wanted[1].keys()
+    assert not any(found[1][name].any() for name in found[1].keys() - wanted[1].keys())
     return {n: float((found[1][n] - g).norm()) / (float(g.norm()) + floor) for n, g in wanted[1].items()}
 
 
@@ -97,10 +110,11 @@ def test_bound_equals_eager(model_type, config, caplog):
     from_eager = distances(step(low, ids), truth)
     with bind(low, config):
         from_bound = distances(step(low, ids), truth)
-    # Twice eager's own rounding, and in any case what a flipped route or a few dozen bf16 roundings come to.
-    worse = {n: (share, from_eager[n]) for n, share in from_bound.items() if share > 2 * from_eager[n] + 0.05}
-    assert not {n: pair for n, pair in worse.items() if pair[0] > 0.6}
-    assert len(worse) <= 0.1 * len(from_bound)
+    # Twice eager's own rounding and a little; where rounding can send a token to another expert, what that comes to.
+    routed = any(op.op_name == "moe_experts" and op.sites for op in binding.plan.ops)
+    allowed = 0.6 if routed else 0.05
+    worse = {n: (share, from_eager[n]) for n, share in from_bound.items() if share > 2 * from_eager[n] + allowed}
+    assert not worse
 
 
 def _eager(model: PreTrainedModel) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from veomni_core.sites import probe
 
 VOCABULARY, IGNORED = 11, -100
 # The layers between decoder and output projection are run at their real width: BERT's have 0.6 million numbers.
-_MOST_NUMBERS = 32_000_000
+_MOST_NUMBERS = 16_000_000
 
 
 def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, nn.Linear]:
@@ -24,8 +25,10 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     """
     sizes = {head.out_features: VOCABULARY}
     tiny_head = nn.Linear(head.in_features, VOCABULARY, bias=head.bias is not None)
-    decoder = _decoder(model, head)
-    twin: Any = _copied(model, {id(head): tiny_head, id(decoder): _StandIn(decoder, hidden)}, sizes)
+    others = [child for child in model.children() if not any(module is head for module in child.modules())]
+    decoder = _decoder(model, others)
+    stand_ins = {id(child): _StandIn(child, hidden) for child in others if child is decoder or _is_large(child)}
+    twin: Any = _copied(model, {id(head): tiny_head, **stand_ins}, sizes)
     twin.config = copy.deepcopy(model.config)
     for config in (twin.config, twin.config.get_text_config()):
         config.vocab_size = VOCABULARY
@@ -33,16 +36,23 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     return twin.train(), tiny_head
 
 
-def _decoder(model: Any, head: nn.Module) -> nn.Module:
+def _decoder(model: Any, others: list[nn.Module]) -> nn.Module:
     """The child that turns tokens into hidden states: the class's ``base_model_prefix`` names it, else the largest."""
-    others = [child for child in model.children() if not any(module is head for module in child.modules())]
     named = getattr(model, model.base_model_prefix, None)
     if isinstance(named, nn.Module) and any(child is named for child in others):
         return named
     if not others:
         raise LookupError("it has no child besides the one with the output projection")
-    largest: nn.Module = max(others, key=lambda child: sum(parameter.numel() for parameter in child.parameters()))
-    return largest
+    return max(others, key=_numbers)
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Whether it is a tower of its own, which a step on text alone does not run."""
+    return _numbers(module) > _MOST_NUMBERS
 
 
 def _copied(module: nn.Module, replaced: dict[int, nn.Module], sizes: dict[int, int]) -> nn.Module:
@@ -61,10 +71,7 @@ def _copied(module: nn.Module, replaced: dict[int, nn.Module], sizes: dict[int, 
 
 def _random_like(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
     shape = [sizes.get(size, size) for size in tensor.shape]
-    numbers = 1
-    for size in shape:
-        numbers *= size
-    if numbers > _MOST_NUMBERS:
+    if (numbers := math.prod(shape)) > _MOST_NUMBERS:
         raise LookupError(f"a tensor of {numbers / 1e6:.0f} million numbers lies between its decoder and its loss")
     return probe.random(*shape, scale=max(shape[-1:] or [1]) ** -0.5)
 

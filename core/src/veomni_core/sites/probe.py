@@ -50,9 +50,8 @@ def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
 
 def behaviour(module: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for modules that run the same code with the same settings, so that one proof serves all."""
-    settings = tuple(
-        sorted((name, repr(value)) for name, value in vars(module).items() if isinstance(value, (bool, float, str)))
-    )
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    settings = tuple(sorted((name, repr(value)) for name, value in plain.items()))
     shapes = tuple((name, None if value is None else tuple(value.shape)) for name, value in module._parameters.items())
     children = tuple((name, type(child)) for name, child in module._modules.items())
     return (type(module), settings, shapes, children)

@@ -1,0 +1,78 @@
+"""The coverage page is what the command finds in the installed transformers, in the time and memory it may take."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from veomni_core.coverage import cover, model_types
+from veomni_core.coverage_page import coverage_page
+from veomni_core.discovery import discover
+from veomni_core.errors import UnknownNameError
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reference" / "coverage.md"
+COMMAND = "veomni coverage --transformers-models causal"
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tuple(cover(model_types("causal"), discover({"VEOMNI_PLUGINS": "veomni-torch"})))
+
+
+def test_the_page_is_true(models):
+    page = coverage_page(models, discover({"VEOMNI_PLUGINS": "veomni-torch"}), COMMAND)
+    assert page == PAGE.read_text(encoding="utf-8"), f"run: make coverage-page (which is {COMMAND} --page {PAGE.name})"
+
+
+def test_what_it_must_reach(models):
+    built = [model for model in models if not model.problem]
+    norms = [model for model in built if model.op("rms_norm")]
+    assert len(norms) >= 112
+    proven = [m for m in norms if all(op.proven == op.found for op in m.ops if op.op_name.startswith("rms_norm"))]
+    assert len(proven) >= 110
+    assert sum(op.bound == op.found for m in built if (op := m.op("cross_entropy_loss"))) >= 150
+    assert sum(op.bound == op.found for m in built if (op := m.op("moe_experts"))) >= 50
+    assert all(op.unproven for m in built for op in m.ops if op.proven < op.found), "a refusal without a reason"
+    assert sum(model.find_seconds for model in built) < 60
+
+
+def test_finding_sites_takes_little_memory():
+    source = """
+import resource
+from veomni_core.coverage import cover, model_types
+from veomni_core.discovery import discover
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+import torch
+from veomni_core import find_sites
+registry = discover({})
+def grown(name):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name]())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    find_sites(model, registry)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+grown("llama")
+print(max(grown(name) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss", "bert")))
+"""
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert float(result.stdout.splitlines()[-1]) < 100
+
+
+def test_an_unknown_selection_is_answered():
+    with pytest.raises(UnknownNameError, match=r"'casual' is unknown\. Did you mean 'causal'"):
+        model_types("casual")
+
+
+def test_the_command_line_says_the_same():
+    command = [sys.executable, "-m", "veomni_core.cli", "coverage", "--transformers-models", "vlm", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    data = json.loads(result.stdout)
+    assert {model["model_type"] for model in data["models"]} == {name for _, name in model_types("vlm")}
+    assert data["summary"]["rms_norm"]["proven"] >= 68
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20  # KiB
