@@ -7,16 +7,22 @@ DISTRIBUTIONS := core $(sort $(wildcard plugins/*))
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs wheels bench coverage clean
+# The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
+TRANSFORMERS ?= 5.2.0
+
+.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(INSTALLED)  ## train a small Qwen3-MoE on real text, and compare it with everything eager
 	$(BIN)/veomni train examples/demo.yaml --compare eager --overwrite
 
 test: $(INSTALLED)  ## run every distribution's tests, and those that cross distributions
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-versions: $(INSTALLED)  ## run the binding tests against other versions: TRANSFORMERS="5.2.0 5.9.0 5.17.0"
+	for version in $(TRANSFORMERS); do $(BIN)/python scripts/test_with_transformers.py $$version || exit 1; done
 
 check: $(INSTALLED)  ## format, lint, types, import layers, links, and each wheel alone beside the core
 	$(BIN)/ruff format --check .
@@ -47,6 +53,9 @@ coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage combine
 	$(BIN)/coverage report
+
+coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the installed transformers
+	VEOMNI_PLUGINS=veomni-torch $(BIN)/veomni coverage --transformers-models causal --page docs/reference/coverage.md
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) dist runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,66 @@
+"""What must hold in any transformers from 5.2 on: 95 % of the types that it can build, and real models of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import transformers
+
+from tiny_models import tiny_model
+from veomni_core import bind
+from veomni_core.coverage import cover, model_types
+from veomni_core.discovery import discover
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "olmo2",
+    "phi3",
+    "granite",
+    "cohere",
+    "mixtral",
+    "qwen3_moe",
+)
+
+
+def test_the_version_is_the_one_that_was_asked_for():
+    assert transformers.__version__ == os.environ.get("TESTED_TRANSFORMERS", transformers.__version__)
+
+
+def test_coverage():
+    models = tuple(cover(model_types("causal"), discover({"VEOMNI_PLUGINS": "veomni-torch"})))
+    built = [model for model in models if not model.problem]
+    assert len(built) >= 0.85 * len(models)
+    for op_name in (
+        "rms_norm",
+        "rms_norm_gated",
+        "cross_entropy_loss",
+        "moe_experts",
+        "load_balancing_loss",
+        "attention",
+    ):
+        having = [op for model in built if (op := model.op(op_name))]
+        proven = sum(op.proven == op.found for op in having)
+        assert proven >= min(0.95 * len(having), len(having) - 1), op_name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bound_equals_eager(family):
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for bound in (False, True):
+        model = tiny_model(family, torch.float32)
+        model.set_attn_implementation("eager")
+        if bound:
+            bind(model, {"preset": "auto", "attn_implementation": "eager"})
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
