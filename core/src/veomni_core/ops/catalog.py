@@ -48,7 +48,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
     OpSpec(
         name="rotary_pos_emb",
-        variants=("full", "partial"),
+        variants=("full", "partial", "interleaved", "interleaved_partial", "pairwise", "deinterleaved", "half_width"),
         config_field="rotary_pos_emb_implementation",
         default="liger_kernel",
         contract="veomni_core.ops.rotary_pos_emb:CONTRACTS",

@@ -7,7 +7,8 @@ With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient reaches ``c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,53 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1)
 
 
-def _samples(share: float) -> SampleMaker:
+def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of neighbours (Ernie 4.5): of ``cos[B, S, D]`` the first half counts, each entry for one pair."""
+    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
+    return pairwise(q, k, cos, sin, unsqueeze_dim)
+
+
+def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of neighbours by ``cos[B, S, D]`` that holds each pair's entry twice, side by side (Cohere)."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + _rotate_pairs(q) * sin, k * cos + _rotate_pairs(k) * sin
+
+
+def interleaved_partial(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """:func:`interleaved` in the first ``cos.shape[-1]`` dimensions (GLM-4); the others pass through unchanged."""
+    width = cos.shape[-1]
+    turned = interleaved(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+    return torch.cat((turned[0], q[..., width:]), dim=-1), torch.cat((turned[1], k[..., width:]), dim=-1)
+
+
+def deinterleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """:func:`full` after moving even dimensions into the first half and odd ones into the second (DeepSeek-V3).
+
+    Of ``cos[B, S, D]`` the first half counts.
+    """
+    q, k = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in (q, k))
+    cos, sin = (x[..., : x.shape[-1] // 2] for x in (cos, sin))
+    return half_width(q, k, cos, sin, unsqueeze_dim)
+
+
+def half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """:func:`full` with ``cos[B, S, D/2]``, which both halves share (gpt-oss)."""
+    return full(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim)
+
+
+def _rotate_pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def _samples(share: float, copies: int) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
 
         def angles(batch: int, length: int, head: int) -> tuple[Tensor, Tensor]:
             half = draw.normal(batch, length, int(head * share) // 2, scale=2.0).float()
-            both = torch.cat((half, half), dim=-1)
+            both = torch.cat((half,) * copies, dim=-1)
             return both.cos().to(dtype), both.sin().to(dtype)
 
         def heads(batch: int, count: int, length: int, head: int) -> Tensor:
@@ -75,8 +116,20 @@ VALUES = {
 GRADIENTS = VALUES
 
 
-def _contract(variant: str, reference: object, share: float) -> Contract:
-    return Contract("rotary_pos_emb", variant, reference, _samples(share), VALUES, GRADIENTS)  # type: ignore[arg-type]
+def _contract(reference: Callable[..., Any], share: float = 1.0, copies: int = 2) -> Contract:
+    samples = _samples(share, copies)
+    return Contract("rotary_pos_emb", reference.__name__, reference, samples, VALUES, GRADIENTS)
 
 
-CONTRACTS = {"full": _contract("full", full, 1.0), "partial": _contract("partial", partial, 0.5)}
+CONTRACTS = {
+    contract.variant: contract
+    for contract in (
+        _contract(full),
+        _contract(partial, share=0.5),
+        _contract(interleaved),
+        _contract(pairwise),
+        _contract(interleaved_partial, share=0.5),
+        _contract(deinterleaved),
+        _contract(half_width, copies=1),
+    )
+}

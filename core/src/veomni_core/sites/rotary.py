@@ -18,6 +18,15 @@ from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
 _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 _HEAD = 16
+# The variants that rotate all of a head, or a part of it, and how wide their cos is for a head of _HEAD.
+_WHOLE = {
+    "full": _HEAD,
+    "interleaved": _HEAD,
+    "pairwise": _HEAD,
+    "deinterleaved": _HEAD,
+    "half_width": _HEAD // 2,
+}
+_PART = {"partial": _HEAD // 2, "interleaved_partial": _HEAD // 2}
 
 
 class RotaryFunctions:
@@ -25,7 +34,7 @@ class RotaryFunctions:
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         widths = sorted({2 * b.shape[-1] for name, b in model.named_buffers() if name.endswith("inv_freq")})
-        proofs: dict[Any, tuple[str | None, str, dict[str, Any]]] = {}
+        proofs: dict[Any, tuple[str | None, str, dict[str, Any]] | None] = {}
         for path, module in model.named_modules():
             functions = {n: f for n, f in global_functions(current_forward(module)) if _ROTARY_NAME.search(n)}
             if not functions:
@@ -33,7 +42,10 @@ class RotaryFunctions:
             key = (probe.behaviour(module), tuple(functions.values()))
             if key not in proofs:
                 proofs[key] = _prove(module, functions, widths)
-            variant, evidence, detail = proofs[key]
+            proof = proofs[key]
+            if proof is None:
+                continue
+            variant, evidence, detail = proof
             yield Site("rotary_pos_emb", path, rule, variant, evidence, probe.parameter_dtype(module), detail)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
@@ -45,22 +57,27 @@ class RotaryFunctions:
 
 def _prove(
     module: nn.Module, functions: dict[str, Callable[..., Any]], widths: list[int]
-) -> tuple[str | None, str, dict[str, Any]]:
+) -> tuple[str | None, str, dict[str, Any]] | None:
+    """Variant, evidence and detail; ``None`` for a layer whose forward ends without a rotation."""
     if len(widths) != 1:
         return None, f"the model's rotary widths are {widths or 'unknown'}, expected one", {}
     if "config" not in vars(module):
         return None, "it keeps no config that says how wide its input is", {}
     call, why_not = _traced_call(module, functions, widths[0])
     if call is None:
-        return None, why_not, {}
+        return (None, why_not, {}) if why_not else None
     name, head_width = call
-    variant, share = ("full", 1.0) if head_width == widths[0] else ("partial", 0.5)
+    tried = []
     with probe.seeded():
-        why_not = _mismatch(functions[name], CONTRACTS[variant].reference, int(_HEAD * share))
-    if why_not:
-        return None, f"{name} is not {variant}: {why_not}", {"function": name}
-    evidence = f"{name}, called with width {widths[0]} of {head_width}, gave the reference's values and gradients"
-    return variant, evidence, {"function": name}
+        for variant, cos_width in _WHOLE.items() if head_width == widths[0] else _PART.items():
+            why_not = _mismatch(functions[name], CONTRACTS[variant].reference, cos_width)
+            if not why_not:
+                evidence = (
+                    f"{name}, on {widths[0]} of {head_width} dimensions, gave the reference's values and gradients"
+                )
+                return variant, evidence, {"function": name}
+            tried.append(f"not {variant}: {why_not}")
+    return None, f"{name} is {'; '.join(tried)}", {"function": name}
 
 
 class _Reached(Exception):
@@ -99,18 +116,17 @@ def _traced_call(
         return reached.args, ""  # type: ignore[return-value]
     except Exception as error:  # any model's code may run here, on inputs that it may not expect
         return None, f"its forward could not be traced: {type(error).__name__}: {error}"
-    return None, f"its forward names {', '.join(functions)} but calls none"
+    return None, ""
 
 
 def _hidden_size(module: nn.Module) -> int:
     return module.config.hidden_size  # type: ignore[union-attr,return-value]
 
 
-def _mismatch(function: Callable[..., Any], reference: Kernel, rotary: int) -> str:
+def _mismatch(function: Callable[..., Any], reference: Kernel, width: int) -> str:
     q, k = probe.random(2, 4, 5, _HEAD).requires_grad_(), probe.random(2, 2, 5, _HEAD).requires_grad_()
-    angles = probe.random(2, 5, rotary // 2)
-    angles = torch.cat((angles, angles), dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    # Not cosines and sines of anything: the two functions must agree whatever they are given.
+    cos, sin = probe.random(2, 5, width), probe.random(2, 5, width)
     found, error = probe.attempt(lambda: function(q, k, cos, sin))
     if error:
         return error
