@@ -98,3 +98,15 @@ def test_yaml_blocks_of_the_documentation_are_yaml():
     for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")]:
         for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             assert isinstance(yaml.safe_load(textwrap.dedent(text)), dict), page
+
+
+def test_the_readme_s_claim_about_coverage_is_the_page_s():
+    page = (ROOT / "docs" / "reference" / "coverage.md").read_text(encoding="utf-8")
+    claim = " ".join(README.split())
+    found = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    types, proven, bound = ({op: counts[column] for op, *counts in found} for column in range(3))
+    built, listed = re.search(r"(\d+) of (\d+) model types build", page).groups()
+    assert f"{built} of {listed} causal model types build from their default configs" in claim
+    assert f"proven in {proven['rms_norm']} of the {types['rms_norm']} types" in claim
+    for op in ("cross_entropy_loss", "moe_experts"):
+        assert f"{bound[op]} of {types[op]}" in claim

@@ -49,7 +49,7 @@ EXPECTED_VARIANTS = {
     "qwen3": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
     "qwen3_moe": {"rms_norm": "standard", "rotary_pos_emb": "full", "moe_experts": "standard"},
     "mixtral": {"rms_norm": "standard", "rotary_pos_emb": "full", "moe_experts": "standard"},
-    "deepseek_v3": {"rms_norm": "standard", "rotary_pos_emb": None, "moe_experts": "standard"},
+    "deepseek_v3": {"rms_norm": "standard", "rotary_pos_emb": "deinterleaved", "moe_experts": "standard"},
     "seed_oss": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
     "gemma3_text": {"rms_norm": "offset", "rotary_pos_emb": "full", "swiglu_mlp": "gelu_tanh"},
     "olmo2": {"rms_norm": "cast_after", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
@@ -447,16 +447,16 @@ def test_per_module_choice():
 
 
 def test_the_receipt_names_what_was_left_eager_and_a_warning_says_so_once(caplog):
-    model = build("deepseek_v3")
-    config = {"preset": "eager", "rotary_pos_emb_implementation": ["one", "eager"], "rms_norm_implementation": "one"}
+    model = build("seed_oss", residual_dropout=0.1)
+    config = {"preset": "eager", "swiglu_mlp_implementation": ["one", "eager"], "rms_norm_implementation": "one"}
     with caplog.at_level(logging.WARNING):
         binding = bind(model, config, registry=REGISTRY)
-    (op,) = [op for op in binding.receipt.to_dict()["ops"] if op["op"] == "rotary_pos_emb"]
+    (op,) = [op for op in binding.receipt.to_dict()["ops"] if op["op"] == "swiglu_mlp"]
     assert op["bound"] == 0 and op["found"] == 2
-    assert "apply_rotary_pos_emb_interleave is not full: q misses by" in op["eager"][0]["reason"]
-    assert caplog.text.count("rotary_pos_emb_implementation: 2 of 2 sites stay eager") == 1
+    assert "no variant fits; the nearest, " in op["eager"][0]["reason"]
+    assert caplog.text.count("swiglu_mlp_implementation: 2 of 2 sites stay eager") == 1
     table = binding.receipt.table()
-    assert "rms_norm_implementation" in table and "9/9" in table and "0/2" in table
+    assert "rms_norm_implementation" in table and "5/5" in table and "0/2" in table
 
 
 def test_modeling_backend_hf_turns_binding_off():

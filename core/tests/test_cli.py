@@ -96,7 +96,8 @@ def test_explain_says_why_not_and_what_would_win(veomni, install):
             return [KernelSpec("fast", "rms_norm", "standard", "m:f", hardware=need, preference=99)]
         """,
     )
-    text = veomni("explain", "rms_norm", "--hardware", "a100")
+    assert "needs compute capability" in veomni("explain", "rms_norm", "--hardware", "a100")
+    text = veomni("explain", "rms_norm", "--hardware", "a100", "--json")
     assert "needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)" in text
     data = json.loads(veomni("explain", "rms_norm_implementation", "--hardware", "h200", "--json"))
     (fast,) = [kernel for kernel in data["kernels"] if kernel["kernel"] == "fast"]

@@ -13,6 +13,7 @@ GPU_DEFAULTS = {
     "load_balancing_loss": "triton",
     "moe_experts": "fused_triton",
     "rms_norm": "liger_kernel",
+    "rms_norm_gated": "eager",
     "rotary_pos_emb": "liger_kernel",
     "swiglu_mlp": "liger_kernel",
 }
