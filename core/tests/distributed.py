@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 _RANK_SCRIPT = """
-import sys
+import os, sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
@@ -18,6 +18,8 @@ torch.distributed.init_process_group("gloo")
 sys.stdout.flush()
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may outlive the interpreter's teardown, which then aborts
 """
 
 

@@ -161,7 +161,7 @@ def test_the_gpu_preset_on_ascend_raises_once_for_all_fields_with_the_alternativ
         make_plan(sites, OpsConfig.from_dict({}, REGISTRY, environ={}), hardware="ascend-910b")
     lines = str(raised.value).splitlines()
     fields = {line.partition(":")[0] for line in lines}
-    assert fields == {op.config_field for op in REGISTRY.ops.values()}
+    assert fields == {op.config_field for op in REGISTRY.ops.values() if op.default != "eager"}
     (norm,) = [line for line in lines if line.startswith("rms_norm_implementation")]
     assert "liger_kernel can't run here: needs device type cuda, this is npu (Ascend 910B)" in norm
     assert norm.endswith("Usable: eager, half, shy, torch.")
