@@ -498,3 +498,27 @@ def test_sequence_classification():
     losses = [m(input_ids=tokens(), labels=torch.tensor([0, 2])).loss for m in (model, eager)]
     torch.testing.assert_close(*losses)
     assert calls[("cross_entropy_loss", "seq_cls", "one")] == 1
+
+
+def test_a_language_model_within_a_model_shares_the_outer_one_s_site():
+    inner, plain = build("llama"), build("llama")
+
+    class Outer(type(inner)):
+        def __init__(self, language_model):
+            nn.Module.__init__(self)
+            self.language_model, self.config = language_model, language_model.config
+
+        def get_output_embeddings(self):
+            return self.language_model.lm_head
+
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.language_model(input_ids=input_ids, **kwargs).logits
+            return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+    outer, ids = Outer(inner).train(), tokens()
+    assert [site.path for site in find_sites(outer, REGISTRY) if site.op_name == "cross_entropy_loss"] == [""]
+    bind(outer, {"preset": "eager", "cross_entropy_loss_implementation": "one"}, registry=REGISTRY)
+    found = outer(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.loss, plain(input_ids=ids, labels=ids).loss)
+    assert calls[("cross_entropy_loss", "causal", "one")] == 1
+    torch.testing.assert_close(found.logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))

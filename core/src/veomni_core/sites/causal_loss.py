@@ -28,12 +28,15 @@ class CausalLosses:
     """Finds models with an output projection and labels, and fuses the projection with the loss."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        heads: set[int] = set()
         for path, module in model.named_modules():
             if not hasattr(type(module), "get_output_embeddings") or not _takes_labels(module):
                 continue
             head = module.get_output_embeddings()  # type: ignore[operator]
-            if head is None:  # a classifier, or a decoder without its head
+            # None: a classifier, or a decoder without its head. Known: a model within one that takes the labels itself.
+            if head is None or id(head) in heads:
                 continue
+            heads.add(id(head))
             variant, evidence = _prove(module, head)
             yield Site("cross_entropy_loss", path, rule, variant, evidence, probe.parameter_dtype(head))
 

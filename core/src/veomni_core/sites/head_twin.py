@@ -25,8 +25,7 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     """
     sizes = {head.out_features: VOCABULARY}
     tiny_head = nn.Linear(head.in_features, VOCABULARY, bias=head.bias is not None)
-    others = [child for child in model.children() if not any(module is head for module in child.modules())]
-    decoder = _decoder(model, others)
+    decoder, others = _decoder(model, head)
     stand_ins = {id(child): _StandIn(child, hidden) for child in others if child is decoder or _is_large(child)}
     twin: Any = _copied(model, {id(head): tiny_head, **stand_ins}, sizes)
     twin.config = copy.deepcopy(model.config)
@@ -36,14 +35,22 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     return twin.train(), tiny_head
 
 
-def _decoder(model: Any, others: list[nn.Module]) -> nn.Module:
-    """The child that turns tokens into hidden states: the class's ``base_model_prefix`` names it, else the largest."""
-    named = getattr(model, model.base_model_prefix, None)
-    if isinstance(named, nn.Module) and any(child is named for child in others):
-        return named
+def _decoder(model: Any, head: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that turns tokens into hidden states, and all modules beside the output projection's own.
+
+    Of several it is the one that the class's ``base_model_prefix`` names, else the largest. A model whose only child
+    holds the projection wraps another model, where the same is asked.
+    """
+    children = list(model.children())
+    others = [child for child in children if not any(module is head for module in child.modules())]
     if not others:
-        raise LookupError("it has no child besides the one with the output projection")
-    return max(others, key=_numbers)
+        if not children or children[0] is head:
+            raise LookupError("it has no child besides its output projection")
+        return _decoder(children[0], head)
+    named = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    if isinstance(named, nn.Module) and any(child is named for child in others):
+        return named, others
+    return max(others, key=_numbers), others
 
 
 def _numbers(module: nn.Module) -> int:
