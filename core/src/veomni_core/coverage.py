@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
 
@@ -20,6 +17,7 @@ from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_core.plan import make_plan
 from veomni_core.registry import Registry
 from veomni_core.sites.find import find_sites
+from veomni_core.sites.probe import quiet
 from veomni_core.sites.site import Site
 
 _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
@@ -69,7 +67,7 @@ def model_types(selection: str) -> tuple[tuple[str, str], ...]:
 def cover(types: Iterable[tuple[str, str]], registry: Registry) -> Iterator[ModelCoverage]:
     """Each type's coverage under ``preset: auto`` with the plugins of ``registry``, on the hardware that is here."""
     config = OpsConfig.from_dict({"preset": "auto"}, registry)
-    with _quiet():
+    with quiet():
         for kind, model_type in types:
             yield _cover(kind, model_type, config)
 
@@ -120,16 +118,3 @@ def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
             count["proven"] += op.proven == op.found
             count["bound"] += op.bound == op.found
     return dict(sorted(counts.items()))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' remarks on default configs."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(before)

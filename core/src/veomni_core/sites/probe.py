@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from veomni_core.ops.contract import dtype_name
@@ -63,9 +65,25 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, 
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' remarks, and without warnings."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+@contextmanager
 def seeded() -> Iterator[None]:
-    """Fixed randomness and gradients on, on the CPU, without touching the process's random state or default device."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+    """Fixed randomness and gradients on, on the CPU, without touching the process's random state or default device.
+
+    What the code that is run says of its odd sizes is not for the user.
+    """
+    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(SEED)
         yield
 
