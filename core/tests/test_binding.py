@@ -527,3 +527,10 @@ def test_a_language_model_within_a_model_shares_the_outer_one_s_site():
     torch.testing.assert_close(found.loss, plain(input_ids=ids, labels=ids).loss)
     assert calls[("cross_entropy_loss", "causal", "one")] == 1
     torch.testing.assert_close(found.logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))
+
+
+def test_logits_of_a_step_can_be_read_after_undo():
+    model, eager, ids = build("llama"), build("llama"), tokens()
+    with bind(model, EVERY_KERNEL, registry=REGISTRY):
+        output = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(output.logits[:, -1], eager(input_ids=ids).logits[:, -1])

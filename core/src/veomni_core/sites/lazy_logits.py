@@ -46,7 +46,7 @@ class LazyLogits:
 
     def materialize(self) -> Tensor:
         """The logits, as the head's own code computes them."""
-        logits: Tensor = self.head(LogitsRequest(self.hidden))
+        logits: Tensor = self.head(LogitsRequest(self.hidden) if self._deferring else self.hidden)
         if self.capped:
             cap = 1.0 if self.softcap is None else self.softcap
             return torch.tanh(logits * (self.scale / cap)) * cap
@@ -162,7 +162,7 @@ class LazyLogits:
     @property
     def _deferring(self) -> bool:
         """Whether the model's forward is still running; what it returns is for eyes that want logits."""
-        return bool(getattr(self.head, DEFER))
+        return bool(getattr(self.head, DEFER, False))
 
     def _moved(self, hidden: Tensor) -> LazyLogits:
         twin = LazyLogits(hidden, self.head)

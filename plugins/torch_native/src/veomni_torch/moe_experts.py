@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional as F
 
 
@@ -64,7 +64,7 @@ def clamped(
     return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends)
 
 
-@torch.library.custom_op("veomni_torch::grouped_linear", mutates_args=())
+@library.custom_op("veomni_torch::grouped_linear", mutates_args=())
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Each expert's slice of ``rows[N, A]`` times its ``weight[E, B, A]`` transposed: ``[N, B]``."""
     return _grouped_product(rows, weight.transpose(1, 2), ends)
@@ -75,7 +75,7 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
+@library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
 def _grouped_linear_backward(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return _grouped_product(dy, weight, ends), _grouped_outer(dy, rows, ends)
 
@@ -100,7 +100,7 @@ _grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
 
 
 # The groups' sizes are values that no traced graph can hold, so forward and backward are one opaque operator each.
-@torch.library.custom_op("veomni_torch::moe_experts_forward", mutates_args=())
+@library.custom_op("veomni_torch::moe_experts_forward", mutates_args=())
 def _forward(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _(
     )
 
 
-@torch.library.custom_op("veomni_torch::moe_experts_backward", mutates_args=())
+@library.custom_op("veomni_torch::moe_experts_backward", mutates_args=())
 def _backward(
     dresult: Tensor,
     hidden: Tensor,
