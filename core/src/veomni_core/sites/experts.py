@@ -81,14 +81,12 @@ def _clamped(kernel: Kernel) -> Forward:
     return forward
 
 
-def _clamped_silu(kernel: Kernel) -> Forward:
-    """SwiGLU of clamped gate and up on weights as stored (DeepSeek-V4)."""
+def _clamped_silu(kernel: Kernel, limit: str) -> Forward:
+    """SwiGLU of gate and up, clamped at the attribute ``limit``, on weights as stored (DeepSeek-V4)."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.down_proj, None, None)
-        limit = self.swiglu_limit if hasattr(self, "swiglu_limit") else self.limit
-        options = (1.0, limit, False, 0.0)
-        return kernel(hidden_states, top_k_index, top_k_weights, *weights, *options)  # type: ignore[no-any-return]
+        return kernel(hidden_states, top_k_index, top_k_weights, *weights, 1.0, getattr(self, limit), False, 0.0)  # type: ignore[no-any-return]
 
     return forward
 
@@ -112,7 +110,8 @@ ADAPTERS: dict[str, tuple[str, Callable[[Kernel], Forward]]] = {
     "one block per expert": ("standard", _one_block_per_expert),
     "with identities": ("standard", _with_identities),
     "clamped": ("clamped", _clamped),
-    "clamped SwiGLU": ("clamped", _clamped_silu),
+    "clamped SwiGLU, limit": ("clamped", partial(_clamped_silu, limit="limit")),
+    "clamped SwiGLU, swiglu_limit": ("clamped", partial(_clamped_silu, limit="swiglu_limit")),
     "clamped, interleaved": ("clamped", _clamped_interleaved),
 }
 

@@ -1,0 +1,52 @@
+"""Sites of every variant are bound right, also where no plugin has a kernel yet: each contract's reference is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from counting_kernels import calls, counting_registry
+from tiny_models import tiny_model
+from veomni_core import bind
+
+REGISTRY = counting_registry("one")
+VARIANTS = {
+    "cohere": {("rotary_pos_emb", "pairwise")},
+    "deepseek_v3": {("rotary_pos_emb", "deinterleaved"), ("moe_experts", "standard")},
+    "deepseek_v4": {("rms_norm", "unweighted_rounded_scale"), ("moe_experts", "clamped")},
+    "ernie4_5": {("rotary_pos_emb", "interleaved")},
+    "glm": {("rotary_pos_emb", "interleaved_partial"), ("swiglu_mlp", "standard")},
+    "gpt_oss": {("rotary_pos_emb", "half_width"), ("moe_experts", "clamped"), ("rms_norm", "cast_after")},
+    "kimi_linear": {("rms_norm_gated", "sigmoid")},
+    "llama4_text": {("moe_experts", "standard")},
+    "longcat_flash": {("moe_experts", "standard")},
+    "nemotron_h": {("rms_norm_gated", "gate_first")},
+    "phi3": {("swiglu_mlp", "standard")},
+    "qwen3_next": {("rms_norm_gated", "standard"), ("rotary_pos_emb", "partial")},
+    "zamba": {("swiglu_mlp", "gelu")},
+}
+
+
+@pytest.mark.parametrize("model_type", VARIANTS)
+def test_bound_equals_eager_and_the_kernels_ran(model_type):
+    model = tiny_model(model_type, torch.float32)
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    wanted, wanted_gradients = _step(model, ids)
+    calls.clear()
+    names = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
+    fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
+    with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
+        found, gradients = _step(model, ids)
+    assert {(op, variant) for op, variant, _ in calls} >= VARIANTS[model_type]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    for name, gradient in wanted_gradients.items():
+        difference = (gradients[name] - gradient).norm()
+        assert difference <= 1e-3 * gradient.norm() + 1e-7, name
+
+
+def _step(model, ids):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
