@@ -1,13 +1,20 @@
-"""What every distribution's tests share: tests that need a device which isn't here are skipped, with the reason."""
+"""What every distribution's tests share: tests that need a device which isn't here are skipped, with the reason.
+
+Without a GPU, Triton's kernels run in its interpreter, which must be chosen before triton is imported.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _missing_device(marker: str) -> str | None:
-    import torch
-
     if marker == "gpu":
         return None if torch.cuda.is_available() else "needs a CUDA GPU; torch sees none here"
     return None if hasattr(torch, "npu") and torch.npu.is_available() else "needs an Ascend NPU; torch sees none here"

@@ -1,0 +1,1 @@
+"""Triton kernels; ``plugin`` describes them, one file per op holds them."""

@@ -1,0 +1,36 @@
+"""Describes the kernels to veomni-core. Imports neither torch nor triton."""
+
+from collections.abc import Iterable
+
+from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+_GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=("triton>=3.6",))
+_PREFERENCE = 60
+
+
+def _kernels(name: str, op_name: str, variants: Iterable[str], description: str) -> list[KernelSpec]:
+    return [
+        KernelSpec(
+            name=name,
+            op_name=op_name,
+            variant=variant,
+            factory=f"veomni_triton_moe.{op_name}:{variant}",
+            hardware=_GPU,
+            description=description,
+            preference=_PREFERENCE,
+        )
+        for variant in variants
+    ]
+
+
+@hookimpl
+def veomni_kernels() -> list[KernelSpec]:
+    """Every kernel, deterministic in forward and backward."""
+    norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
+    return [
+        *_kernels("triton", "rms_norm", norms, "batch-invariant; a row's result depends on that row alone"),
+        *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
+        *_kernels("triton", "load_balancing_loss", ("standard",), "softmax, top-k and sums in one pass per layer"),
+    ]
