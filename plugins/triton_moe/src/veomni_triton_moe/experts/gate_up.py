@@ -1,0 +1,177 @@
+"""The up-projection: rows gathered from the tokens, gate and up in one product, and the activation on its result."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from veomni_triton_moe.experts.activation import Activation, activate
+from veomni_triton_moe.experts.launch import Launch
+from veomni_triton_moe.experts.routing import Routing
+from veomni_triton_moe.experts.tiles import (
+    described,
+    described_rows,
+    every_other,
+    halves,
+    load_within,
+    processors,
+    store_group,
+    tile_position,
+    tile_rows,
+)
+
+
+def gate_up_product(
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    activation: Activation,
+    launch: Launch,
+    use_descriptors: bool,
+) -> tuple[Tensor, Tensor]:
+    """Pre-activations ``[N, 2I]`` and activations ``[N, I]`` of ``hidden[T, H]`` and ``gate_up_proj[E, 2I, H]``.
+
+    ``pre`` keeps the order of ``gate_up_proj``'s rows. Products are summed in float32; the activation is taken from
+    the pre-activations as rounded to hidden's dtype, so that the backward sees the same.
+    """
+    width = hidden.shape[1]
+    intermediate = gate_up_proj.shape[1] // 2
+    pre = hidden.new_empty(routing.routes, 2 * intermediate)
+    activated = hidden.new_empty(routing.routes, intermediate)
+    gate, up, out = pre, pre[:, intermediate:], activated
+    weight = gate_up_proj
+    if use_descriptors:
+        weight, gate, up, out = _describe(gate_up_proj, pre, activated, activation.interleaved, launch)
+    tiles = routing.max_tiles * triton.cdiv(intermediate, launch.block_n)
+    _gate_up[(min(processors(hidden.device), tiles),)](
+        hidden,
+        weight,
+        bias,
+        gate,
+        up,
+        out,
+        routing.route_of_row,
+        routing.tiles,
+        routing.offsets,
+        routing.max_tiles,
+        routing.k,
+        width,
+        intermediate,
+        hidden.stride(0),
+        *gate_up_proj.stride(),
+        INTERLEAVED=activation.interleaved,
+        DESCRIBED=use_descriptors,
+        EVEN_K=width % launch.block_k == 0,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        GROUP_M=launch.group_m,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **activation.constants(),
+    )
+    return pre, activated
+
+
+def _describe(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool, launch: Launch) -> tuple[object, ...]:
+    rows = weight.shape[1]
+    m, n, k = launch.block_m, launch.block_n, launch.block_k
+    out = described_rows(activated, [m, n])
+    if interleaved:
+        whole = described_rows(pre, [m, 2 * n])
+        return described(weight, [1, 2 * n, k]), whole, whole, out
+    gate, up = (described_rows(half, [m, n]) for half in pre.split(rows // 2, dim=1))
+    return described(weight.unflatten(1, (2, rows // 2)), [1, 2, n, k]), gate, up, out
+
+
+@triton.jit
+def _gate_up(
+    hidden,
+    weight,
+    bias,
+    pre_gate,
+    pre_up,
+    activated,
+    route_of_row,
+    tiles,
+    offsets,
+    max_tiles,
+    k_per_token,
+    width,
+    intermediate,
+    hidden_stride,
+    expert_stride,
+    n_stride,
+    k_stride,
+    alpha,
+    limit,
+    up_offset,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    m_tiles = tl.load(tiles)
+    n_tiles = tl.cdiv(intermediate, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=DESCRIBED):
+        m, n = tile_position(tile, m_tiles, n_tiles, GROUP_M)
+        expert, row, start, size = tile_rows(tiles, offsets, max_tiles, m)
+        rows = row + tl.arange(0, BLOCK_M)
+        token = tl.load(route_of_row + rows, mask=rows < start + size, other=0) // k_per_token
+        hidden_pointers = hidden + token[:, None].to(tl.int64) * hidden_stride + ks[None, :]
+        # The columns of one product: of gate and then of up, or of both in turn.
+        both = tl.arange(0, 2 * BLOCK_N)
+        if INTERLEAVED:
+            column = n * 2 * BLOCK_N + both
+            exists = column < 2 * intermediate
+        else:
+            place = n * BLOCK_N + both % BLOCK_N
+            column = both // BLOCK_N * intermediate + place
+            exists = place < intermediate
+        weight_row = tl.where(exists, column, 0)
+        if not DESCRIBED:
+            weight_pointers = weight + expert.to(tl.int64) * expert_stride + weight_row[None, :] * n_stride
+            weight_pointers += ks[:, None] * k_stride
+        product = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+        for k in range(0, width, BLOCK_K):
+            x = load_within(hidden_pointers + k, ks[None, :], width - k, EVEN_K)
+            if DESCRIBED:
+                if INTERLEAVED:
+                    w = weight.load([expert, n * 2 * BLOCK_N, k])
+                else:
+                    w = weight.load([expert, 0, n * BLOCK_N, k])
+                w = tl.reshape(w, (2 * BLOCK_N, BLOCK_K)).T
+            else:
+                w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)
+            product = tl.dot(x, w, product, input_precision="ieee")
+        if bias is not None:
+            product += tl.load(bias + expert * 2 * intermediate + weight_row)[None, :].to(tl.float32)
+        product = product.to(hidden.dtype.element_ty)
+        if INTERLEAVED:
+            gate, up = every_other(product, BLOCK_M, 2 * BLOCK_N)
+            store_group(
+                pre_gate, product, start, size, row - start, n * 2 * BLOCK_N, 2 * intermediate, 2 * intermediate,
+                BLOCK_M, 2 * BLOCK_N, DESCRIBED,
+            )  # fmt: skip
+        else:
+            gate, up = halves(product, BLOCK_M, 2 * BLOCK_N)
+            store_group(
+                pre_gate, gate, start, size, row - start, n * BLOCK_N, intermediate, 2 * intermediate,
+                BLOCK_M, BLOCK_N, DESCRIBED,
+            )  # fmt: skip
+            store_group(
+                pre_up, up, start, size, row - start, n * BLOCK_N, intermediate, 2 * intermediate,
+                BLOCK_M, BLOCK_N, DESCRIBED,
+            )  # fmt: skip
+        value = activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, up_offset, CLAMPED)
+        store_group(
+            activated, value, start, size, row - start, n * BLOCK_N, intermediate, intermediate,
+            BLOCK_M, BLOCK_N, DESCRIBED,
+        )  # fmt: skip

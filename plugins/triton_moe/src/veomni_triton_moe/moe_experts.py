@@ -1,0 +1,202 @@
+"""Mixture-of-experts MLPs: the gather fused into the up-projection, the activation into its epilogue, no atomics.
+
+Forward saves its inputs, the pre-activations ``[T·K, 2I]`` and one buffer of indices; ``recomputing`` kernels save no
+pre-activations and take that product again. Nothing is read on the host, so a step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from veomni_triton_moe.experts.activation import Activation
+from veomni_triton_moe.experts.layer import ExpertsLayer
+from veomni_triton_moe.experts.routing import routing_size
+
+
+def standard(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
+
+    ``hidden[T, H]``, ``top_k_index[T, K]`` (``E`` and above is dropped), ``top_k_weights[T, K]``,
+    ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
+    index; experts without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the
+    weights' last two dimensions may be the contiguous one.
+    """
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=False
+    )
+
+
+def standard_recomputing(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """:func:`standard`, computing the pre-activations anew in backward instead of saving ``2I`` values per route."""
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=True
+    )
+
+
+def clamped(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    interleaved: bool = False,
+    up_offset: float = 1.0,
+) -> Tensor:
+    """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
+
+    Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
+    or every other one where ``interleaved``. Gradients reach all tensors but the index.
+    """
+    activation = Activation(alpha, limit, up_offset, interleaved)
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, activation, False
+    )
+
+
+def _experts(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+    recompute: bool,
+) -> Tensor:
+    result: Tensor = _forward(
+        hidden,
+        top_k_index,
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        gate_up_bias,
+        down_bias,
+        activation.alpha,
+        activation.limit,
+        activation.up_offset,
+        activation.interleaved,
+        recompute,
+    )[0]
+    return result
+
+
+@library.custom_op("veomni_triton_moe::moe_experts_forward", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    interleaved: bool,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, the pre-activations and the routing's buffer."""
+    operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    result, pre, routing = ExpertsLayer(*operands, Activation(alpha, limit, up_offset, interleaved)).forward()
+    return result, pre, routing.buffer
+
+
+@_forward.register_fake
+def _(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    routes = top_k_index.numel()
+    buffer = routing_size(routes, gate_up_proj.shape[0])
+    return (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format),
+        hidden.new_empty(routes, gate_up_proj.shape[1]),
+        top_k_index.new_empty(buffer, dtype=torch.int32),
+    )
+
+
+@library.custom_op("veomni_triton_moe::moe_experts_backward", mutates_args=())
+def _backward(
+    dresult: Tensor,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre: Tensor | None,
+    routing: Tensor,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    interleaved: bool,
+    projections: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of all but the index; without ``projections``, empty ones of the weights and biases."""
+    operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    layer = ExpertsLayer(*operands, Activation(alpha, limit, up_offset, interleaved))
+    places = layer.routing(routing)
+    pre = layer.gate_up(places)[0] if pre is None else pre
+    return layer.backward(dresult, pre, places, projections)
+
+
+@_backward.register_fake
+def _(
+    dresult: Tensor,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre: Tensor | None,
+    routing: Tensor,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    interleaved: bool,
+    projections: bool,
+) -> tuple[Tensor, ...]:
+    none = hidden.new_empty(0)
+    weights = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    asked = (weight if projections and weight is not None else none for weight in weights)
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (hidden, top_k_weights, *asked))
+
+
+_PROJECTION_INPUTS = slice(3, 7)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, alpha, limit, up_offset, interleaved, recompute = inputs
+    _, pre, routing = output
+    ctx.constants = (alpha, limit, up_offset, interleaved)
+    ctx.save_for_backward(*tensors, None if recompute else pre, routing)
+    ctx.mark_non_differentiable(pre, routing)
+
+
+def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, pre, routing = ctx.saved_tensors
+    projections = any(ctx.needs_input_grad[_PROJECTION_INPUTS])
+    found = _backward(dresult.contiguous(), *tensors, pre, routing, *ctx.constants, projections)
+    dhidden, dweights, *rest = found
+    given = (
+        gradient if projections and tensor is not None else None
+        for gradient, tensor in zip(rest, tensors[_PROJECTION_INPUTS], strict=True)
+    )
+    return dhidden, None, dweights, *given, None, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
