@@ -40,17 +40,17 @@ def gate_up_product(
     intermediate = gate_up_proj.shape[1] // 2
     pre = hidden.new_empty(routing.routes, 2 * intermediate)
     activated = hidden.new_empty(routing.routes, intermediate)
-    gate, up, out = pre, pre[:, intermediate:], activated
-    weight = gate_up_proj
+    left, right = (pre, pre) if activation.interleaved else (pre, pre[:, intermediate:])
+    weight, out = gate_up_proj, activated
     if use_descriptors:
-        weight, gate, up, out = _describe(gate_up_proj, pre, activated, activation.interleaved, launch)
+        weight, left, right, out = _describe(gate_up_proj, pre, activated, activation.interleaved, launch)
     tiles = routing.max_tiles * triton.cdiv(intermediate, launch.block_n)
     _gate_up[(min(processors(hidden.device), tiles),)](
         hidden,
         weight,
         bias,
-        gate,
-        up,
+        left,
+        right,
         out,
         routing.route_of_row,
         routing.tiles,
@@ -76,14 +76,14 @@ def gate_up_product(
 
 
 def _describe(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool, launch: Launch) -> tuple[object, ...]:
-    rows = weight.shape[1]
+    half = weight.shape[1] // 2
     m, n, k = launch.block_m, launch.block_n, launch.block_k
     out = described_rows(activated, [m, n])
     if interleaved:
-        whole = described_rows(pre, [m, 2 * n])
+        whole = described_rows(pre, [m, n])
         return described(weight, [1, 2 * n, k]), whole, whole, out
-    gate, up = (described_rows(half, [m, n]) for half in pre.split(rows // 2, dim=1))
-    return described(weight.unflatten(1, (2, rows // 2)), [1, 2, n, k]), gate, up, out
+    left, right = (described_rows(part, [m, n]) for part in pre.split(half, dim=1))
+    return described(weight.unflatten(1, (2, half)), [1, 2, n, k]), left, right, out
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def _gate_up(
     hidden,
     weight,
     bias,
-    pre_gate,
-    pre_up,
+    pre_left,
+    pre_right,
     activated,
     route_of_row,
     tiles,
@@ -154,24 +154,21 @@ def _gate_up(
         if bias is not None:
             product += tl.load(bias + expert * 2 * intermediate + weight_row)[None, :].to(tl.float32)
         product = product.to(hidden.dtype.element_ty)
+        left, right = halves(product, BLOCK_M, 2 * BLOCK_N)
         if INTERLEAVED:
             gate, up = every_other(product, BLOCK_M, 2 * BLOCK_N)
-            store_group(
-                pre_gate, product, start, size, row - start, n * 2 * BLOCK_N, 2 * intermediate, 2 * intermediate,
-                BLOCK_M, 2 * BLOCK_N, DESCRIBED,
-            )  # fmt: skip
+            left_column, right_column, line = n * 2 * BLOCK_N, n * 2 * BLOCK_N + BLOCK_N, 2 * intermediate
         else:
-            gate, up = halves(product, BLOCK_M, 2 * BLOCK_N)
-            store_group(
-                pre_gate, gate, start, size, row - start, n * BLOCK_N, intermediate, 2 * intermediate,
-                BLOCK_M, BLOCK_N, DESCRIBED,
-            )  # fmt: skip
-            store_group(
-                pre_up, up, start, size, row - start, n * BLOCK_N, intermediate, 2 * intermediate,
-                BLOCK_M, BLOCK_N, DESCRIBED,
-            )  # fmt: skip
+            gate, up = left, right
+            left_column, right_column, line = n * BLOCK_N, n * BLOCK_N, intermediate
+        first = row - start
+        store_group(
+            pre_left, left, start, size, first, left_column, line, 2 * intermediate, BLOCK_M, BLOCK_N, DESCRIBED
+        )
+        store_group(
+            pre_right, right, start, size, first, right_column, line, 2 * intermediate, BLOCK_M, BLOCK_N, DESCRIBED
+        )
         value = activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, up_offset, CLAMPED)
         store_group(
-            activated, value, start, size, row - start, n * BLOCK_N, intermediate, intermediate,
-            BLOCK_M, BLOCK_N, DESCRIBED,
-        )  # fmt: skip
+            activated, value, start, size, first, n * BLOCK_N, intermediate, intermediate, BLOCK_M, BLOCK_N, DESCRIBED
+        )

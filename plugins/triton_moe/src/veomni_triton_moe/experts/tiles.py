@@ -81,11 +81,13 @@ def load_group(
     """``BLOCK_R`` rows of a group from its row ``row`` on, and ``BLOCK_C`` columns; zero beyond the group."""
     if DESCRIBED:
         end, last, place = to_ragged_indices(start, size, row)
-        return tl.reshape(source.load([end, last, place, column]), (BLOCK_R, BLOCK_C))
-    rows = row + tl.arange(0, BLOCK_R)
-    columns = (column + tl.arange(0, BLOCK_C)) % width
-    pointers = source + (start + rows)[:, None].to(tl.int64) * width + columns[None, :]
-    return tl.load(pointers, mask=(rows < size)[:, None], other=0.0)
+        block = tl.reshape(source.load([end, last, place, column]), (BLOCK_R, BLOCK_C))
+    else:
+        rows = row + tl.arange(0, BLOCK_R)
+        columns = (column + tl.arange(0, BLOCK_C)) % width
+        pointers = source + (start + rows)[:, None].to(tl.int64) * width + columns[None, :]
+        block = tl.load(pointers, mask=(rows < size)[:, None], other=0.0)
+    return block
 
 
 @triton.jit
