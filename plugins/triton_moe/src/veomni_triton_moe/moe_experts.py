@@ -185,6 +185,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.constants = (alpha, limit, up_offset, interleaved)
     ctx.save_for_backward(*tensors, None if recompute else pre, routing)
     ctx.mark_non_differentiable(pre, routing)
+    ctx.set_materialize_grads(False)  # zeros as large as the pre-activations would be made for their missing gradient
 
 
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:

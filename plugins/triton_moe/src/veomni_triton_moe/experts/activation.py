@@ -107,7 +107,7 @@ def activation_backward(
     return dpre, dactivation, dweights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _activation_backward(
     dactivation,
     pre,

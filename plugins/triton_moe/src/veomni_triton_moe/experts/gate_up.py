@@ -86,7 +86,7 @@ def _describe(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool,
     return described(weight.unflatten(1, (2, half)), [1, 2, n, k]), left, right, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _gate_up(
     hidden,
     weight,

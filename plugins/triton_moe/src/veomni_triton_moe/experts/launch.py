@@ -1,4 +1,7 @@
-"""Sizes of the products' tiles. Tables, never a search: a search costs a user's first step minutes."""
+"""Sizes of the products' tiles. Tables, never a search: a search costs a user's first step minutes.
+
+The sizes for 16-bit values and the copy engine are the best that `benchmarks/tune_moe.py` found on an H200.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,55 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """One launch per product. ``gate_up`` and ``rows`` share the tiles of rows, and with them ``block_m``."""
+    """One launch per product. Those over rows share one list of tiles, and with it ``block_m``."""
 
     gate_up: Launch
-    rows: Launch
-    weights: Launch
+    down: Launch
+    dactivation: Launch
+    dhidden: Launch
+    ddown: Launch
+    dgate_up: Launch
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile in the products over rows."""
+        return self.down.block_m
 
 
-_DESCRIBED = Launches(
-    gate_up=Launch(128, 128, 64, 4, 8, 3), rows=Launch(128, 256, 64, 4, 8, 3), weights=Launch(128, 256, 64, 4, 8, 3)
+_FULL_TILES = Launches(
+    gate_up=Launch(128, 128, 64, 4, 8, 3),
+    down=Launch(128, 256, 64, 8, 8, 3),
+    dactivation=Launch(128, 256, 64, 16, 8, 3),
+    dhidden=Launch(128, 256, 64, 4, 8, 3),
+    ddown=Launch(128, 256, 32, 8, 8, 5),
+    dgate_up=Launch(128, 256, 64, 4, 8, 3),
 )
-_POINTERS = Launches(
-    gate_up=Launch(128, 64, 64, 4, 8, 3), rows=Launch(128, 128, 64, 4, 8, 3), weights=Launch(128, 128, 64, 4, 8, 3)
-)
-# float32 products are sums of exact products, not tensor-core approximations: small tiles, so that they fit registers.
-_FLOAT32 = Launches(
-    gate_up=Launch(64, 32, 32, 4, 8, 2), rows=Launch(64, 64, 32, 4, 8, 2), weights=Launch(64, 64, 32, 4, 8, 2)
+# With fewer rows per expert than this, tiles of 128 rows are mostly empty.
+_FEW_ROWS = 192
+_HALF_TILES = Launches(
+    gate_up=Launch(64, 128, 64, 8, 8, 4),
+    down=Launch(64, 256, 64, 16, 4, 4),
+    dactivation=Launch(64, 256, 64, 16, 4, 4),
+    dhidden=Launch(64, 256, 64, 16, 4, 4),
+    ddown=Launch(128, 256, 32, 8, 8, 5),
+    dgate_up=Launch(128, 256, 32, 4, 8, 5),
 )
 
 
-def launches(dtype: torch.dtype, described: bool) -> Launches:
-    """The launches for ``dtype``, by copy engine (``described``) or by pointers."""
+def _same(rows: Launch, gate_up: Launch) -> Launches:
+    return Launches(gate_up, rows, rows, rows, rows, rows)
+
+
+_POINTERS = _same(Launch(128, 128, 64, 4, 8, 3), gate_up=Launch(128, 64, 64, 4, 8, 3))
+_POINTERS_HALF_TILES = _same(Launch(64, 128, 64, 4, 4, 3), gate_up=Launch(64, 64, 64, 4, 4, 3))
+# float32 products are exact ones, not the tensor cores' 10-bit approximation: small tiles, so that they fit registers.
+_FLOAT32 = _same(Launch(64, 64, 32, 4, 8, 2), gate_up=Launch(64, 32, 32, 4, 8, 2))
+
+
+def launches(dtype: torch.dtype, rows_per_expert: int, described: bool) -> Launches:
+    """The launches for ``dtype`` and so many rows per expert, by copy engine (``described``) or by pointers."""
     if dtype == torch.float32:
         return _FLOAT32
-    return _DESCRIBED if described else _POINTERS
+    if described:
+        return _HALF_TILES if rows_per_expert <= _FEW_ROWS else _FULL_TILES
+    return _POINTERS_HALF_TILES if rows_per_expert <= _FEW_ROWS else _POINTERS

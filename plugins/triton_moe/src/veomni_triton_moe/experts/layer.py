@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+import triton
 from torch import Tensor
 
 from veomni_triton_moe.experts.activation import Activation, activation_backward
 from veomni_triton_moe.experts.gate_up import gate_up_product
-from veomni_triton_moe.experts.launch import launches
+from veomni_triton_moe.experts.launch import Launches, launches
 from veomni_triton_moe.experts.routing import Routing, route
 from veomni_triton_moe.experts.row_product import row_product
 from veomni_triton_moe.experts.rows import combine_rows, spread_rows
 from veomni_triton_moe.experts.tiles import COPY_ENGINE_ALIGNMENT, can_be_described
 from veomni_triton_moe.experts.weight_gradients import bias_gradient, weight_gradient
+
+_ALIGNED_COLUMNS = 8  # of 16 bits, what the copy engine asks of the place where a half begins
 
 
 class ExpertsLayer:
@@ -48,19 +52,25 @@ class ExpertsLayer:
         )
         # The up-projection reads gate and up side by side along H, which only this layout holds together.
         self.gate_up_described = self.described and can_be_described(gate_up_proj)
-        self.launches = launches(hidden.dtype, self.described)
+        self.launches = self._launches(self.described)
+
+    def _launches(self, described: bool) -> Launches:
+        experts = self.gate_up_proj.shape[0]
+        return launches(self.hidden.dtype, self.top_k_index.numel() // experts, described)
 
     def forward(self) -> tuple[Tensor, Tensor, Routing]:
         """The result ``[T, H]``, the pre-activations ``[N, 2I]`` and the routing."""
-        routing = route(self.top_k_index, self.gate_up_proj.shape[0], self.launches.rows.block_m)
+        routing = route(self.top_k_index, self.gate_up_proj.shape[0], self.launches.block_m)
         pre, activated = self.gate_up(routing)
-        outputs = row_product(activated, self.down_proj.mT, routing, self.launches.rows, self.described, self.down_bias)
+        outputs = row_product(activated, self.down_proj.mT, routing, self.launches.down, self.described, self.down_bias)
         del activated
-        return combine_rows(outputs, routing, self.top_k_weights), pre, routing
+        result = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
+        combine_rows(outputs, routing, result, self.top_k_weights)
+        return result, pre, routing
 
     def gate_up(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """The pre-activations ``[N, 2I]`` and the activations ``[N, I]``."""
-        launch = launches(self.hidden.dtype, self.gate_up_described).gate_up
+        launch = self._launches(self.gate_up_described).gate_up
         return gate_up_product(
             self.hidden,
             self.gate_up_proj,
@@ -73,36 +83,41 @@ class ExpertsLayer:
 
     def routing(self, buffer: Tensor) -> Routing:
         """The routing that a forward left in ``buffer``."""
-        return Routing(buffer, *self.top_k_index.shape, self.gate_up_proj.shape[0], self.launches.rows.block_m)
+        return Routing(buffer, *self.top_k_index.shape, self.gate_up_proj.shape[0], self.launches.block_m)
 
     def backward(
         self, dresult: Tensor, pre: Tensor, routing: Routing, projections: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The gradients of hidden, weights, projections and biases; empty ones for what is not there or not asked.
 
-        Ordered so that at most three tensors of ``N`` rows live beside the pre-activations: at the Qwen3-30B-A3B shape
-        the peak is the gradients, twice the pre-activations and one tensor ``[N, H]``.
+        Ordered so that few tensors of ``N`` rows live at once, which decides the peak.
         """
         dgate_up, ddown, dgate_up_bias, ddown_bias = (dresult.new_empty(0) for _ in range(4))
+        launches, described = self.launches, self.described
         drows = spread_rows(dresult, routing)
-        dactivation = row_product(drows, self.down_proj, routing, self.launches.rows, self.described)
+        dactivation = row_product(drows, self.down_proj, routing, launches.dactivation, described)
         dpre, weighted, dweights = activation_backward(
             dactivation, pre, self.top_k_index, self.top_k_weights, routing, self.activation, drows, self.down_bias
         )
         if projections:
-            ddown = weight_gradient(drows, weighted, routing, self.launches.weights, self.described)
+            ddown = weight_gradient(drows, weighted, routing, launches.ddown, described)
             if self.down_bias is not None:
                 ddown_bias = bias_gradient(drows, routing, self.top_k_weights)
         del drows, dactivation, weighted
-        dhidden = combine_rows(
-            row_product(dpre, self.gate_up_proj, routing, self.launches.rows, self.described), routing
-        )
         if projections:
-            rows = spread_rows(self.hidden, routing)
-            dgate_up = weight_gradient(dpre, rows, routing, self.launches.weights, self.described)
+            dgate_up = weight_gradient(dpre, spread_rows(self.hidden, routing), routing, launches.dgate_up, described)
             if self.gate_up_bias is not None:
                 dgate_up_bias = bias_gradient(dpre, routing)
-        return dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
+        return self._hidden_gradient(dpre, routing), dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
+
+    def _hidden_gradient(self, dpre: Tensor, routing: Routing) -> Tensor:
+        """``[T, H]``, half of the columns at a time: their ``N`` rows are the largest tensor beside the gradients."""
+        dhidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
+        half = triton.cdiv(dhidden.shape[1], 2 * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+        for matrices, part in zip(self.gate_up_proj.split(half, dim=2), dhidden.split(half, dim=1), strict=True):
+            rows = row_product(dpre, matrices, routing, self.launches.dhidden, self.described)
+            combine_rows(rows, routing, part)
+        return dhidden
 
 
 def _matrices_can_be_described(matrices: Tensor) -> bool:

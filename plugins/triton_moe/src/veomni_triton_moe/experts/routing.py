@@ -97,7 +97,7 @@ def _load_expert(index, route, routes, experts):
     return tl.minimum(expert, experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["routes", "experts", "blocks"])
 def _count(index, counts, routes, experts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """``counts[bin, block]``: how many of a block's routes go to each expert."""
     block = tl.program_id(0)
@@ -106,7 +106,7 @@ def _count(index, counts, routes, experts, blocks, BINS: tl.constexpr, BLOCK: tl
     tl.store(counts + tl.arange(0, BINS) * blocks + block, tl.histogram(expert, BINS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _scan(counts, totals, blocks, BLOCKS: tl.constexpr):
     """Each expert's ``counts`` become what comes before a block; their sums are ``totals``."""
     expert = tl.program_id(0)
@@ -117,7 +117,7 @@ def _scan(counts, totals, blocks, BLOCKS: tl.constexpr):
     tl.store(totals + expert, tl.sum(count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles", "experts"])
 def _list_tiles(
     totals, offsets, tiles, max_tiles, experts, BINS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -137,7 +137,7 @@ def _list_tiles(
     tl.store(tiles + 1 + max_tiles + tile, tl.sum(tl.where(owns, row, 0), axis=1), mask=tile < max_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["routes", "experts", "blocks"])
 def _place(
     index,
     counts,

@@ -64,7 +64,7 @@ def row_product(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])
 def _row_product(
     source,
     weight,

@@ -24,13 +24,12 @@ def spread_rows(hidden: Tensor, routing: Routing) -> Tensor:
     return rows
 
 
-def combine_rows(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """The sum of each token's rows of ``rows[N, H]``, times ``weights[T, K]`` where given: ``[T, H]``.
+def combine_rows(rows: Tensor, routing: Routing, result: Tensor, weights: Tensor | None = None) -> None:
+    """Write the sum of each token's rows of ``rows[N, H]``, times ``weights[T, K]`` where given, to ``result[T, H]``.
 
     Taken in float32 in the order of ``K``. Dropped routes count nothing.
     """
     width = rows.shape[1]
-    result = rows.new_empty(routing.tokens, width)
     block = min(triton.next_power_of_2(width), _WIDEST)
     grid = (routing.tokens, triton.cdiv(width, block))
     _combine[grid](
@@ -41,11 +40,11 @@ def combine_rows(rows: Tensor, routing: Routing, weights: Tensor | None = None) 
         routing.offsets,
         routing.experts,
         width,
+        result.stride(0),
         K=routing.k,
         BLOCK=block,
         num_warps=4,
     )
-    return result
 
 
 @triton.jit
@@ -58,8 +57,10 @@ def _spread(hidden, rows, row_of_route, stride, width, K: tl.constexpr, BLOCK: t
         tl.store(rows + row * width + column, value, mask=column < width)
 
 
-@triton.jit
-def _combine(rows, weights, result, row_of_route, offsets, experts, width, K: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["experts"])
+def _combine(
+    rows, weights, result, row_of_route, offsets, experts, width, stride, K: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = tl.load(offsets + experts)
@@ -71,4 +72,4 @@ def _combine(rows, weights, result, row_of_route, offsets, experts, width, K: tl
         if weights is not None:
             value *= tl.load(weights + token * K + k).to(tl.float32)
         total += value
-    tl.store(result + token * width + column, total.to(result.dtype.element_ty), mask=column < width)
+    tl.store(result + token * stride + column, total.to(result.dtype.element_ty), mask=column < width)

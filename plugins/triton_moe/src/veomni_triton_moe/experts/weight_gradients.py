@@ -56,7 +56,7 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _weight_gradient(
     left,
     right,
