@@ -33,8 +33,8 @@ class BackwardLaunch:
     stages: int
 
 
-# By the bytes of one row, padded to a power of two. Rows of up to 1 KiB are summed within one warp or two, several rows
-# at a time; longer ones get a program each, and 32 to 64 bytes of the row per thread.
+# By the bytes of one row, padded to a power of two. Short rows share a program, so that each of its threads has 32 to
+# 64 bytes to load at once, and a row is summed by as few threads as hold it.
 FORWARD = {
     128: ForwardLaunch(64, 4),
     256: ForwardLaunch(32, 4),
@@ -46,14 +46,15 @@ FORWARD = {
     16384: ForwardLaunch(1, 8),
     32768: ForwardLaunch(1, 16),
 }
-# Backward holds x, dy, the weight and its gradient at once, so it has half as many bytes of a row per thread.
+# Backward holds x, dy, the weight and its gradient at once, at 32 bytes of a row per thread in 72 to 128 registers
+# (ptxas for sm_90a); as many programs share a multiprocessor as its 65536 registers allow.
 BACKWARD = {
-    128: BackwardLaunch(64, 4, 4, 2),
-    256: BackwardLaunch(32, 4, 4, 2),
-    512: BackwardLaunch(16, 4, 4, 2),
-    1024: BackwardLaunch(8, 4, 4, 2),
-    2048: BackwardLaunch(4, 4, 4, 2),
-    4096: BackwardLaunch(2, 8, 2, 2),
+    128: BackwardLaunch(32, 4, 6, 2),
+    256: BackwardLaunch(16, 4, 6, 2),
+    512: BackwardLaunch(8, 4, 6, 2),
+    1024: BackwardLaunch(4, 4, 4, 2),
+    2048: BackwardLaunch(2, 4, 4, 2),
+    4096: BackwardLaunch(1, 4, 4, 2),
     8192: BackwardLaunch(1, 8, 2, 2),
     16384: BackwardLaunch(1, 16, 1, 2),
     32768: BackwardLaunch(1, 16, 1, 2),
