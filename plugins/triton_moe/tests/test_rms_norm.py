@@ -97,6 +97,7 @@ def test_twenty_runs_give_the_same_bits(rows, width):
     "variant, rows, width",
     [
         ("standard", 5, 8193),
+        ("standard", 0, 8193),
         ("unweighted", 5, 8193),
         ("unweighted_rounded_scale", 5, 8193),
         ("cast_after", 2, 16400),

@@ -23,7 +23,7 @@ def alignment(width: int, element_size: int) -> int:
 def aligned_rows(x: Tensor) -> Tensor:
     """``x [..., H]`` as ``[T, H]``: a view where its rows are contiguous, evenly spaced and aligned, else a copy."""
     width = x.shape[-1]
-    rows = x.reshape(x.shape[:-1].numel(), width)
+    rows = x.reshape(-1, width)
     is_spaced = rows.stride(1) == 1 and rows.stride(0) % alignment(width, x.element_size()) == 0
     return rows if is_spaced and rows.data_ptr() % VECTOR_BYTES == 0 else _copy(rows)
 
