@@ -175,6 +175,13 @@ def test_backward_twice_gives_the_same_gradients_twice():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_second_derivatives_are_refused():
+    x = drawn(5, 96).requires_grad_()
+    (dx,) = torch.autograd.grad(rms_norm.unweighted(x, None, 1e-6).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_each_gradient_can_be_wanted_alone():
     x, weight, upstream = drawn(5, 96), drawn(96, seed=1), drawn(5, 96, seed=2)
     _, dx, dweight = with_gradients("standard", x, weight, upstream)

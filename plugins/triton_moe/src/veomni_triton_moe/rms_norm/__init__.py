@@ -5,7 +5,8 @@ on that row alone, bit for bit: neither the number of rows nor their place in me
 weight's gradient is summed in float32 in an order fixed by the shape and the device's number of multiprocessors.
 
 Every variant takes ``x [..., H]`` of float32, bfloat16 or float16, with any strides, and a ``weight [H]`` of any of
-these dtypes; gradients have their tensor's dtype. Other dtypes raise ``TypeError``, other shapes ``ValueError``.
+these dtypes; gradients have their tensor's dtype. Other dtypes raise ``TypeError``, other shapes ``ValueError``, and
+second derivatives ``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from veomni_triton_moe.rms_norm.operators import rms_norm_forward, rms_norm_gradients, rms_norm_input_gradient
 
@@ -81,6 +83,7 @@ class _RmsNorm(Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, reciprocal = ctx.saved_tensors
         if ctx.needs_input_grad[1]:

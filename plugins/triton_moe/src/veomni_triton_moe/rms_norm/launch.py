@@ -12,7 +12,9 @@ from functools import cache
 import torch
 import triton
 
-WHOLE_ROW_BYTES = 32768  # above this, backward's tiles of x, dy, weight and dweight no longer fit the register file
+# 16384 elements of bfloat16: x, dy, the weight and its gradient in float32 are then as large as the registers of a
+# multiprocessor, 256 KiB.
+WHOLE_ROW_BYTES = 32768
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ FORWARD = {
     16384: ForwardLaunch(1, 8),
     32768: ForwardLaunch(1, 16),
 }
-# Backward holds x, dy, the weight and its gradient at once, at 32 bytes of a row per thread in 72 to 128 registers
-# (ptxas for sm_90a); as many programs share a multiprocessor as its 65536 registers allow.
+# Backward holds x, dy, the weight and its gradient at once: so it gives each thread 32 bytes of a row, and starts about
+# as many programs as the registers of a multiprocessor hold.
 BACKWARD = {
     128: BackwardLaunch(32, 4, 6, 2),
     256: BackwardLaunch(16, 4, 6, 2),
