@@ -16,6 +16,7 @@ from veomni_core.testing import check_kernel
 from veomni_triton_moe import rms_norm
 from veomni_triton_moe.plugin import veomni_kernels
 from veomni_triton_moe.rms_norm.launch import backward_launch, fits_whole, forward_launch
+from veomni_triton_moe.rms_norm.partial_sums import sum_partials
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [spec for spec in veomni_kernels() if spec.op_name == "rms_norm"]
@@ -152,6 +153,13 @@ def test_compiles_without_a_graph_break(variant):
     assert torch.equal(found, wanted)
     gradients = torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(wanted, leaves, upstream)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("programs", [0, 1, 256, 700])
+def test_partial_gradients_of_any_number_of_programs_are_added(programs):
+    partials, total = drawn(programs, 40), torch.full((40,), torch.nan, device=DEVICE)
+    sum_partials(partials, total)
+    torch.testing.assert_close(total, partials.sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("operator", ["forward", "gradients", "input_gradient"])
