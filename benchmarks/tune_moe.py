@@ -19,12 +19,12 @@ from triton.runtime.errors import OutOfResources
 
 from gpu import timing
 from moe import SHAPES, Problem, Shape
-from veomni_triton_moe.experts.activation import Activation
-from veomni_triton_moe.experts.gate_up import gate_up_product
-from veomni_triton_moe.experts.launch import Launch
-from veomni_triton_moe.experts.routing import Routing, route
-from veomni_triton_moe.experts.row_product import row_product
-from veomni_triton_moe.experts.weight_gradients import weight_gradient
+from veomni_triton_moe.moe_experts.activation import Activation
+from veomni_triton_moe.moe_experts.gate_up import gate_up_product
+from veomni_triton_moe.moe_experts.launch import Launch
+from veomni_triton_moe.moe_experts.routing import Routing, route
+from veomni_triton_moe.moe_experts.row_product import row_product
+from veomni_triton_moe.moe_experts.weight_gradients import weight_gradient
 
 GROUPS = (4, 8, 16)
 CANDIDATES = {

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton_moe.multiprocessors import multiprocessors
 from veomni_triton_moe.rms_norm.arithmetic import gain, normalised, reciprocal_rms
-from veomni_triton_moe.rms_norm.launch import BackwardLaunch, ForwardLaunch, multiprocessors
+from veomni_triton_moe.rms_norm.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton_moe.rms_norm.layout import alignment
 from veomni_triton_moe.rms_norm.partial_sums import sum_partials
 

@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.experts.launch import Launch
-from veomni_triton_moe.experts.routing import Routing
-from veomni_triton_moe.experts.tiles import (
+from veomni_triton_moe.moe_experts.launch import Launch
+from veomni_triton_moe.moe_experts.routing import Routing
+from veomni_triton_moe.moe_experts.tiles import (
     described,
     described_rows,
     load_within,
-    processors,
     store_group,
     tile_position,
     tile_rows,
 )
+from veomni_triton_moe.multiprocessors import multiprocessors
 
 
 def row_product(
@@ -40,7 +40,7 @@ def row_product(
         source, target = described(rows, [m, k]), described_rows(result, [m, n])
         weight = described(matrices.mT, [1, n, k]) if k_contiguous else described(matrices, [1, k, n])
     tiles = routing.max_tiles * triton.cdiv(columns, launch.block_n)
-    _row_product[(min(processors(rows.device), tiles),)](
+    _row_product[(min(multiprocessors(rows.device), tiles),)](
         source,
         weight,
         bias,

@@ -6,14 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from veomni_triton_moe.experts.activation import Activation, activation_backward
-from veomni_triton_moe.experts.gate_up import gate_up_product
-from veomni_triton_moe.experts.launch import Launches, launches
-from veomni_triton_moe.experts.routing import Routing, route
-from veomni_triton_moe.experts.row_product import row_product
-from veomni_triton_moe.experts.rows import combine_rows, spread_rows
-from veomni_triton_moe.experts.tiles import COPY_ENGINE_ALIGNMENT, can_be_described
-from veomni_triton_moe.experts.weight_gradients import bias_gradient, weight_gradient
+from veomni_triton_moe.moe_experts.activation import Activation, activation_backward
+from veomni_triton_moe.moe_experts.gate_up import gate_up_product
+from veomni_triton_moe.moe_experts.launch import Launches, launches
+from veomni_triton_moe.moe_experts.routing import Routing, route
+from veomni_triton_moe.moe_experts.row_product import row_product
+from veomni_triton_moe.moe_experts.rows import combine_rows, spread_rows
+from veomni_triton_moe.moe_experts.tiles import COPY_ENGINE_ALIGNMENT, can_be_described
+from veomni_triton_moe.moe_experts.weight_gradients import bias_gradient, weight_gradient
 
 _ALIGNED_COLUMNS = 8  # of 16 bits, what the copy engine asks of the place where a half begins
 
@@ -83,7 +83,8 @@ class ExpertsLayer:
 
     def routing(self, buffer: Tensor) -> Routing:
         """The routing that a forward left in ``buffer``."""
-        return Routing(buffer, *self.top_k_index.shape, self.gate_up_proj.shape[0], self.launches.block_m)
+        tokens, k = self.top_k_index.shape
+        return Routing(buffer, tokens, k, self.gate_up_proj.shape[0], self.launches.block_m)
 
     def backward(
         self, dresult: Tensor, pre: Tensor, routing: Routing, projections: bool

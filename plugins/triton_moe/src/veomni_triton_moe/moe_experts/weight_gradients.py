@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.experts.launch import Launch
-from veomni_triton_moe.experts.routing import Routing
-from veomni_triton_moe.experts.tiles import (
+from veomni_triton_moe.moe_experts.launch import Launch
+from veomni_triton_moe.moe_experts.routing import Routing
+from veomni_triton_moe.moe_experts.tiles import (
     described,
     described_rows,
     load_group,
-    processors,
     tile_position,
 )
+from veomni_triton_moe.multiprocessors import multiprocessors
 
 
 def weight_gradient(left: Tensor, right: Tensor, routing: Routing, launch: Launch, use_descriptors: bool) -> Tensor:
@@ -27,7 +27,7 @@ def weight_gradient(left: Tensor, right: Tensor, routing: Routing, launch: Launc
         a, b = described_rows(left, [k, m]), described_rows(right, [k, n])
         target = described(result, [1, m, n])
     tiles = routing.experts * triton.cdiv(height, m) * triton.cdiv(width, n)
-    _weight_gradient[(min(processors(left.device), tiles),)](
+    _weight_gradient[(min(multiprocessors(left.device), tiles),)](
         a,
         b,
         target,

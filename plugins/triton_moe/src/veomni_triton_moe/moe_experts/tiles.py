@@ -31,12 +31,6 @@ def _has_copy_engine(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """How many programs of a persistent kernel fill ``device``: one per multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """``tensor`` as blocks for the copy engine."""
     return TensorDescriptor.from_tensor(tensor, block)

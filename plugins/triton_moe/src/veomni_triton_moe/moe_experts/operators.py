@@ -1,7 +1,7 @@
-"""Mixture-of-experts MLPs: the gather fused into the up-projection, the activation into its epilogue, no atomics.
+"""The forward and the backward as opaque operators, and how autograd joins them.
 
-Forward saves its inputs, the pre-activations ``[T·K, 2I]`` and one buffer of indices; ``recomputing`` kernels save no
-pre-activations and take that product again. Nothing is read on the host, so a step can be captured as a CUDA graph.
+Forward saves its inputs, the pre-activations ``[T·K, 2I]`` and one buffer of indices; with ``recompute`` no
+pre-activations. Nothing is read on the host, so a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,89 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from veomni_triton_moe.experts.activation import Activation
-from veomni_triton_moe.experts.layer import ExpertsLayer
-from veomni_triton_moe.experts.routing import routing_size
-
-
-def standard(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
-) -> Tensor:
-    """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
-
-    ``hidden[T, H]``, ``top_k_index[T, K]`` (``E`` and above is dropped), ``top_k_weights[T, K]``,
-    ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
-    index; experts without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the
-    weights' last two dimensions may be the contiguous one.
-    """
-    return _experts(
-        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=False
-    )
-
-
-def standard_recomputing(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
-) -> Tensor:
-    """:func:`standard`, computing the pre-activations anew in backward instead of saving ``2I`` values per route."""
-    return _experts(
-        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=True
-    )
-
-
-def clamped(
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    interleaved: bool = False,
-    up_offset: float = 1.0,
-) -> Tensor:
-    """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
-
-    Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
-    or every other one where ``interleaved``. Gradients reach all tensors but the index.
-    """
-    activation = Activation(alpha, limit, up_offset, interleaved)
-    return _experts(
-        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, activation, False
-    )
-
-
-def _experts(
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: Activation,
-    recompute: bool,
-) -> Tensor:
-    result: Tensor = _forward(
-        hidden,
-        top_k_index,
-        top_k_weights,
-        gate_up_proj,
-        down_proj,
-        gate_up_bias,
-        down_bias,
-        activation.alpha,
-        activation.limit,
-        activation.up_offset,
-        activation.interleaved,
-        recompute,
-    )[0]
-    return result
+from veomni_triton_moe.moe_experts.activation import Activation
+from veomni_triton_moe.moe_experts.layer import ExpertsLayer
+from veomni_triton_moe.moe_experts.routing import routing_size
 
 
 @library.custom_op("veomni_triton_moe::moe_experts_forward", mutates_args=())
-def _forward(
+def forward(
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -113,7 +37,7 @@ def _forward(
     return result, pre, routing.buffer
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,4 +124,4 @@ def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | N
     return dhidden, None, dweights, *given, None, None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+forward.register_autograd(_gradients, setup_context=_save)

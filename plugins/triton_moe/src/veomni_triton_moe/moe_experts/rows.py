@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.experts.routing import Routing
+from veomni_triton_moe.moe_experts.routing import Routing
 
 _WIDEST = 2048  # columns that one program holds; narrower rows take one step
 

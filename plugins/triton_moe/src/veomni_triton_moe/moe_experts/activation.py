@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.experts.routing import Routing
+from veomni_triton_moe.moe_experts.routing import Routing
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.experts.activation import Activation, activate
-from veomni_triton_moe.experts.launch import Launch
-from veomni_triton_moe.experts.routing import Routing
-from veomni_triton_moe.experts.tiles import (
+from veomni_triton_moe.moe_experts.activation import Activation, activate
+from veomni_triton_moe.moe_experts.launch import Launch
+from veomni_triton_moe.moe_experts.routing import Routing
+from veomni_triton_moe.moe_experts.tiles import (
     described,
     described_rows,
     every_other,
     halves,
     load_within,
-    processors,
     store_group,
     tile_position,
     tile_rows,
 )
+from veomni_triton_moe.multiprocessors import multiprocessors
 
 
 def gate_up_product(
@@ -40,18 +42,14 @@ def gate_up_product(
     intermediate = gate_up_proj.shape[1] // 2
     pre = hidden.new_empty(routing.routes, 2 * intermediate)
     activated = hidden.new_empty(routing.routes, intermediate)
-    left, right = (pre, pre) if activation.interleaved else (pre, pre[:, intermediate:])
-    weight, out = gate_up_proj, activated
+    operands: tuple[Any, ...] = (gate_up_proj, pre, pre if activation.interleaved else pre[:, intermediate:], activated)
     if use_descriptors:
-        weight, left, right, out = _describe(gate_up_proj, pre, activated, activation.interleaved, launch)
+        operands = _described(gate_up_proj, pre, activated, activation.interleaved, launch)
     tiles = routing.max_tiles * triton.cdiv(intermediate, launch.block_n)
-    _gate_up[(min(processors(hidden.device), tiles),)](
+    _gate_up[(min(multiprocessors(hidden.device), tiles),)](
         hidden,
-        weight,
+        *operands,
         bias,
-        left,
-        right,
-        out,
         routing.route_of_row,
         routing.tiles,
         routing.offsets,
@@ -75,7 +73,8 @@ def gate_up_product(
     return pre, activated
 
 
-def _describe(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool, launch: Launch) -> tuple[object, ...]:
+def _described(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool, launch: Launch) -> tuple[Any, ...]:
+    """The weight, the left and the right part of ``pre`` that one tile writes, and the activations."""
     half = weight.shape[1] // 2
     m, n, k = launch.block_m, launch.block_n, launch.block_k
     out = described_rows(activated, [m, n])
@@ -90,10 +89,10 @@ def _describe(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool,
 def _gate_up(
     hidden,
     weight,
-    bias,
     pre_left,
     pre_right,
     activated,
+    bias,
     route_of_row,
     tiles,
     offsets,

@@ -72,7 +72,8 @@ def route(top_k_index: Tensor, experts: int, block_m: int) -> Routing:
     index = top_k_index.contiguous()
     size = routing_size(index.numel(), experts)
     buffer = torch.empty(size, dtype=torch.int32, device=index.device)
-    routing = Routing(buffer, *index.shape, experts, block_m)
+    tokens, k = index.shape
+    routing = Routing(buffer, tokens, k, experts, block_m)
     routes, bins = routing.routes, triton.next_power_of_2(experts + 1)
     blocks = triton.cdiv(routes, _BLOCK)
     counts = torch.empty(bins, blocks, dtype=torch.int32, device=index.device)

@@ -1,0 +1,89 @@
+"""Mixture-of-experts MLPs: the gather fused into the up-projection, the activation into its epilogue, no atomics.
+
+``operators`` is what autograd sees; ``layer`` puts a call together from ``routing`` (which row is whose), ``rows``
+(between the order of tokens and that of experts), the products ``gate_up``, ``row_product`` and ``weight_gradients``,
+and ``activation``'s backward. ``tiles`` is what the products share, ``launch`` their sizes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from veomni_triton_moe.moe_experts.activation import Activation
+from veomni_triton_moe.moe_experts.operators import forward
+
+
+def standard(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
+
+    ``hidden[T, H]``, ``top_k_index[T, K]`` (``E`` and above is dropped), ``top_k_weights[T, K]``,
+    ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
+    index; experts without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the
+    weights' last two dimensions may be the contiguous one.
+    """
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=False
+    )
+
+
+def standard_recomputing(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """:func:`standard`, computing the pre-activations anew in backward instead of saving ``2I`` values per route."""
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=True
+    )
+
+
+def clamped(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    interleaved: bool = False,
+    up_offset: float = 1.0,
+) -> Tensor:
+    """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
+
+    Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
+    or every other one where ``interleaved``. Gradients reach all tensors but the index.
+    """
+    activation = Activation(alpha, limit, up_offset, interleaved)
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, activation, False
+    )
+
+
+def _experts(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+    recompute: bool,
+) -> Tensor:
+    result: Tensor = forward(
+        hidden,
+        top_k_index,
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        gate_up_bias,
+        down_bias,
+        activation.alpha,
+        activation.limit,
+        activation.up_offset,
+        activation.interleaved,
+        recompute,
+    )[0]
+    return result

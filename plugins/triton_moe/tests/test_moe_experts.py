@@ -1,0 +1,232 @@
+"""The experts' kernels against their contracts, and what the contracts can't ask.
+
+Without a GPU they run in Triton's interpreter, in float32: its bf16 products are not products.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from veomni_core.ops import moe_experts as reference
+from veomni_core.testing import check_kernel
+from veomni_triton_moe import moe_experts
+from veomni_triton_moe.moe_experts import launch, layer
+from veomni_triton_moe.moe_experts.routing import route
+from veomni_triton_moe.plugin import veomni_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECS = [spec for spec in veomni_kernels() if spec.op_name == "moe_experts"]
+
+
+def problem(tokens=7, hidden=16, intermediate=8, experts=4, k=2, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape, scale=1.0):
+        values = scale * torch.randn(*shape, generator=generator)
+        return values.to(DEVICE, dtype).requires_grad_()
+
+    index = torch.randint(0, experts, (tokens, k), generator=generator).to(DEVICE)
+    projections = (
+        leaf(experts, 2 * intermediate, hidden, scale=hidden**-0.5),
+        leaf(experts, hidden, intermediate, scale=intermediate**-0.5),
+    )
+    return leaf(tokens, hidden), index, leaf(tokens, k), *projections
+
+
+def gradients(result, arguments, **options):
+    leaves = [tensor for tensor in arguments if tensor.requires_grad]
+    return torch.autograd.grad(result, leaves, torch.ones_like(result), **options)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_conformance(spec):
+    check_kernel(spec, DEVICE, "float32").raise_if_failed()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU, 16-bit operands take this path of themselves")
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_conformance_by_descriptors(spec, monkeypatch):
+    monkeypatch.setattr(layer, "can_be_described", lambda tensor: tensor.stride(-1) == 1)
+    check_kernel(spec, DEVICE, "float32").raise_if_failed()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_conformance_in_16_bits(spec, dtype):
+    check_kernel(spec, DEVICE, dtype).raise_if_failed()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_conformance_by_pointers_in_16_bits(spec, monkeypatch):
+    monkeypatch.setattr(layer, "can_be_described", lambda tensor: False)
+    check_kernel(spec, DEVICE, "bfloat16").raise_if_failed()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    tokens=st.integers(0, 300),
+    k=st.integers(1, 4),
+    experts=st.integers(1, 40),
+    highest=st.integers(0, 60),
+    block_m=st.sampled_from([16, 64]),
+    seed=st.integers(0, 1000),
+)
+def test_routes_are_sorted_stably_and_tiled_once(tokens, k, experts, highest, block_m, seed):
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(0, highest + 1, (tokens, k), generator=generator)
+    routing = route(index.to(DEVICE), experts, block_m)
+    kept = index.flatten().clamp(max=experts)
+    _, order = kept.sort(stable=True)
+    assert torch.equal(routing.route_of_row.cpu().long(), order)
+    assert torch.equal(routing.row_of_route.cpu().long()[order], torch.arange(tokens * k))
+    counts = torch.bincount(kept, minlength=experts + 1)[:experts]
+    ends = counts.cumsum(0)
+    assert routing.offsets.tolist() == [0, *ends.tolist()]
+    count, *listed = routing.tiles[: 1 + 2 * routing.max_tiles].tolist()
+    tiles = list(zip(listed[:count], listed[routing.max_tiles :][:count], strict=True))
+    wanted = [
+        (expert, row)
+        for expert, (end, size) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True))
+        for row in range(end - size, end, block_m)
+    ]
+    assert tiles == wanted
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    k=st.integers(1, 3),
+    experts=st.integers(1, 6),
+    hidden=st.integers(1, 40),
+    intermediate=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+)
+def test_any_size_equals_the_reference(tokens, k, experts, hidden, intermediate, seed):
+    arguments = problem(tokens, hidden, intermediate, experts, k, seed=seed)
+    wanted, found = reference.standard(*arguments), moe_experts.standard(*arguments)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(gradients(found, arguments), gradients(wanted, arguments), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_backward_twice_gives_the_same_gradients_twice():
+    arguments = problem()
+    result = moe_experts.standard(*arguments)
+    first = gradients(result, arguments, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, gradients(result, arguments), strict=True))
+
+
+def test_recomputing_gives_the_same_bits_and_saves_no_pre_activations():
+    arguments = problem()
+    saved, bits = {}, {}
+    for kernel in (moe_experts.standard, moe_experts.standard_recomputing):
+        sizes = saved[kernel] = []
+
+        def record(tensor, sizes=sizes):
+            sizes.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            result = kernel(*arguments)
+        bits[kernel] = (result, *gradients(result, arguments))
+    assert all(torch.equal(a, b) for a, b in zip(*bits.values(), strict=True))
+    pre_activations = (14, 16)
+    assert pre_activations in saved[moe_experts.standard]
+    assert pre_activations not in saved[moe_experts.standard_recomputing]
+
+
+def test_frozen_projections_are_spared_their_products(monkeypatch):
+    hidden, index, weights, gate_up, down = problem()
+    everything = gradients(moe_experts.standard(hidden, index, weights, gate_up, down), (hidden, weights))
+    monkeypatch.setattr(layer, "weight_gradient", lambda *_: pytest.fail("a frozen weight's gradient was taken"))
+    frozen = (hidden, index, weights, gate_up.detach(), down.detach())
+    for mine, theirs in zip(gradients(moe_experts.standard(*frozen), frozen), everything, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+CALLS = {
+    "standard": moe_experts.standard,
+    "recomputing": moe_experts.standard_recomputing,
+    "clamped": lambda *arguments: moe_experts.clamped(*arguments, alpha=1.702, limit=0.5, interleaved=True),
+}
+
+
+@pytest.mark.parametrize("kernel", CALLS.values(), ids=CALLS)
+def test_compiles_without_a_graph_break(kernel):
+    torch._dynamo.reset()
+    arguments = problem()
+    wanted = kernel(*arguments)
+    found = torch.compile(kernel, backend="aot_eager", fullgraph=True)(*arguments)
+    assert torch.equal(found, wanted)
+    for mine, theirs in zip(gradients(found, arguments), gradients(wanted, arguments), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("rows_per_expert", [1, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_over_rows_share_their_tiles(dtype, rows_per_expert, described):
+    found = launch.launches(dtype, rows_per_expert, described)
+    assert found.block_m == found.gate_up.block_m == found.down.block_m
+    assert found.block_m == found.dactivation.block_m == found.dhidden.block_m
+    # The up-projection may go by pointers where the others do not, over the same list of tiles.
+    assert found.block_m == launch.launches(dtype, rows_per_expert, False).gate_up.block_m
+
+
+REAL = {"tokens": 4096, "hidden": 2048, "intermediate": 768, "experts": 128, "k": 8, "dtype": torch.bfloat16}
+
+
+@pytest.mark.gpu
+def test_a_real_shape_is_close_to_float64():
+    arguments = problem(**REAL)
+    exact = tuple(
+        tensor.detach().double().requires_grad_(tensor.requires_grad)
+        for tensor in arguments
+        if tensor.is_floating_point()
+    )
+    hidden, weights, gate_up, down = exact
+    wanted = reference.standard(hidden, arguments[1], weights, gate_up, down)
+    found = moe_experts.standard(*arguments)
+    pairs = zip((found, *gradients(found, arguments)), (wanted, *gradients(wanted, exact)), strict=True)
+    for mine, theirs in pairs:
+        assert (mine.double() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+@pytest.mark.gpu
+def test_twenty_runs_give_the_same_bits():
+    arguments = problem(**REAL)
+
+    def run():
+        result = moe_experts.standard(*arguments)
+        return result, *gradients(result, arguments)
+
+    first = run()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_step_reads_nothing_on_the_host_and_can_be_captured():
+    arguments = problem(**REAL)
+
+    def run():
+        result = moe_experts.standard(*arguments)
+        return result, *gradients(result, arguments)
+
+    wanted = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
