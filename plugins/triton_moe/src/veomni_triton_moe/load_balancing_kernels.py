@@ -1,6 +1,6 @@
-"""Device code of load_balancing_loss. Tiles are ``[4, TOKENS, WIDTH / 4]``: a row of logits, cut into four quarters.
+"""Device code of load_balancing_loss. Tiles are ``[TOKENS, 4, WIDTH / 4]``: a row of logits, cut into four quarters.
 
-Triton spreads the threads over the last two dimensions, so a thread holds the same columns of all four quarters. Half
+Triton spreads the threads over the last dimension, then the first, so a thread holds the same columns of all four quarters. Half
 of every reduction over experts then happens within a thread: rows of 128 need two shuffles instead of four.
 """
 
@@ -21,14 +21,15 @@ def sums_kernel(
     K: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Each program's sums per expert, ``sums[program, 0]`` of routes and ``sums[program, 1]`` of probabilities."""
     layer = tl.program_id(1)
     logits = _logits_of(gate_logits, layer, LAYERS)
     expert = _experts(WIDTH)
-    routes = tl.zeros((4, TOKENS, WIDTH // 4), tl.float32)
-    probabilities = tl.zeros((4, TOKENS, WIDTH // 4), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+    routes = tl.zeros((TOKENS, 4, WIDTH // 4), tl.float32)
+    probabilities = tl.zeros((TOKENS, 4, WIDTH // 4), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0), num_stages=STAGES):
         token = _tokens(tile, TOKENS)
         counts = _counts(mask, token, tokens)
         softmax = _softmax(logits, token, tokens, expert, EXPERTS).to(logits.dtype.element_ty)
@@ -37,8 +38,8 @@ def sums_kernel(
         probabilities += softmax.to(tl.float32) * counts
     program = layer * tl.num_programs(0) + tl.program_id(0)
     place = sums + program * 2 * WIDTH + expert
-    tl.store(place, tl.sum(routes, axis=1, keep_dims=True))
-    tl.store(place + WIDTH, tl.sum(probabilities, axis=1, keep_dims=True))
+    tl.store(place, tl.sum(routes, axis=0, keep_dims=True))
+    tl.store(place + WIDTH, tl.sum(probabilities, axis=0, keep_dims=True))
 
 
 @triton.jit
@@ -105,21 +106,22 @@ def _logits_of(gate_logits, layer, LAYERS: tl.constexpr):
 
 @triton.jit
 def _experts(WIDTH: tl.constexpr):
-    quarter = tl.arange(0, 4)[:, None, None] * (WIDTH // 4)
+    quarter = tl.arange(0, 4)[None, :, None] * (WIDTH // 4)
     return quarter + tl.arange(0, WIDTH // 4)[None, None, :]
 
 
 @triton.jit
 def _tokens(tile, TOKENS: tl.constexpr):
-    return (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[None, :, None]
+    return (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None]
 
 
 @triton.jit
 def _counts(mask, token, tokens):
     """How much each token counts: 0 past the end, else what ``mask`` says."""
-    if mask is None:
-        return (token < tokens).to(tl.float32)
-    return tl.load(mask + token, mask=token < tokens, other=0).to(tl.float32)
+    counts = token < tokens
+    if mask is not None:
+        counts = tl.load(mask + token, mask=counts, other=0)
+    return counts.to(tl.float32)
 
 
 @triton.jit
@@ -127,13 +129,13 @@ def _softmax(logits, token, tokens, expert, EXPERTS: tl.constexpr):
     # Rows past the end hold zeros: minus infinity throughout would make NaN, which no count of 0 takes away.
     tile = tl.load(logits + token * EXPERTS + expert, mask=(token < tokens) & (expert < EXPERTS), other=0.0)
     tile = tl.where(expert < EXPERTS, tile.to(tl.float32), float("-inf"))
-    exponentials = tl.exp(tile - tl.max(tl.max(tile, axis=0), axis=1)[None, :, None])
+    exponentials = tl.exp(tile - tl.max(tl.max(tile, axis=1), axis=1)[:, None, None])
     return exponentials * (1.0 / _row_sum(exponentials))
 
 
 @triton.jit
 def _row_sum(tile):
-    return tl.sum(tl.sum(tile, axis=0), axis=1)[None, :, None]
+    return tl.sum(tl.sum(tile, axis=1), axis=1)[:, None, None]
 
 
 @triton.jit
@@ -155,10 +157,10 @@ def _kth_largest(rank, K: tl.constexpr):
 
     Taking a maximum off a stack costs 1.5 operations per element and round; masking it out of the row would cost 3.
     """
-    WIDTH: tl.constexpr = rank.shape[2]
-    pairs = tl.permute(rank, (1, 2, 0)).reshape(rank.shape[1], WIDTH, 2, 2)
+    pairs = tl.permute(rank, (0, 2, 1)).reshape(rank.shape[0], rank.shape[2], 2, 2)
     even, odd = tl.split(pairs)
-    (first, third), (second, fourth) = tl.split(even), tl.split(odd)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
     first, second = tl.maximum(first, second), tl.minimum(first, second)
     third, fourth = tl.maximum(third, fourth), tl.minimum(third, fourth)
     first, third = tl.maximum(first, third), tl.minimum(first, third)
@@ -172,4 +174,4 @@ def _kth_largest(rank, K: tl.constexpr):
         third = tl.where(taken, fourth, third)
         fourth = tl.where(taken, -1, fourth)
         largest = tl.max(first, axis=1)
-    return largest[None, :, None]
+    return largest[:, None, None]

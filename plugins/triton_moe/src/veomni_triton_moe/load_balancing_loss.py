@@ -82,24 +82,27 @@ def _(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor 
 
 @dataclass(frozen=True)
 class Launch:
-    """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens`` in turn."""
+    """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens``, with ``stages`` of them in flight."""
 
     tokens: int
     programs: int
-    num_warps: int
+    num_warps: int = 4
+    stages: int = 1
+    registers: int | None = None
 
 
-def sums_launch(gate_logits: Sequence[Tensor], num_warps: int = 4, programs_per_processor: int = 4) -> Launch:
-    """As many programs as fit the device at once, so that there are few sums to add up in the end."""
-    tokens = _tokens_per_tile(gate_logits[0], num_warps)
-    programs = programs_per_processor * _processors(gate_logits[0].device) // len(gate_logits)
-    return Launch(tokens, max(1, min(programs, triton.cdiv(len(gate_logits[0]), tokens))), num_warps)
+def sums_launch(gate_logits: Sequence[Tensor], programs_per_processor: int = 4, num_warps: int = 4) -> Launch:
+    """Few programs, which take many tiles each, since each leaves sums that have to be added up in the end."""
+    logits = gate_logits[0]
+    tokens = _tokens_per_tile(logits, num_warps)
+    programs = programs_per_processor * _processors(logits.device) // len(gate_logits)
+    return Launch(tokens, max(1, min(programs, triton.cdiv(len(logits), tokens))), num_warps)
 
 
 def gradients_launch(gate_logits: Sequence[Tensor], num_warps: int = 4) -> Launch:
     """A program per tile: nothing carries over from one to the next."""
     tokens = _tokens_per_tile(gate_logits[0], num_warps)
-    return Launch(tokens, max(1, triton.cdiv(len(gate_logits[0]), tokens)), num_warps)
+    return Launch(tokens, triton.cdiv(len(gate_logits[0]), tokens), num_warps)
 
 
 def loss_and_slope(
@@ -119,7 +122,9 @@ def loss_and_slope(
             tokens,
             LAYERS=len(layers),
             TOKENS=launch.tokens,
+            STAGES=launch.stages,
             num_warps=launch.num_warps,
+            maxnreg=launch.registers,
             **sizes,
         )
         loss_kernel[1,](sums, loss, slope, len(sums), ROWS=max(1, 4096 // _width(experts)), num_warps=8, **sizes)
