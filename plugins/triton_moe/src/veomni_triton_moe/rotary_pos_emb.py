@@ -19,8 +19,8 @@ from veomni_triton_moe.rotary_kernels import rotate_kernel
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotate every dimension of ``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` by ``cos`` and ``sin`` of ``[B or 1, S, D]``.
 
-    The results have the dtypes of ``q`` and ``k`` and, where those are dense, their strides. With ``unsqueeze_dim=2``
-    the layout is ``[B, S, H, D]``. No gradient reaches ``cos`` and ``sin``.
+    The results have the strides of ``q`` and ``k`` where those are dense, and the dtypes that PyTorch gives products
+    with ``cos``. With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient reaches ``cos`` and ``sin``.
 
     Raises:
         ValueError: ``cos`` is not as wide as a head, or ``unsqueeze_dim`` is neither 1 nor 2.
@@ -48,7 +48,7 @@ def _rotary_pos_emb(
 def _(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+    return _output(q, cos), _output(k, cos)
 
 
 def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -73,11 +73,11 @@ class Launch:
 
 
 def rotate_launch(q: Tensor, unsqueeze_dim: int) -> Launch:
-    """A thread holds 64 elements of ``q``: loads of 16 bytes remain for ``k``, which has fewer heads, and many of them."""
+    """A thread holds 32 elements of ``q`` at a time, in loads of 16 bytes if they are of 16 bits."""
     heads, positions = q.shape[unsqueeze_dim], q.shape[3 - unsqueeze_dim]
     per_position = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
-    num_warps = min(16, max(4, per_position // (64 * 32)))
-    together = max(1, 64 * 32 * num_warps // per_position)
+    num_warps = min(16, max(4, per_position // (32 * 32)))
+    together = max(1, 32 * 32 * num_warps // per_position)
     return Launch(min(together, triton.next_power_of_2(positions)), num_warps)
 
 
@@ -86,7 +86,7 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Launch the rotation of ``q`` and ``k``, or the one back if ``transposed``."""
     batch, positions, width = q.shape[0], q.shape[3 - unsqueeze_dim], cos.shape[2]
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out, k_out = _output(q, cos), _output(k, cos)
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     with torch.cuda.device_of(q):
         rotate_kernel[triton.cdiv(positions, launch.positions), batch](
@@ -113,6 +113,10 @@ def rotate(
             enable_fp_fusion=False,  # a product that is fused with the sum isn't rounded
         )
     return q_out, k_out
+
+
+def _output(x: Tensor, cos: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
 
 
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
