@@ -30,7 +30,7 @@ def standard(
     logits' dtype, and is computed only for layers that need it.
 
     Raises:
-        ValueError: the layers differ in shape or dtype, or ``num_experts`` or ``top_k`` does not fit them.
+        ValueError: the layers differ in shape or dtype, or another argument does not fit them.
     """
     shape, dtype = gate_logits[0].shape, gate_logits[0].dtype
     if any(logits.shape != shape or logits.dtype != dtype for logits in gate_logits):
@@ -40,6 +40,10 @@ def standard(
             f"gate_logits of shape {tuple(shape)} with num_experts={num_experts} and top_k={top_k}: "
             f"expected [T, num_experts] and 1 <= top_k <= num_experts <= {MAX_EXPERTS}"
         )
+    if attention_mask is not None and attention_mask.numel() != shape[0]:
+        raise ValueError(
+            f"attention_mask has {attention_mask.numel()} elements, expected one for each of {shape[0]} tokens"
+        )
     return _LoadBalancing.apply(top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
 
 
@@ -48,7 +52,7 @@ class _LoadBalancing(Function):
     def forward(ctx: Any, top_k: int, mask: Tensor | None, *gate_logits: Tensor) -> Tensor:
         loss, slope = _forward(gate_logits, top_k, mask)
         ctx.save_for_backward(slope, mask, *gate_logits)
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,7 +165,7 @@ def _per_token(mask: Tensor | None) -> Tensor | None:
 
 def _width(experts: int) -> int:
     """The columns of a tile: a power of two that has four quarters."""
-    return max(4, triton.next_power_of_2(experts))
+    return max(4, int(triton.next_power_of_2(experts)))
 
 
 def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
@@ -170,4 +174,4 @@ def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

@@ -1,4 +1,4 @@
-"""Device code of rotary_pos_emb. Tiles are ``[POSITIONS, heads, R / 2]``, one of each half of the rotated dimensions."""
+"""Device code of rotary_pos_emb. Tiles are ``[POSITIONS, heads, R / 2]``, one per half of what is rotated."""
 
 from __future__ import annotations
 

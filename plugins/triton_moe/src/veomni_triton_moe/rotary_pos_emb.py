@@ -34,7 +34,7 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     """As :func:`full`, in the first ``cos.shape[-1]`` dimensions; the others pass through unchanged."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
-    return _rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, False)
+    return _rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, False)  # type: ignore[no-any-return]
 
 
 @library.custom_op("veomni_triton_moe::rotary_pos_emb", mutates_args=())
@@ -45,9 +45,7 @@ def _rotary_pos_emb(
 
 
 @_rotary_pos_emb.register_fake
-def _(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool) -> tuple[Tensor, Tensor]:
     return _output(q, cos), _output(k, cos)
 
 
