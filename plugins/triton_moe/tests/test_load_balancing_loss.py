@@ -94,6 +94,16 @@ def test_excluded_experts_and_large_logits():
     _assert_near_reference((logits.requires_grad_(),), 2)
 
 
+def test_the_default_dtype_changes_nothing():
+    logits = _logits(2, 12, 5)
+    wanted = kernels.standard(logits, 5, 2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(kernels.standard(logits, 5, 2), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_logits_with_strides():
     wide, tall = torch.randn(20, 18, device=DEVICE), torch.randn(9, 20, device=DEVICE)
     _assert_near_reference((wide[:, ::2].requires_grad_(), tall.t().requires_grad_()), 3)

@@ -86,7 +86,10 @@ def _(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor 
 
 @dataclass(frozen=True)
 class Launch:
-    """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens``, with ``stages`` of them in flight."""
+    """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens``, with ``stages`` of them in flight.
+
+    A thread gets at most ``registers``, where a number is given.
+    """
 
     tokens: int
     programs: int
@@ -114,9 +117,9 @@ def loss_and_slope(
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its derivative ``[E]`` by each expert's probability, the same for every token that counts."""
     layers = tuple(logits.contiguous() for logits in gate_logits)
-    (tokens, experts), device = layers[0].shape, layers[0].device
-    sums = torch.empty(len(layers) * launch.programs, 2, _width(experts), device=device)
-    loss, slope = torch.empty((), device=device), torch.empty(experts, device=device)
+    tokens, experts = layers[0].shape
+    sums = layers[0].new_empty(len(layers) * launch.programs, 2, _width(experts), dtype=torch.float32)
+    loss, slope = sums.new_empty(()), sums.new_empty(experts)
     sizes = {"EXPERTS": experts, "K": top_k, "WIDTH": _width(experts)}
     with torch.cuda.device_of(loss):
         sums_kernel[launch.programs, len(layers)](
@@ -131,7 +134,7 @@ def loss_and_slope(
             maxnreg=launch.registers,
             **sizes,
         )
-        loss_kernel[1,](sums, loss, slope, len(sums), ROWS=max(1, 4096 // _width(experts)), num_warps=8, **sizes)
+        loss_kernel[1,](sums, loss, slope, len(sums), ROWS=max(1, 8192 // _width(experts)), num_warps=16, **sizes)
     return loss, slope
 
 
