@@ -1,0 +1,180 @@
+"""load_balancing_loss in three launches, whatever the number of layers: sums over the logits, the loss, the gradient.
+
+With ``r`` the share of routes per expert and ``p`` the mean probability the loss is ``E · Σ r_e · p_e``, so the
+gradient of a token's probabilities is the same vector, ``slope = E · r / tokens``, for every token that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, library
+from torch.autograd import Function
+
+from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
+
+# An expert is kept in the 13 bits that a float16 leaves free in float32.
+MAX_EXPERTS = 2**13
+
+
+def standard(
+    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
+) -> Tensor:
+    """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
+
+    Probabilities are rounded to the logits' dtype; among equal ones the lowest expert is chosen. The gradient has the
+    logits' dtype, and is computed only for layers that need it.
+
+    Raises:
+        ValueError: the layers differ in shape or dtype, or another argument does not fit them.
+    """
+    shape, dtype = gate_logits[0].shape, gate_logits[0].dtype
+    if any(logits.shape != shape or logits.dtype != dtype for logits in gate_logits):
+        raise ValueError("gate_logits: every layer must have the same shape and dtype")
+    if not 1 <= top_k <= num_experts == shape[1] <= MAX_EXPERTS:
+        raise ValueError(
+            f"gate_logits of shape {tuple(shape)} with num_experts={num_experts} and top_k={top_k}: "
+            f"expected [T, num_experts] and 1 <= top_k <= num_experts <= {MAX_EXPERTS}"
+        )
+    if attention_mask is not None and attention_mask.numel() != shape[0]:
+        raise ValueError(
+            f"attention_mask has {attention_mask.numel()} elements, expected one for each of {shape[0]} tokens"
+        )
+    return _LoadBalancing.apply(top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
+
+
+class _LoadBalancing(Function):
+    @staticmethod
+    def forward(ctx: Any, top_k: int, mask: Tensor | None, *gate_logits: Tensor) -> Tensor:
+        loss, slope = _forward(gate_logits, top_k, mask)
+        ctx.save_for_backward(slope, mask, *gate_logits)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        slope, mask, *gate_logits = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        layers = [logits for logits, wanted in zip(gate_logits, needed, strict=True) if wanted]
+        gradients = iter(_backward(dloss, slope, layers, mask).unbind())
+        return None, None, *(next(gradients) if wanted else None for wanted in needed)
+
+
+@library.custom_op("veomni_triton_moe::load_balancing_loss_forward", mutates_args=())
+def _forward(gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    return loss_and_slope(gate_logits, top_k, mask, sums_launch(gate_logits))
+
+
+@_forward.register_fake
+def _(gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    logits = gate_logits[0]
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.shape[1], dtype=torch.float32)
+
+
+@library.custom_op("veomni_triton_moe::load_balancing_loss_backward", mutates_args=())
+def _backward(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    return gradients(dloss, slope, gate_logits, mask, gradients_launch(gate_logits))
+
+
+@_backward.register_fake
+def _(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    return gate_logits[0].new_empty(len(gate_logits), *gate_logits[0].shape)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens``, with ``stages`` of them in flight.
+
+    A thread gets at most ``registers``, where a number is given.
+    """
+
+    tokens: int
+    programs: int
+    num_warps: int = 4
+    stages: int = 1
+    registers: int | None = None
+
+
+def sums_launch(gate_logits: Sequence[Tensor], programs_per_processor: int = 4, num_warps: int = 4) -> Launch:
+    """Few programs, which take many tiles each, since each leaves sums that have to be added up in the end."""
+    logits = gate_logits[0]
+    tokens = _tokens_per_tile(logits, num_warps)
+    programs = programs_per_processor * _processors(logits.device) // len(gate_logits)
+    return Launch(tokens, max(1, min(programs, triton.cdiv(len(logits), tokens))), num_warps)
+
+
+def gradients_launch(gate_logits: Sequence[Tensor], num_warps: int = 4) -> Launch:
+    """A program per tile: nothing carries over from one to the next."""
+    tokens = _tokens_per_tile(gate_logits[0], num_warps)
+    return Launch(tokens, triton.cdiv(len(gate_logits[0]), tokens), num_warps)
+
+
+def loss_and_slope(
+    gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """The loss, and its derivative ``[E]`` by each expert's probability, the same for every token that counts."""
+    layers = tuple(logits.contiguous() for logits in gate_logits)
+    tokens, experts = layers[0].shape
+    sums = layers[0].new_empty(len(layers) * launch.programs, 2, _width(experts), dtype=torch.float32)
+    loss, slope = sums.new_empty(()), sums.new_empty(experts)
+    sizes = {"EXPERTS": experts, "K": top_k, "WIDTH": _width(experts)}
+    with torch.cuda.device_of(loss):
+        sums_kernel[launch.programs, len(layers)](
+            layers,
+            _per_token(mask),
+            sums,
+            tokens,
+            LAYERS=len(layers),
+            TOKENS=launch.tokens,
+            STAGES=launch.stages,
+            num_warps=launch.num_warps,
+            maxnreg=launch.registers,
+            **sizes,
+        )
+        loss_kernel[1,](sums, loss, slope, len(sums), ROWS=max(1, 8192 // _width(experts)), num_warps=16, **sizes)
+    return loss, slope
+
+
+def gradients(
+    dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None, launch: Launch
+) -> Tensor:
+    """The gradients ``[L, T, E]`` of the given layers' logits: one buffer, since one launch writes them all."""
+    layers = tuple(logits.contiguous() for logits in gate_logits)
+    tokens, experts = layers[0].shape
+    dlogits = layers[0].new_empty(len(layers), tokens, experts)
+    with torch.cuda.device_of(dlogits):
+        gradients_kernel[launch.programs, len(layers)](
+            layers,
+            _per_token(mask),
+            dloss,
+            slope,
+            dlogits,
+            tokens,
+            LAYERS=len(layers),
+            EXPERTS=experts,
+            TOKENS=launch.tokens,
+            WIDTH=_width(experts),
+            num_warps=launch.num_warps,
+        )
+    return dlogits
+
+
+def _per_token(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.reshape(-1)
+
+
+def _width(experts: int) -> int:
+    """The columns of a tile: a power of two that has four quarters."""
+    return max(4, int(triton.next_power_of_2(experts)))
+
+
+def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
+    """So many that a thread holds 32 logits: the search for the top k keeps four copies of them in registers."""
+    return max(1, 32 * 32 * num_warps // _width(logits.shape[1]))
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

@@ -1,0 +1,122 @@
+"""rotary_pos_emb: one launch for queries and keys, which loads a position's angles once for all of its heads.
+
+The gradient of a rotation is its transpose: the same launch with the two halves of the sines swapped and negated. So
+only ``cos`` and ``sin`` are saved. Products and sums are rounded one by one, as the contract's reference does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, library
+
+from veomni_triton_moe.rotary_kernels import rotate_kernel
+
+
+def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate every dimension of ``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` by ``cos`` and ``sin`` of ``[B or 1, S, D]``.
+
+    The results have the strides of ``q`` and ``k`` where those are dense, and the dtypes that PyTorch gives products
+    with ``cos``. With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient reaches ``cos`` and ``sin``.
+
+    Raises:
+        ValueError: ``cos`` is not as wide as a head, or ``unsqueeze_dim`` is neither 1 nor 2.
+    """
+    if cos.shape[-1] != q.shape[-1]:
+        raise ValueError(f"cos is {cos.shape[-1]} wide, expected {q.shape[-1]}, as wide as a head")
+    return partial(q, k, cos, sin, unsqueeze_dim)
+
+
+def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As :func:`full`, in the first ``cos.shape[-1]`` dimensions; the others pass through unchanged."""
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
+    return _rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, False)  # type: ignore[no-any-return]
+
+
+@library.custom_op("veomni_triton_moe::rotary_pos_emb", mutates_args=())
+def _rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return rotate(q, k, cos, sin, unsqueeze_dim, transposed, rotate_launch(q, unsqueeze_dim))
+
+
+@_rotary_pos_emb.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    return _output(q, cos), _output(k, cos)
+
+
+def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, ctx.unsqueeze_dim, ctx.transposed = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotate_back(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    return *_rotary_pos_emb(dq, dk, cos, sin, ctx.unsqueeze_dim, not ctx.transposed), None, None, None, None
+
+
+_rotary_pos_emb.register_autograd(_rotate_back, setup_context=_save_angles)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Each program, of ``num_warps``, rotates all heads at ``positions`` in a row."""
+
+    positions: int
+    num_warps: int
+
+
+def rotate_launch(q: Tensor, unsqueeze_dim: int) -> Launch:
+    """A thread holds 32 elements of ``q`` at a time, in loads of 16 bytes if they are of 16 bits."""
+    heads, positions = q.shape[unsqueeze_dim], q.shape[3 - unsqueeze_dim]
+    per_position = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
+    num_warps = min(16, max(4, per_position // (32 * 32)))
+    together = max(1, 32 * 32 * num_warps // per_position)
+    return Launch(min(together, triton.next_power_of_2(positions)), num_warps)
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """Launch the rotation of ``q`` and ``k``, or the one back if ``transposed``."""
+    batch, positions, width = q.shape[0], q.shape[3 - unsqueeze_dim], cos.shape[2]
+    q_out, k_out = _output(q, cos), _output(k, cos)
+    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    with torch.cuda.device_of(q):
+        rotate_kernel[triton.cdiv(positions, launch.positions), batch](
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            _strides(q, unsqueeze_dim),
+            _strides(k, unsqueeze_dim),
+            cos.stride(),
+            sin.stride(),
+            _strides(q_out, unsqueeze_dim),
+            _strides(k_out, unsqueeze_dim),
+            positions,
+            Q_HEADS=q.shape[unsqueeze_dim],
+            K_HEADS=k.shape[unsqueeze_dim],
+            HALF=width // 2,
+            REST=q.shape[3] - width,
+            POSITIONS=launch.positions,
+            TRANSPOSED=transposed,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=False,  # a product that is fused with the sum isn't rounded
+        )
+    return q_out, k_out
+
+
+def _output(x: Tensor, cos: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
+
+
+def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
+    """Of batch, position, head and dimension."""
+    return x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim), x.stride(3)

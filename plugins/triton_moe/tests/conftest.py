@@ -1,0 +1,29 @@
+"""Mends Triton 3.6's interpreter, in which kernels run where there is no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+_convert_float = interpreter._convert_float
+
+
+def _patch_tensor_and_index(tensor, scope):
+    _patch_tensor(tensor, scope)
+    # Loops up to a run-time value call int() on an array of one element, which NumPy 2.4 refuses.
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _convert_to_nearest(data, source, target, rounding):
+    # The interpreter cuts float32 off to bfloat16; GPUs round to the nearest, ties to even.
+    if (source, target) == (tl.float32, tl.bfloat16):
+        rounded = torch.from_numpy(np.ascontiguousarray(data)).bfloat16()
+        return rounded.view(torch.uint16).numpy()
+    return _convert_float(data, source, target, rounding)
+
+
+interpreter._patch_lang_tensor = _patch_tensor_and_index
+interpreter._convert_float = _convert_to_nearest
