@@ -216,17 +216,20 @@ def test_a_step_reads_nothing_on_the_host_and_can_be_captured():
 
     def run():
         result = moe_experts.standard(*arguments)
-        return result, *gradients(result, arguments)
+        return result.detach(), *gradients(result, arguments)
 
-    wanted = run()
+    # Capture wants everything before it on a stream of its own.
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wanted = run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = run()
+        graph.replay()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))

@@ -16,6 +16,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
+from veomni_triton_moe.multiprocessors import multiprocessors
 
 # An expert is kept in the 13 bits that a float16 leaves free in float32.
 MAX_EXPERTS = 2**13
@@ -99,11 +100,15 @@ class Launch:
 
 
 def sums_launch(gate_logits: Sequence[Tensor], programs_per_processor: int = 4, num_warps: int = 4) -> Launch:
-    """Few programs, which take many tiles each, since each leaves sums that have to be added up in the end."""
+    """Few programs, which take many tiles each, since each leaves sums that have to be added up in the end.
+
+    With 128 registers a thread, four of them fit a multiprocessor: the best that
+    `benchmarks/triton_load_balancing_loss.py --tune` found on an H200.
+    """
     logits = gate_logits[0]
     tokens = _tokens_per_tile(logits, num_warps)
-    programs = programs_per_processor * _processors(logits.device) // len(gate_logits)
-    return Launch(tokens, max(1, min(programs, triton.cdiv(len(logits), tokens))), num_warps)
+    programs = programs_per_processor * multiprocessors(logits.device) // len(gate_logits)
+    return Launch(tokens, max(1, min(programs, triton.cdiv(len(logits), tokens))), num_warps, registers=128)
 
 
 def gradients_launch(gate_logits: Sequence[Tensor], num_warps: int = 4) -> Launch:
@@ -174,7 +179,3 @@ def _width(experts: int) -> int:
 def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
     """So many that a thread holds 32 logits: the search for the top k keeps four copies of them in registers."""
     return max(1, 32 * 32 * num_warps // _width(logits.shape[1]))
-
-
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

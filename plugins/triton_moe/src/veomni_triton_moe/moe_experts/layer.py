@@ -116,8 +116,8 @@ class ExpertsLayer:
         dhidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
         half = triton.cdiv(dhidden.shape[1], 2 * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
         for matrices, part in zip(self.gate_up_proj.split(half, dim=2), dhidden.split(half, dim=1), strict=True):
-            rows = row_product(dpre, matrices, routing, self.launches.dhidden, self.described)
-            combine_rows(rows, routing, part)
+            # Unnamed, so that one half's rows are gone before the next half's are made.
+            combine_rows(row_product(dpre, matrices, routing, self.launches.dhidden, self.described), routing, part)
         return dhidden
 
 
