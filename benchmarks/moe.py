@@ -1,6 +1,6 @@
 """Mixture-of-experts MLPs on one GPU: `fused_triton` against transformers, veomni-torch, Liger and SonicMoE.
 
-    python benchmarks/moe.py [--shapes qwen3-30b-a3b …] [--name moe_h200]
+    python benchmarks/moe.py [--shapes qwen3-30b-a3b …] [--skip "Liger fused MoE" …] [--name moe_h200]
 
 Every contender runs in one process on the same tensors. Its result and gradients are compared first with the contract's
 reference in float64. TFLOP/s counts the useful work, 18·T·K·H·I for forward and backward. Peak memory is what a step
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,13 +42,14 @@ class Shape:
         return 6.0 * self.tokens * self.k * self.hidden * self.intermediate
 
 
+PEERS = ("liger-kernel", "sonic-moe", "quack-kernels")
 SHAPES = {
     "qwen3-30b-a3b": Shape(16384, 2048, 768, 128, 8),
-    "qwen3-30b-a3b, T=2048": Shape(2048, 2048, 768, 128, 8),
-    "512 experts of 512, K=10": Shape(16384, 2048, 512, 512, 10),
     "olmoe": Shape(16384, 2048, 1024, 64, 8),
     "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2),
     "deepseek-v3 shard": Shape(16384, 7168, 2048, 8, 1),
+    "qwen3-30b-a3b, T=2048": Shape(2048, 2048, 768, 128, 8),
+    "512 experts of 512, K=10": Shape(16384, 2048, 512, 512, 10),
 }
 
 
@@ -227,45 +228,51 @@ COLUMNS = (
 MEMORY_COLUMNS = ("peak MiB", "saved MiB", "launches", "error of the result", "largest error of a gradient")
 
 
+def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> dict[str, Any]:
+    """Every contender at one shape; one that fails says why, and the others are still measured."""
+    shape = SHAPES[shape_name]
+    problem = Problem(shape)
+    exact = problem.exact()
+    results: dict[str, Any] = {}
+    for name, kernel in kernels:
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            results[name] = measure(kernel, shape, problem, exact)
+            print(f"{shape_name}: {name}: {results[name]['step TFLOP/s']:.0f} TFLOP/s", flush=True)
+        except Exception as error:
+            results[name] = {"failed": f"{type(error).__name__}: {error}"}
+            print(f"{shape_name}: {name} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    return {"shape": asdict(shape), "kernels": results}
+
+
+def write(name: str, data: dict[str, Any]) -> None:
+    """The page of what has been measured so far."""
+    ceiling = data["ceilings"]["product TFLOP/s"]
+    rows = [
+        row(shape_name, kernel, found, ceiling)
+        for shape_name, results in data["shapes"].items()
+        for kernel, found in results["kernels"].items()
+        if "failed" not in found
+    ]
+    ceilings_text = ", ".join(f"{what} {value:.0f}" for what, value in data["ceilings"].items())
+    note = f"Ceilings in the same run: {ceilings_text}. Errors are relative norms against float64."
+    columns = (*COLUMNS, *MEMORY_COLUMNS)
+    write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, note, script="moe.py")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--only", help="contenders whose name holds this")
+    parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
     parser.add_argument("--name", default="moe_h200")
     options = parser.parse_args()
-    found = {
-        name: importlib.metadata.version(name) for name in ("liger-kernel", "sonic-moe", "quack-kernels") if _has(name)
-    }
-    data: dict[str, Any] = {"machine": machine() | found, "ceilings": ceilings(), "shapes": {}}
-    kernels = [(name, kernel) for name, kernel in contenders() if not options.only or options.only in name]
-    rows = []
+    peers = {name: importlib.metadata.version(name) for name in PEERS if _has(name)}
+    data: dict[str, Any] = {"machine": machine() | peers, "ceilings": ceilings(), "shapes": {}}
+    kernels = [(name, kernel) for name, kernel in contenders() if name not in options.skip]
     for shape_name in options.shapes:
-        shape = SHAPES[shape_name]
-        problem = Problem(shape)
-        exact = problem.exact()
-        results = data["shapes"][shape_name] = {"shape": asdict(shape), "kernels": {}}
-        for name, kernel in kernels:
-            gc.collect()
-            torch.cuda.empty_cache()
-            try:
-                results["kernels"][name] = found = measure(kernel, shape, problem, exact)
-            except Exception as error:  # a peer's failure is its own; the others are still measured
-                results["kernels"][name] = {"failed": f"{type(error).__name__}: {error}"}
-                print(f"{shape_name}: {name} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                continue
-            rows.append(row(shape_name, name, found, data["ceilings"]["product TFLOP/s"]))
-            print(" | ".join(rows[-1]), flush=True)
-        del problem, exact
-    ceiling = ", ".join(f"{name} {value:.0f}" for name, value in data["ceilings"].items())
-    write_results(
-        options.name,
-        "Mixture-of-experts MLPs, bf16",
-        data,
-        (*COLUMNS, *MEMORY_COLUMNS),
-        rows,
-        f"Ceilings in the same run: {ceiling}. Errors are relative norms against float64.",
-        script="moe.py",
-    )
+        data["shapes"][shape_name] = measure_shape(shape_name, kernels)
+        write(options.name, data)
 
 
 def _has(distribution: str) -> bool:
