@@ -168,14 +168,15 @@ def test_compiles_without_a_graph_break(kernel):
 
 
 @pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("gate_up_size", [1, 2**30])
 @pytest.mark.parametrize("rows_per_expert", [1, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_over_rows_share_their_tiles(dtype, rows_per_expert, described):
-    found = launch.launches(dtype, rows_per_expert, described)
+def test_products_over_rows_share_their_tiles(dtype, rows_per_expert, gate_up_size, described):
+    found = launch.launches(dtype, rows_per_expert, gate_up_size, described)
     assert found.block_m == found.gate_up.block_m == found.down.block_m
     assert found.block_m == found.dactivation.block_m == found.dhidden.block_m
     # The up-projection may go by pointers where the others do not, over the same list of tiles.
-    assert found.block_m == launch.launches(dtype, rows_per_expert, False).gate_up.block_m
+    assert found.block_m == launch.launches(dtype, rows_per_expert, gate_up_size, False).gate_up.block_m
 
 
 REAL = {"tokens": 4096, "hidden": 2048, "intermediate": 768, "experts": 128, "k": 8, "dtype": torch.bfloat16}

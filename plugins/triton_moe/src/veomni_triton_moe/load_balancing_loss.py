@@ -64,27 +64,6 @@ class _LoadBalancing(Function):
         return None, None, *(next(gradients) if wanted else None for wanted in needed)
 
 
-@library.custom_op("veomni_triton_moe::load_balancing_loss_forward", mutates_args=())
-def _forward(gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return loss_and_slope(gate_logits, top_k, mask, sums_launch(gate_logits))
-
-
-@_forward.register_fake
-def _(gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    logits = gate_logits[0]
-    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.shape[1], dtype=torch.float32)
-
-
-@library.custom_op("veomni_triton_moe::load_balancing_loss_backward", mutates_args=())
-def _backward(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    return gradients(dloss, slope, gate_logits, mask, gradients_launch(gate_logits))
-
-
-@_backward.register_fake
-def _(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    return gate_logits[0].new_empty(len(gate_logits), *gate_logits[0].shape)
-
-
 @dataclass(frozen=True)
 class Launch:
     """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens``, with ``stages`` of them in flight.
@@ -179,3 +158,41 @@ def _width(experts: int) -> int:
 def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
     """So many that a thread holds 32 logits: the search for the top k keeps four copies of them in registers."""
     return max(1, 32 * 32 * num_warps // _width(logits.shape[1]))
+
+
+# Operators that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around them.
+_LIBRARY = library.Library("veomni_triton_moe", "FRAGMENT")
+_LIBRARY.define(
+    "load_balancing_loss_forward(Tensor[] gate_logits, int top_k, Tensor? mask) -> (Tensor loss, Tensor slope)"
+)
+_LIBRARY.define(
+    "load_balancing_loss_backward(Tensor dloss, Tensor slope, Tensor[] gate_logits, Tensor? mask) -> Tensor"
+)
+
+
+def _forward_operator(gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    return loss_and_slope(gate_logits, top_k, mask, sums_launch(gate_logits))
+
+
+def _forward_fake(gate_logits: Sequence[Tensor], *_: object) -> tuple[Tensor, Tensor]:
+    logits = gate_logits[0]
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.shape[1], dtype=torch.float32)
+
+
+def _backward_operator(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    return gradients(dloss, slope, gate_logits, mask, gradients_launch(gate_logits))
+
+
+def _backward_fake(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    return gate_logits[0].new_empty(len(gate_logits), *gate_logits[0].shape)
+
+
+for _name, _implementation, _fake in (
+    ("load_balancing_loss_forward", _forward_operator, _forward_fake),
+    ("load_balancing_loss_backward", _backward_operator, _backward_fake),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"veomni_triton_moe::{_name}", _fake, lib=_LIBRARY)
+
+_forward = torch.ops.veomni_triton_moe.load_balancing_loss_forward.default
+_backward = torch.ops.veomni_triton_moe.load_balancing_loss_backward.default

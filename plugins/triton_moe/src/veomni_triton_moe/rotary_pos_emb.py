@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor, library
+from torch.autograd import Function
 
 from veomni_triton_moe.rotary_kernels import rotate_kernel
 
@@ -34,32 +35,22 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     """As :func:`full`, in the first ``cos.shape[-1]`` dimensions; the others pass through unchanged."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
-    return _rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, False)  # type: ignore[no-any-return]
+    return _RotaryPosEmb.apply(q, k, cos, sin, unsqueeze_dim, False)  # type: ignore[no-any-return]
 
 
-@library.custom_op("veomni_triton_moe::rotary_pos_emb", mutates_args=())
-def _rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    return rotate(q, k, cos, sin, unsqueeze_dim, transposed, rotate_launch(q, unsqueeze_dim))
+class _RotaryPosEmb(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.unsqueeze_dim, ctx.transposed = unsqueeze_dim, transposed
+        return _rotate(q, k, cos, sin, unsqueeze_dim, transposed)  # type: ignore[no-any-return]
 
-
-@_rotary_pos_emb.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    return _output(q, cos), _output(k, cos)
-
-
-def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, ctx.unsqueeze_dim, ctx.transposed = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _rotate_back(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    return *_rotary_pos_emb(dq, dk, cos, sin, ctx.unsqueeze_dim, not ctx.transposed), None, None, None, None
-
-
-_rotary_pos_emb.register_autograd(_rotate_back, setup_context=_save_angles)
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *_RotaryPosEmb.apply(dq, dk, cos, sin, ctx.unsqueeze_dim, not ctx.transposed), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -123,3 +114,26 @@ def _output(x: Tensor, cos: Tensor) -> Tensor:
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
     """Of batch, position, head and dimension."""
     return x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim), x.stride(3)
+
+
+# An operator that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around it.
+_LIBRARY = library.Library("veomni_triton_moe", "FRAGMENT")
+_LIBRARY.define(
+    "rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim, bool transposed)"
+    " -> (Tensor q, Tensor k)"
+)
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return rotate(q, k, cos, sin, unsqueeze_dim, transposed, rotate_launch(q, unsqueeze_dim))
+
+
+def _outputs(q: Tensor, k: Tensor, cos: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _output(q, cos), _output(k, cos)
+
+
+_LIBRARY.impl("rotary_pos_emb", _rotated, "CompositeExplicitAutograd")
+library.register_fake("veomni_triton_moe::rotary_pos_emb", _outputs, lib=_LIBRARY)
+_rotate = torch.ops.veomni_triton_moe.rotary_pos_emb.default

@@ -5,7 +5,7 @@ The sizes for 16-bit values and the copy engine are the best that `benchmarks/tu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,9 @@ _FULL_TILES = Launches(
     ddown=Launch(128, 256, 32, 8, 8, 5),
     dgate_up=Launch(128, 256, 64, 4, 8, 3),
 )
+# Where one expert's gate and up alone are half of the L2 cache, 16 tiles of rows share what is read of them.
+_LARGE_EXPERT = 2**24  # values
+_FULL_TILES_OF_LARGE_EXPERTS = replace(_FULL_TILES, gate_up=Launch(128, 128, 64, 16, 8, 3))
 # With fewer rows per expert than this, tiles of 128 rows are mostly empty.
 _FEW_ROWS = 192
 _HALF_TILES = Launches(
@@ -72,10 +75,16 @@ _POINTERS_HALF_TILES = _same(Launch(64, 128, 64, 4, 4, 3), gate_up=Launch(64, 64
 _FLOAT32 = _same(Launch(64, 64, 32, 4, 8, 2), gate_up=Launch(64, 32, 32, 4, 8, 2))
 
 
-def launches(dtype: torch.dtype, rows_per_expert: int, described: bool) -> Launches:
-    """The launches for ``dtype`` and so many rows per expert, by copy engine (``described``) or by pointers."""
+def launches(dtype: torch.dtype, rows_per_expert: int, gate_up_size: int, described: bool) -> Launches:
+    """The launches for ``dtype``, so many rows per expert, and so many values in one expert's gate and up.
+
+    ``described`` says that operands go by the copy engine, not by pointers.
+    """
     if dtype == torch.float32:
         return _FLOAT32
-    if described:
-        return _HALF_TILES if rows_per_expert <= _FEW_ROWS else _FULL_TILES
-    return _POINTERS_HALF_TILES if rows_per_expert <= _FEW_ROWS else _POINTERS
+    few_rows = rows_per_expert <= _FEW_ROWS
+    if not described:
+        return _POINTERS_HALF_TILES if few_rows else _POINTERS
+    if few_rows:
+        return _HALF_TILES
+    return _FULL_TILES_OF_LARGE_EXPERTS if gate_up_size >= _LARGE_EXPERT else _FULL_TILES

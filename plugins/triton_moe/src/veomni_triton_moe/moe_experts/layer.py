@@ -55,8 +55,8 @@ class ExpertsLayer:
         self.launches = self._launches(self.described)
 
     def _launches(self, described: bool) -> Launches:
-        experts = self.gate_up_proj.shape[0]
-        return launches(self.hidden.dtype, self.top_k_index.numel() // experts, described)
+        experts, rows, width = self.gate_up_proj.shape
+        return launches(self.hidden.dtype, self.top_k_index.numel() // experts, rows * width, described)
 
     def forward(self) -> tuple[Tensor, Tensor, Routing]:
         """The result ``[T, H]``, the pre-activations ``[N, 2I]`` and the routing."""
@@ -112,11 +112,12 @@ class ExpertsLayer:
         return self._hidden_gradient(dpre, routing), dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
     def _hidden_gradient(self, dpre: Tensor, routing: Routing) -> Tensor:
-        """``[T, H]``, half of the columns at a time: their ``N`` rows are the largest tensor beside the gradients."""
+        """``[T, H]``; with many routes half its columns at a time, since their ``N`` rows would be backward's peak."""
         dhidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
-        half = triton.cdiv(dhidden.shape[1], 2 * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
-        for matrices, part in zip(self.gate_up_proj.split(half, dim=2), dhidden.split(half, dim=1), strict=True):
-            # Unnamed, so that one half's rows are gone before the next half's are made.
+        parts = 2 if routing.k > 2 else 1
+        columns = triton.cdiv(dhidden.shape[1], parts * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+        for matrices, part in zip(self.gate_up_proj.split(columns, dim=2), dhidden.split(columns, dim=1), strict=True):
+            # Unnamed, so that one part's rows are gone before the next part's are made.
             combine_rows(row_product(dpre, matrices, routing, self.launches.dhidden, self.described), routing, part)
         return dhidden
 
