@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,10 +105,17 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def gradients_close(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether both results send the same gradient to every input."""
-    upstream = torch.randn_like(a)
-    found = torch.autograd.grad(a, inputs, upstream, allow_unused=True, retain_graph=True)  # a is compared again
-    wanted = torch.autograd.grad(b, inputs, upstream, allow_unused=True)
+    """Whether both results send gradients to the inputs, and the same to each."""
+    gradients = partial(
+        torch.autograd.grad,
+        inputs=inputs,
+        grad_outputs=torch.randn_like(a),
+        allow_unused=True,
+        retain_graph=True,  # a result is compared with several others
+    )
+    (found, error), (wanted, other_error) = attempt(partial(gradients, a)), attempt(partial(gradients, b))
+    if error or other_error:
+        return False
     return all(
         (f is None) == (w is None) and (f is None or w is None or close(f, w))
         for f, w in zip(found, wanted, strict=True)
