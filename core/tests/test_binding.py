@@ -40,6 +40,7 @@ def test_a_bound_model_matches_its_eager_twin_in_loss_and_every_gradient(family)
                 assert calls[(op.op_name, decision.site.variant, "one")] > 0, decision
     assert list(model.state_dict()) == keys
     binding.undo()
+    assert not bound_attributes(model)
     assert_same_bits(step(model), step(twin))
 
 

@@ -49,3 +49,13 @@ def test_every_site_is_found_and_its_variant_proven(family, device):
 def test_what_is_no_model_is_refused():
     with pytest.raises(BindingError, match=r"needs a torch.nn.Module, not a dict"):
         find_sites({}, REGISTRY)
+
+
+def test_finding_sites_asks_nothing_of_the_process_and_leaves_it_as_it_was():
+    model = build("qwen3_moe")
+    wanted = find_sites(model, REGISTRY)
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    with torch.no_grad(), torch.device("meta"):
+        assert find_sites(model, REGISTRY) == wanted
+    assert torch.equal(torch.random.get_rng_state(), state)

@@ -11,7 +11,7 @@ from veomni_core import OpsConfig, bind
 REGISTRY = counting_registry("one")
 
 
-def test_per_module_choice():
+def test_per_module_choice(caplog):
     model = build("qwen3")
     config = {"preset": "eager", "rms_norm_implementation": {"*.q_norm": "one", "default": "eager"}}
     binding = bind(model, config, registry=REGISTRY)
@@ -19,6 +19,7 @@ def test_per_module_choice():
     assert calls == {("rms_norm", "standard", "one"): 2}
     (op,) = [op for op in binding.receipt.to_dict()["ops"] if op["op"] == "rms_norm"]
     assert (op["bound"], op["found"]) == (2, 9) and len(op["eager"]) == 7
+    assert not caplog.text  # those seven were asked to be
 
 
 def test_modeling_backend_hf_turns_binding_off():
