@@ -74,7 +74,7 @@ def _linears(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_gated_shape(linears: dict[str, Any]) -> bool:
-    return any(True for _ in _layouts(linears))
+    return any(_layouts(linears))
 
 
 def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
@@ -107,8 +107,8 @@ def _prove(module: nn.Module, linears: dict[str, Any]) -> tuple[str | None, str,
         twin._modules.update(module._modules)
         for name, child in linears.items():
             twin._modules[name] = nn.Linear(
-                _tiny(child.in_features, hidden, linears, layouts),
-                _tiny(child.out_features, hidden, linears, layouts),
+                _tiny_width(child.in_features, hidden, linears, layouts),
+                _tiny_width(child.out_features, hidden, linears, layouts),
                 bias=getattr(child, "bias", None) is not None,
             )
         twin.training = True
@@ -122,7 +122,7 @@ def _prove(module: nn.Module, linears: dict[str, Any]) -> tuple[str | None, str,
         return _match(twin, layouts, inputs, own)
 
 
-def _tiny(width: int, hidden: int, linears: dict[str, Any], layouts: list[Layout]) -> int:
+def _tiny_width(width: int, hidden: int, linears: dict[str, Any], layouts: list[Layout]) -> int:
     if width == hidden:
         return _HIDDEN
     intermediate = linears[layouts[0][-1]].in_features

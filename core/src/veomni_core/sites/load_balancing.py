@@ -29,6 +29,7 @@ class LoadBalancingFunctions:
                 yield Site("load_balancing_loss", path, rule, variant, evidence)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+        assert kernel is not None
         module = model.get_submodule(site.path)
         forward = with_globals(current_forward(module), {_NAME: kernel})
         yield AttributeChange(module, "forward", MethodType(forward, module))
