@@ -60,5 +60,5 @@ def _mismatch(own: Callable[..., Any], reference: Callable[..., Tensor], draw: D
 
 
 def _share_differing(a: Tensor, b: Tensor) -> float:
-    """The share of elements that differ in any bit; all of them where the shapes do."""
+    """The share of elements that differ; all of them where the shapes do."""
     return 1.0 if a.shape != b.shape else float((a != b).double().mean())
