@@ -45,9 +45,10 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$distribution || exit 1; \
 	done
 
-bench: $(INSTALLED)  ## measure the core and the CPU kernels, and rewrite their pages in docs/benchmarks
+bench: $(INSTALLED)  ## measure the core, the CPU kernels and chunk sizes, and rewrite their pages in docs/benchmarks
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/cpu_kernels.py
+	$(BIN)/python benchmarks/chunk_sizes.py
 
 coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage run -m pytest

@@ -11,12 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,56 +24,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as mixtral_load_balancing
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
 
+from measuring import Call, leaf, measured_in_processes, peak_bytes, seconds
 from results import machine, write_results
 from veomni_torch import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
-
-Call = Callable[[], Tensor]
-# glibc otherwise gives freed memory back to the system and faults it in again page by page, in some processes at every
-# call and in others at none: swiglu_mlp then took 6 or 28 ms.
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-
-
-def leaf(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).requires_grad_()
-
-
-def backward(call: Call, inputs: Sequence[Tensor]) -> None:
-    for tensor in inputs:
-        tensor.grad = None
-    result = call()
-    result.backward(torch.ones_like(result))
-
-
-def seconds(calls: dict[str, Call], inputs: Sequence[Tensor], repeats: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            backward(call, inputs)
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def peak_bytes(call: Call, inputs: Sequence[Tensor]) -> dict[str, int]:
-    """The most that the CPU allocator held at once above what it held before: in forward, and over both passes."""
-    for tensor in inputs:
-        tensor.grad = None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = call()
-        with torch.profiler.record_function("forward is over"):
-            pass
-        result.backward(torch.ones_like(result))
-        del result
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    held = peak = forward = 0
-    for event in events:
-        if event.name() == "forward is over":
-            forward = peak
-        elif event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return {"forward": forward, "both": peak}
 
 
 def chunk_loss() -> tuple[str, dict[str, Call], list[Tensor]]:
@@ -165,18 +113,6 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def measure_in_processes(case: str, repeats: int, processes: int) -> dict[str, Any]:
-    """One case in processes of its own: none inherits another's heap, and no single one's luck with it decides."""
-    command = [sys.executable, __file__, "--case", case, "--repeats", str(repeats)]
-    runs = []
-    for _ in range(processes):
-        result = subprocess.run(command, env={**os.environ, **KEEP_FREED_MEMORY}, check=True, stdout=subprocess.PIPE)
-        runs.append(json.loads(result.stdout.splitlines()[-1]))
-    times = {which: [run["seconds"][which] for run in runs] for which in runs[0]["seconds"]}
-    medians = {which: statistics.median(values) for which, values in times.items()}
-    return {**runs[0], "seconds": medians, "seconds in each process": times}
-
-
 def row(measured: dict[str, Any]) -> tuple[str, ...]:
     times, memory = measured["seconds"], measured["peak bytes"]
     theirs, ours = memory["transformers"], memory["ours"]
@@ -212,7 +148,10 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(options.case, options.repeats)))
         return
-    cases = [measure_in_processes(case, options.repeats, options.processes) for case in CASES]
+    cases = [
+        measured_in_processes(__file__, ["--case", case, "--repeats", str(options.repeats)], options.processes)
+        for case in CASES
+    ]
     write_results(
         "cpu_kernels",
         "veomni-torch on the CPU against transformers, forward and backward",

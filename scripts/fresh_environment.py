@@ -12,8 +12,9 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterable, Mapping
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
+from zipfile import Path as ZipPath
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -78,9 +79,6 @@ def build_wheel(source: Path, folder: Path) -> Path:
 
 
 def _metadata_of_wheel(wheel: Path) -> Distribution:
-    from importlib.metadata import PathDistribution
-    from zipfile import Path as ZipPath
-
     (info,) = (entry for entry in ZipPath(wheel).iterdir() if entry.name.endswith(".dist-info"))
     return PathDistribution(info)  # type: ignore[arg-type]
 

@@ -13,6 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "core/tests/test_binding.py",
+    "core/tests/test_bound_models.py",
+    "core/tests/test_find_sites.py",
+    "core/tests/test_losses.py",
+    "core/tests/test_receipt.py",
     "core/tests/test_lookalikes.py",
     "core/tests/test_declared_slots.py",
     "tests/test_other_versions.py",

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from models import Step, step
 from tiny_models import tiny_model
 from veomni_core import OpsConfig, bind
 
@@ -55,7 +56,6 @@ NOT_RUN = {
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 # Attention stays eager on both sides: another order of its additions is not what is tested here.
 OPS = {"preset": "auto", "attn_implementation": "eager"}
-Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -72,21 +72,15 @@ def config() -> OpsConfig:
     return OpsConfig.from_dict(OPS)
 
 
-def step(model: PreTrainedModel, ids: torch.Tensor) -> Step:
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    gradients = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach().double(), gradients
-
-
 def distances(found: Step, wanted: Step) -> dict[str, float]:
     """Per gradient the norm of the difference, as a share of the gradient's, and of a millionth of all gradients'."""
-    floor = 1e-6 * float(torch.stack([g.norm() for g in wanted[1].values()]).norm())
-    assert found[1].keys() >= wanted[1].keys()
-    assert not any(found[1][name].any() for name in found[1].keys() - wanted[1].keys())
-    return {n: float((found[1][n] - g).norm()) / (float(g.norm()) + floor) for n, g in wanted[1].items()}
+    mine, theirs = (
+        {name: gradient.double() for name, gradient in gradients.items()} for _, gradients in (found, wanted)
+    )
+    floor = 1e-6 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
+    assert mine.keys() >= theirs.keys()
+    assert not any(mine[name].any() for name in mine.keys() - theirs.keys())
+    return {name: float((mine[name] - g).norm()) / (float(g.norm()) + floor) for name, g in theirs.items()}
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from counting_kernels import calls, counting_registry
+from models import step
 from tiny_models import tiny_model
 from veomni_core import bind
 
@@ -31,22 +32,14 @@ VARIANTS = {
 def test_bound_equals_eager_and_the_kernels_ran(model_type):
     model = tiny_model(model_type, torch.float32)
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
-    wanted, wanted_gradients = _step(model, ids)
+    wanted, wanted_gradients = step(model, ids)
     calls.clear()
     names = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
     fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
     with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
-        found, gradients = _step(model, ids)
+        found, gradients = step(model, ids)
     assert {(op, variant) for op, variant, _ in calls} >= VARIANTS[model_type]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     for name, gradient in wanted_gradients.items():
         difference = (gradients[name] - gradient).norm()
         assert difference <= 1e-3 * gradient.norm() + 1e-7, name
-
-
-def _step(model, ids):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

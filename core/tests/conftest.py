@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from counting_kernels import calls
 from veomni_core.discovery import discover
 from veomni_core.registry import Registry
 
@@ -36,6 +37,11 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("VEOMNI_") or name in ("MODELING_BACKEND", "USE_GROUP_GEMM"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_counts() -> None:
+    calls.clear()
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+# A loss, and every gradient by parameter name.
+Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
 _SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -52,6 +55,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "olmo2": {},
 }
 FAMILIES = tuple(_EXTRA)
+FAMILIES_WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 EVERY_KERNEL = {"preset": "eager", **dict.fromkeys(
     (
         "rms_norm_implementation",
@@ -77,10 +81,26 @@ def tokens(batch: int = 2, length: int = 9, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def step(model: PreTrainedModel, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one forward and backward, and every gradient by parameter name."""
+def step(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Step:
+    """The loss of one forward and backward, and every gradient by parameter name; dropout is the same each time."""
     ids = tokens() if ids is None else ids
+    torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_steps(found: Step, wanted: Step) -> None:
+    """Equal up to another order of float32 summation, in the loss and every gradient."""
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_bits(found: Step, wanted: Step) -> None:
+    """Equal in every bit of the loss and the gradients."""
+    assert torch.equal(found[0], wanted[0])
+    assert found[1].keys() == wanted[1].keys()
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())

@@ -42,11 +42,6 @@ def ask(kernel: str, **more):
     return {"preset": "eager", "rms_norm_implementation": kernel, **more}
 
 
-@pytest.fixture(autouse=True)
-def _no_calls():
-    calls.clear()
-
-
 @pytest.fixture
 def shared(monkeypatch):
     """A module with one slot for all of its models."""

@@ -50,7 +50,7 @@ def test_an_unknown_name_is_answered_by_the_nearest():
             "b200",
             ("needs compute capability <= 9.0, this GPU is 10.0 (NVIDIA B200)",),
         ),
-        (HardwareRequirement("cuda", min_compute_capability=90), "sm90", ()),
+        (HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90), "sm90", ()),
     ],
 )
 def test_unmet(requirement, hardware, reasons):

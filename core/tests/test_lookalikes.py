@@ -95,6 +95,16 @@ class StopsTheGradient(AnRMSNorm):
         return self.weight * (super().forward(x) / self.weight).detach().to(x.dtype)
 
 
+class Detached(AnRMSNorm):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+class AnotherShape(AnRMSNorm):
+    def forward(self, x):
+        return super().forward(x)[..., :2]
+
+
 class NegatedRMSNorm(AnRMSNorm):
     def forward(self, x):
         return -super().forward(x)
@@ -118,6 +128,8 @@ NORMS = [
     SumOfSquares,
     DependsOnABuffer,
     StopsTheGradient,
+    Detached,
+    AnotherShape,
     NegatedRMSNorm,
     NotAnRMSNorm,
 ]
@@ -178,7 +190,14 @@ class DetachesTheGate(AnMLP):
         return self.down_proj(F.silu(self.gate_proj(x)).detach() * self.up_proj(x))
 
 
-@pytest.mark.parametrize("kind", [ClampsFarOut, Multiplied, PlusOne, Residual, SlowerSilu, DropsOut, DetachesTheGate])
+class DetachesAll(AnMLP):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize(
+    "kind", [ClampsFarOut, Multiplied, PlusOne, Residual, SlowerSilu, DropsOut, DetachesTheGate, DetachesAll]
+)
 def test_gated_mlps(kind):
     assert variants(AnMLP(), "swiglu_mlp") == ["standard"]
     assert variants(kind(), "swiglu_mlp") == [None]

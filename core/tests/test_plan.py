@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -179,6 +180,13 @@ def test_the_hash_speaks_of_what_runs_where_only():
     assert plan("liger_kernel").sha256 == plan("liger_kernel", hardware="b200").sha256
     assert plan("liger_kernel").sha256 == plan(["quack", "liger_kernel"]).sha256
     assert plan("liger_kernel").sha256 != plan("torch").sha256
+
+
+def test_the_hash_speaks_of_what_a_model_is_set_to_where_it_is_left_as_it_is():
+    """A site without a kernel runs the model's own setting, unless its eager code was asked for."""
+    left, other = ((replace(UNPROVEN, own=own),) for own in ("sdpa", "flex_attention"))
+    assert plan("auto", sites=left).sha256 != plan("auto", sites=other).sha256
+    assert plan("eager", sites=left).sha256 == plan("eager", sites=other).sha256
 
 
 def test_json_restores_the_plan():

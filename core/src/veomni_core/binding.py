@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from veomni_core.config import OpsConfig
+from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, BoundModelPickleError
 from veomni_core.plan import Plan, make_plan
 from veomni_core.ranks import agree_on_plan
@@ -113,7 +114,7 @@ def bind(
     _refuse_unbindable(model)
     if isinstance(plan_or_config, Plan):
         plan = plan_or_config
-        registry = registry or OpsConfig.from_dict({}).registry
+        registry = registry or discover()
         return apply_plan(model, agree_on_plan(lambda: plan), registry, verify=verify)
     config = plan_or_config
     if not isinstance(config, OpsConfig):

@@ -56,6 +56,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     mask[0, 5:], mask[2, 1:] = 0, 0
     yield Sample("a mask", (logits(2, 24, 8), 8, 2, mask))
     yield Sample("a mask that keeps all", (logits(2, 24, 8), 8, 2, torch.ones(3, 8, device=device)))
+    strided = tuple(leaf(each.detach().repeat_interleave(2, dim=1)[:, ::2]) for each in logits(2, 18, 6))
+    yield Sample("logits with a stride", (strided, 6, 2))
+    transposed = tuple(leaf(each.detach().t().contiguous().t()) for each in logits(2, 16, 8))
+    yield Sample("transposed logits and a mask", (transposed, 8, 2, mask[:2]))
 
 
 VALUES = {

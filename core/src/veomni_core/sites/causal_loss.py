@@ -57,7 +57,8 @@ def _takes_labels(module: nn.Module) -> bool:
 
 
 def _deferring_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    labels_position = list(inspect.signature(original).parameters).index("labels") - 1
+    _, *parameters = inspect.signature(original).parameters  # without self
+    labels_position = parameters.index("labels")
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +109,7 @@ def _prove(model: Any, head: Any) -> tuple[str | None, str]:
         labels = torch.randint(VOCABULARY, (2, 5))
         labels[0, 3] = IGNORED
         twin, twin_head = built
-        for options in _options(model):
+        for options in _loss_options(model):
             why_not = _mismatch(twin, twin_head, hidden, labels, options)
             if why_not:
                 return None, why_not
@@ -124,15 +125,16 @@ def _decoder_width(model: Any, head: nn.Linear) -> int:
     return head.in_features
 
 
-def _options(model: nn.Module) -> list[dict[str, Any]]:
+def _loss_options(model: nn.Module) -> list[dict[str, Any]]:
+    """What the loss is proven with: nothing else, and a count of items where the forward passes keywords on."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     counts_items = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return [{}, {"num_items_in_batch": 3}] if counts_items else [{}]
 
 
 def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> str:
-    run = partial(type(twin).forward, twin, input_ids=labels.clamp_min(0), labels=labels, **options)
-    eager, why_not = probe.attempt(lambda: _loss(run()))
+    run = partial(_loss_of, twin, input_ids=labels.clamp_min(0), labels=labels, **options)
+    eager, why_not = probe.attempt(run)
     if why_not:
         return why_not
     calls: list[int] = []
@@ -148,7 +150,7 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, o
         for change in _changes(twin, counted):
             change.apply()
             changes.append(change)
-        return _loss(twin.forward(*run.args[1:], **run.keywords))
+        return run()
 
     fused, why_not = probe.attempt(run_bound)
     for change in reversed(changes):
@@ -164,7 +166,8 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, o
     return ""
 
 
-def _loss(output: Any) -> Tensor:
+def _loss_of(model: Any, **arguments: Any) -> Tensor:
+    output = model.forward(**arguments)
     loss = output.loss if hasattr(output, "loss") else output[0]
     if not isinstance(loss, Tensor):
         raise TypeError(f"its loss is a {type(loss).__name__}, expected a tensor")

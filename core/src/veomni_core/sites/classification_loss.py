@@ -39,7 +39,7 @@ def _with_kernel(original: Callable[..., Any], kernel: Kernel) -> Callable[..., 
         )
         if not single:
             return original(labels=labels, pooled_logits=pooled_logits, config=config, **kwargs)
-        config.problem_type = _SINGLE_LABEL
+        config.problem_type = _SINGLE_LABEL  # as transformers' own loss does
         return kernel(pooled_logits.view(-1, config.num_labels), labels.view(-1).to(pooled_logits.device))
 
     return loss_function

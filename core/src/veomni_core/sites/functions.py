@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 Function = Callable[..., Any]
+# Decorators around a method, at most; a function may also be found in a cell of its own.
+_DEEPEST = 6
 
 
 def current_forward(module: nn.Module) -> Function:
@@ -40,7 +42,8 @@ def with_globals(function: Function, replacements: Mapping[str, Any]) -> Functio
 
 
 def _layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
-    if not isinstance(function, FunctionType) or depth > 6:
+    """``function``, and what its decorators close over."""
+    if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return
     yield function
     for cell in function.__closure__ or ():
@@ -48,7 +51,7 @@ def _layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
 
 
 def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> Any:
-    if not isinstance(function, FunctionType) or depth > 6:
+    if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return function
     cells = tuple(_cloned_cell(cell, replacements, depth) for cell in function.__closure__ or ())
     named = {name: value for name, value in replacements.items() if name in function.__code__.co_names}

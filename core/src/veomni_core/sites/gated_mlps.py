@@ -20,8 +20,6 @@ from veomni_core.sites import probe
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
 _HIDDEN, _INTERMEDIATE = 8, 12
-# The large one reaches clamps, which released configs set at 7 to 20.
-_SCALES = (1.0, 100.0)
 Modules = dict[str, Any]
 Layout = tuple[str, ...]
 
@@ -76,7 +74,7 @@ def _linears(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_gated_shape(linears: dict[str, Any]) -> bool:
-    return any(True for _ in _layouts(linears))
+    return any(_layouts(linears))
 
 
 def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
@@ -109,12 +107,12 @@ def _prove(module: nn.Module, linears: dict[str, Any]) -> tuple[str | None, str,
         twin._modules.update(module._modules)
         for name, child in linears.items():
             twin._modules[name] = nn.Linear(
-                _tiny(child.in_features, hidden, linears, layouts),
-                _tiny(child.out_features, hidden, linears, layouts),
+                _tiny_width(child.in_features, hidden, linears, layouts),
+                _tiny_width(child.out_features, hidden, linears, layouts),
                 bias=getattr(child, "bias", None) is not None,
             )
         twin.training = True
-        inputs = [probe.random(2, 3, _HIDDEN, scale=scale).requires_grad_() for scale in _SCALES]
+        inputs = [probe.random(2, 3, _HIDDEN, scale=scale).requires_grad_() for scale in probe.SCALES]
         own, error = probe.attempt(lambda: [type(module).forward(twin, x) for x in inputs])
         if error:
             square = all(child.in_features == child.out_features for child in linears.values())
@@ -124,7 +122,7 @@ def _prove(module: nn.Module, linears: dict[str, Any]) -> tuple[str | None, str,
         return _match(twin, layouts, inputs, own)
 
 
-def _tiny(width: int, hidden: int, linears: dict[str, Any], layouts: list[Layout]) -> int:
+def _tiny_width(width: int, hidden: int, linears: dict[str, Any], layouts: list[Layout]) -> int:
     if width == hidden:
         return _HIDDEN
     intermediate = linears[layouts[0][-1]].in_features
@@ -146,10 +144,7 @@ def _match(
 
 
 def _miss(twin: nn.Module, bound: Kernel, x: Tensor, found: Tensor) -> float:
-    """How far the bound forward is from the module's own; 0 where values and all gradients agree."""
     wanted, error = probe.attempt(partial(bound, twin, x))
     if error:  # roles that the real shapes allow and the tiny ones don't
         return float("inf")
-    if probe.close(found, wanted) and probe.gradients_close(found, wanted, (x, *twin.parameters())):
-        return 0.0
-    return max(probe.largest_miss(found, wanted), 1e-9)
+    return probe.miss(found, wanted, (x, *twin.parameters()))

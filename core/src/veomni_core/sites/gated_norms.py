@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from veomni_core.ops.rms_norm_gated import CONTRACTS
 from veomni_core.sites import probe
+from veomni_core.sites.norm_proof import Inputs, eps_of, prove_norm
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
-_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _WIDTH, _GROUP = 16, 8
-_EXACT_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32))
 
 
 class GatedNormModules:
@@ -25,7 +24,7 @@ class GatedNormModules:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: dict[Any, tuple[str | None, str]] = {}
         for path, module in model.named_modules():
-            eps = next((vars(module)[name] for name in _EPS if isinstance(vars(module).get(name), float)), None)
+            eps = eps_of(module)
             if eps is None or "norm" not in type(module).__name__.lower() or module._modules:
                 continue
             if not probe.takes(module, "gate"):
@@ -54,37 +53,20 @@ def _prove(module: nn.Module, eps: float) -> tuple[str | None, str]:
     names = [name for name, value in module._parameters.items() if value is not None]
     if names != ["weight"] or module._buffers:
         return None, f"has parameters {names or 'none'} and buffers {list(module._buffers)}, expected one weight"
-    tried = []
-    with probe.seeded():
-        for variant, contract in CONTRACTS.items():
-            why_not = _mismatch(module, contract.reference, eps)
-            if not why_not:
-                return variant, "its own code gave the reference's bits in bf16 and its gradients in float32"
-            tried.append(f"{variant}: {why_not}")
-    return None, "; ".join(tried)
+    group_size = _GROUP if "group_size" in vars(module) else None
+
+    def draw(x_dtype: torch.dtype, weight_dtype: torch.dtype, scale: float) -> Inputs:
+        x, gate = (probe.random(5, 3, _WIDTH, dtype=x_dtype, scale=s) for s in (scale, 2.0))
+        return x, gate, probe.random(_WIDTH, dtype=weight_dtype, scale=0.5, shift=0.3)
+
+    references = {
+        variant: partial(contract.reference, eps=eps, group_size=group_size) for variant, contract in CONTRACTS.items()
+    }
+    return prove_norm(partial(_run, module), references, draw, eps)
 
 
-def _mismatch(module: nn.Module, reference: Kernel, eps: float) -> str:
-    group = _GROUP if "group_size" in vars(module) else None
-    for x_dtype, weight_dtype in _EXACT_PAIRS:
-        for scale in (3.0, eps**0.5):
-            x, gate = (probe.random(5, 3, _WIDTH, dtype=x_dtype, scale=s) for s in (scale, 2.0))
-            weight = probe.random(_WIDTH, dtype=weight_dtype, scale=0.5, shift=0.3)
-            found, error = probe.attempt(partial(_run, module, weight, x, gate))
-            if error:
-                return error
-            wanted = reference(x, gate, weight, eps, group)
-            if not isinstance(found, Tensor) or found.dtype != wanted.dtype or found.shape != wanted.shape:
-                return f"gives {getattr(found, 'dtype', type(found).__name__)} for {x_dtype}, expected {wanted.dtype}"
-            if not probe.same_bits(found, wanted):
-                share = float((found != wanted).double().mean())
-                return f"{share:.0%} of elements differ for {x_dtype} with a {weight_dtype} weight"
-    x, gate, weight = (probe.random(*shape).requires_grad_() for shape in ((5, 3, _WIDTH), (5, 3, _WIDTH), (_WIDTH,)))
-    found, wanted = _run(module, weight, x, gate), reference(x, gate, weight, eps, group)
-    return "" if probe.gradients_close(found, wanted, (x, gate, weight)) else "gradients differ in float32"
-
-
-def _run(module: nn.Module, weight: Tensor, x: Tensor, gate: Tensor) -> Any:
+def _run(module: nn.Module, x: Tensor, gate: Tensor, weight: Tensor) -> Any:
+    """What the module's own code gives for tiny inputs."""
     twin = probe.bare_copy(module)
     twin._parameters["weight"] = weight  # type: ignore[assignment]
     probe.resize_attributes(twin, {module._parameters["weight"].shape[-1]: _WIDTH})  # type: ignore[union-attr]

@@ -36,7 +36,11 @@ class LossRequest:
 
 
 class LazyLogits:
-    """Stands for ``head(hidden)``, times a scale and capped where that was asked, until its value is needed."""
+    """Stands for ``head(hidden)`` until its value is needed.
+
+    What was asked of it since is noted: its value is ``scale * head(hidden)``, and once a tanh was taken (``capped``)
+    ``softcap * tanh(scale / softcap * head(hidden))``, where no ``softcap`` is 1.
+    """
 
     def __init__(self, hidden: Tensor, head: nn.Module) -> None:
         self.hidden, self.head = hidden, head
@@ -90,7 +94,7 @@ class LazyLogits:
         """Another shape of the positions; one that splits the vocabulary needs the logits."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if self._deferring and sizes[-1] == self.shape[-1]:
-            return self._moved(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+            return self._over(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
         return self.materialize().reshape(*sizes)
 
     def reshape(self, *shape: Any) -> Any:
@@ -101,20 +105,20 @@ class LazyLogits:
         """The first half of a softcap."""
         if self.capped or not self._deferring:
             return self.materialize().tanh()
-        capped = self._moved(self.hidden)
+        capped = self._over(self.hidden)
         capped.capped = True
         return capped
 
     def __getitem__(self, index: Any) -> Any:
-        if self._deferring and _keeps_last(index, self.dim()):
-            return self._moved(self.hidden[index])
+        if self._deferring and _keeps_vocabulary(index, self.dim()):
+            return self._over(self.hidden[index])
         return self.materialize()[index]
 
     def __mul__(self, other: Any) -> Any:
         scalar = isinstance(other, (int, float)) and self._deferring
         if not scalar or (self.capped and self.softcap is not None):
             return self.materialize() * other
-        result = self._moved(self.hidden)
+        result = self._over(self.hidden)
         result.scale *= other
         if self.capped:  # tanh(s z) c = c tanh(s c z / c)
             result.softcap = other
@@ -164,7 +168,8 @@ class LazyLogits:
         """Whether the model's forward is still running; what it returns is for eyes that want logits."""
         return bool(getattr(self.head, DEFER, False))
 
-    def _moved(self, hidden: Tensor) -> LazyLogits:
+    def _over(self, hidden: Tensor) -> LazyLogits:
+        """The same of other hidden states."""
         twin = LazyLogits(hidden, self.head)
         twin.scale, twin.capped, twin.softcap = self.scale, self.capped, self.softcap
         return twin
@@ -188,8 +193,8 @@ class LazyLogits:
         return self.head(LossRequest(self.hidden, target, ignore_index, items, self.scale, self.softcap))
 
 
-def _keeps_last(index: Any, dimensions: int) -> bool:
-    """Whether ``index`` takes the last of ``dimensions`` as it is."""
+def _keeps_vocabulary(index: Any, dimensions: int) -> bool:
+    """Whether ``index`` leaves the last of ``dimensions``, the vocabulary's, whole and in its place."""
     entries = index if isinstance(index, tuple) else (index,)
     if any(entry is None or isinstance(entry, (bool, Tensor, list)) for entry in entries):
         return False

@@ -13,11 +13,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 IGNORED = -100
-# Bytes of float32 logits held at a time. On a CPU (2 cores; T=2048, H=256, V=32000) 16, 32 and 64 MiB took 1.32, 1.21
-# and 1.28 of the time of eager's arithmetic and 11, 17 and 30 % of its memory. An H200 (T=8192, H=2048, V=151936) needs
-# the rows to fill its matrix units: 256 MiB, 512 MiB and 1 GiB took 1.31, 1.11 and 1.02 of eager's time and 16, 23 and
-# 37 % of its memory.
-_CPU_BYTES, _ACCELERATOR_BYTES = 32 << 20, 1 << 30
+# Bytes of float32 logits held at a time. On a CPU (benchmarks/chunk_sizes.py: 2 cores, T=2048, H=256, V=32000) 16, 32,
+# 64 and 128 MiB took 0.71, 0.65, 0.63 and 0.70 of the time of transformers' loss, and 11, 17, 30 and 54 % of its
+# memory. A GPU needs more rows to fill its matrix units: 1 GiB holds 1766 of 151936 logits.
+CPU_CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 32 << 20, 1 << 30
 _FEWEST_ROWS = 128
 
 
@@ -97,7 +96,7 @@ class _ChunkLoss(Function):
 
 
 def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
-    budget = _CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
+    budget = CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     rows = max(_FEWEST_ROWS, budget // (4 * vocabulary))
     return [slice(start, start + rows) for start in range(0, tokens, rows)]
 

@@ -1,9 +1,8 @@
 """Mixture-of-experts MLPs over tokens sorted by expert, with a backward that saves inputs, pre-activations and indices.
 
-Rows of all tokens' routes are gathered once in the order of their experts, so that each expert's rows are one slice.
-Where the device multiplies groups in one call (``torch.nn.functional.grouped_mm``, bf16 on CUDA from SM80) it does;
-elsewhere each slice is one product. A token's rows are then gathered and summed by a product with its weights, without
-atomics: results repeat bit for bit.
+Rows of all tokens' routes are gathered once in the order of their experts, so that each expert's rows are one group of
+a grouped product. A token's rows are then gathered and summed by a product with its weights, without atomics: results
+repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, library
 from torch.nn import functional as F
+
+from veomni_torch.grouped_products import grouped_linear, grouped_outer, grouped_product
 
 
 def standard(
@@ -54,7 +55,7 @@ def clamped(
     kept = (torch.arange(order.shape[0], device=order.device) < ends[-1]).unsqueeze(1)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = torch.where(kept, _grouped_linear(rows, weight, ends), 0.0)
+        product = torch.where(kept, grouped_linear(rows, weight, ends), 0.0)
         return product if bias is None else product + torch.where(kept, bias[expert], 0.0)
 
     both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_bias)
@@ -62,41 +63,6 @@ def clamped(
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     outputs = linear((up + up_offset) * (gate * torch.sigmoid(gate * alpha)), down_proj, down_bias)
     return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends)
-
-
-@library.custom_op("veomni_torch::grouped_linear", mutates_args=())
-def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's slice of ``rows[N, A]`` times its ``weight[E, B, A]`` transposed: ``[N, B]``."""
-    return _grouped_product(rows, weight.transpose(1, 2), ends)
-
-
-@_grouped_linear.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1])
-
-
-@library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
-def _grouped_linear_backward(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return _grouped_product(dy, weight, ends), _grouped_outer(dy, rows, ends)
-
-
-@_grouped_linear_backward.register_fake
-def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
-def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    rows, weight, ends = ctx.saved_tensors
-    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)
-    covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
-    return torch.where(covered, drows, 0.0), dweight, None
-
-
-_grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
 
 
 # The groups' sizes are values that no traced graph can hold, so forward and backward are one opaque operator each.
@@ -108,9 +74,9 @@ def _forward(
     k = top_k_index.shape[1]
     order, ends = _sorted_routes(top_k_index, gate_up_proj.shape[0])
     rows = hidden[order // k] if k else hidden[:0]
-    pre = _grouped_product(rows, gate_up_proj.transpose(1, 2), ends)
+    pre = grouped_product(rows, gate_up_proj.transpose(1, 2), ends)
     gate, up = pre.chunk(2, dim=-1)
-    outputs = _grouped_product(F.silu(gate) * up, down_proj.transpose(1, 2), ends)
+    outputs = grouped_product(F.silu(gate) * up, down_proj.transpose(1, 2), ends)
     weights = _kept(top_k_index, top_k_weights, gate_up_proj.shape[0])
     return _combine(outputs, weights, order, ends), pre, order, ends
 
@@ -154,18 +120,18 @@ def _backward(
     gate, up = pre.chunk(2, dim=-1)
     silu = F.silu(gate)
     activation = silu * up
-    dactivation = _grouped_product(drows, down_proj, ends)
+    dactivation = grouped_product(drows, down_proj, ends)
     dweights = torch.empty(order.shape, device=order.device)
     dweights[order] = (dactivation.float() * activation.float()).sum(dim=-1)
     dweights = _kept(top_k_index, dweights.view(tokens, k), experts)
-    ddown = _grouped_outer(drows, activation * weights, ends)
+    ddown = grouped_outer(drows, activation * weights, ends)
     del drows, activation  # each as large as all routes; nothing below needs them
     dactivation *= weights
     dpre = torch.cat((torch.ops.aten.silu_backward(dactivation * up, gate), dactivation * silu), dim=-1)
     del dactivation, silu
-    dgate_up = _grouped_outer(dpre, hidden[token], ends)
+    dgate_up = grouped_outer(dpre, hidden[token], ends)
     ones = _kept(top_k_index, torch.ones((), device=order.device), experts)
-    dhidden = _combine(_grouped_product(dpre, gate_up_proj, ends), ones, order, ends)
+    dhidden = _combine(grouped_product(dpre, gate_up_proj, ends), ones, order, ends)
     return dhidden, dweights.to(top_k_weights.dtype), dgate_up, ddown
 
 
@@ -225,39 +191,3 @@ def _combine(rows: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tens
     routes = rows[place].view(tokens, k, rows.shape[-1])
     result = torch.bmm(weights.to(rows.dtype).unsqueeze(1), routes).squeeze(1)
     return torch.where(ends[-1] > 0, result, 0.0)
-
-
-def _has_grouped_mm(rows: Tensor) -> bool:
-    return (
-        rows.is_cuda
-        and rows.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-        and rows.shape[0] > 0
-    )
-
-
-def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's slice of ``rows[N, A]`` times its ``matrices[E, A, B]``; rows beyond the last end hold anything."""
-    if _has_grouped_mm(rows):
-        return F.grouped_mm(rows, matrices, offs=ends)
-    product = rows.new_empty(rows.shape[0], matrices.shape[2])
-    for expert, group in _groups(ends):
-        torch.mm(rows[group], matrices[expert], out=product[group])
-    return product
-
-
-def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """``left[g].T @ right[g]`` for each expert's slice ``g``: ``[E, A, B]``, zeros for an expert without rows."""
-    if _has_grouped_mm(left):
-        return F.grouped_mm(left.t(), right, offs=ends)
-    product = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
-    for expert, group in _groups(ends):
-        torch.mm(left[group].t(), right[group], out=product[expert])
-    return product
-
-
-def _groups(ends: Tensor) -> list[tuple[int, slice]]:
-    """The experts that have rows, with their slices; reads the ends on the host."""
-    stops = ends.tolist()
-    starts = [0, *stops[:-1]]
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]

@@ -1,0 +1,116 @@
+"""The layouts in which models keep their experts' weights, each with a forward that calls a kernel on them.
+
+A layout's forward turns the module's call and weights into those of the moe_experts contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.sites.site import Kernel
+
+Forward = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """``forward_with(kernel)`` is a module's forward that runs a kernel of ``variant``."""
+
+    variant: str
+    forward_with: Callable[[Kernel], Forward]
+
+
+def _as_stored(kernel: Kernel) -> Forward:
+    """``gate_up_proj[E, 2I, H]`` and ``down_proj[E, H, I]``, as most families have them."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return kernel(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _transposed(kernel: Kernel) -> Forward:
+    """``gate_up_proj[E, H, 2I]`` and ``down_proj[E, I, H]`` (Aria)."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        return kernel(hidden_states, top_k_index, top_k_weights, gate_up, down)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _one_block_per_expert(kernel: Kernel) -> Forward:
+    """Transposed, and called with every expert's rows one after the other, already weighted (Llama 4)."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        rows, experts = hidden_states.reshape(-1, hidden_states.shape[-1]), gate_up.shape[0]
+        index = torch.arange(experts, device=rows.device).repeat_interleave(rows.shape[0] // experts).unsqueeze(1)
+        return kernel(rows, index, torch.ones_like(index, dtype=rows.dtype), gate_up, down)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _with_identities(kernel: Kernel) -> Forward:
+    """As stored, with further experts beyond those in ``down_proj`` that give their input back (LongCat)."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts = self.down_proj.shape[0]
+        gate_up = self.gate_up_proj[:experts]
+        routed = kernel(hidden_states, top_k_index, top_k_weights, gate_up, self.down_proj)
+        kept = torch.where(top_k_index < experts, 0.0, top_k_weights).sum(dim=-1, keepdim=True)
+        return routed + hidden_states * kept.to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _clamped(kernel: Kernel) -> Forward:
+    """gpt-oss's gate on weights as stored, without biases (MiniMax M3)."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = (self.gate_up_proj, self.down_proj, None, None)
+        options = (self.swiglu_alpha, self.swiglu_limit, False)
+        return kernel(hidden_states, top_k_index, top_k_weights, *weights, *options)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _clamped_silu(kernel: Kernel, limit: str) -> Forward:
+    """SwiGLU of gate and up, clamped at the attribute ``limit``, on weights as stored (DeepSeek-V4)."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = (self.gate_up_proj, self.down_proj, None, None)
+        return kernel(hidden_states, top_k_index, top_k_weights, *weights, 1.0, getattr(self, limit), False, 0.0)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _clamped_interleaved(kernel: Kernel) -> Forward:
+    """gpt-oss: transposed, gate and up in turns, with biases."""
+
+    def forward(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        weights = (self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2))
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        return kernel(  # type: ignore[no-any-return]
+            hidden_states, router_indices, routing_weights, *weights, *biases, self.alpha, self.limit, True
+        )
+
+    return forward
+
+
+LAYOUTS = {
+    "as stored": ExpertLayout("standard", _as_stored),
+    "transposed": ExpertLayout("standard", _transposed),
+    "one block per expert": ExpertLayout("standard", _one_block_per_expert),
+    "with identities": ExpertLayout("standard", _with_identities),
+    "clamped": ExpertLayout("clamped", _clamped),
+    "clamped SwiGLU, limit": ExpertLayout("clamped", partial(_clamped_silu, limit="limit")),
+    "clamped SwiGLU, swiglu_limit": ExpertLayout("clamped", partial(_clamped_silu, limit="swiglu_limit")),
+    "clamped, interleaved": ExpertLayout("clamped", _clamped_interleaved),
+}

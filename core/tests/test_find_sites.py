@@ -1,0 +1,61 @@
+"""The sites of each family: all are found, on any device, and each one's variant is proven."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from counting_kernels import counting_registry
+from models import FAMILIES, build
+from veomni_core import find_sites
+from veomni_core.errors import BindingError
+
+REGISTRY = counting_registry("one")
+EXPECTED_VARIANTS = {
+    "llama": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
+    "qwen2": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
+    "qwen3": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
+    "qwen3_moe": {"rms_norm": "standard", "rotary_pos_emb": "full", "moe_experts": "standard"},
+    "mixtral": {"rms_norm": "standard", "rotary_pos_emb": "full", "moe_experts": "standard"},
+    # Before 5.17 its rotary function read both halves of cos, which may differ; that is no variant of ours.
+    "deepseek_v3": {
+        "rms_norm": "standard",
+        "rotary_pos_emb": "deinterleaved" if Version(transformers.__version__) >= Version("5.17") else None,
+        "moe_experts": "standard",
+    },
+    "seed_oss": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
+    "gemma3_text": {"rms_norm": "offset", "rotary_pos_emb": "full", "swiglu_mlp": "gelu_tanh"},
+    "olmo2": {"rms_norm": "cast_after", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_site_is_found_and_its_variant_proven(family, device):
+    with torch.device(device):
+        model = build(family)
+    found = {}
+    for site in find_sites(model, REGISTRY):
+        found.setdefault(site.op_name, set()).add(site.variant)
+    for op, variant in EXPECTED_VARIANTS[family].items():
+        assert found[op] == {variant}, op
+    assert found["cross_entropy_loss"] == {"causal"} and found["attention"] == {"standard"}
+    norms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
+    assert len([site for site in find_sites(model, REGISTRY) if site.op_name == "rms_norm"]) == len(norms)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(BindingError, match=r"needs a torch.nn.Module, not a dict"):
+        find_sites({}, REGISTRY)
+
+
+def test_finding_sites_asks_nothing_of_the_process_and_leaves_it_as_it_was():
+    model = build("qwen3_moe")
+    wanted = find_sites(model, REGISTRY)
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    with torch.no_grad(), torch.device("meta"):
+        assert find_sites(model, REGISTRY) == wanted
+    assert torch.equal(torch.random.get_rng_state(), state)

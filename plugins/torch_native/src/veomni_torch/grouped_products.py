@@ -1,0 +1,91 @@
+"""Matrix products of rows that lie in groups, one after the other, with one matrix per group.
+
+``ends[E]``, int32, says where each group's rows end; further rows may lie behind the last one. Where the device
+multiplies groups in one call (``torch.nn.functional.grouped_mm``, bf16 on CUDA from SM80) it does; elsewhere each group
+is one product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.nn import functional as F
+
+
+def _has_grouped_mm(rows: Tensor) -> bool:
+    return (
+        rows.is_cuda
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        and rows.shape[0] > 0
+    )
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """``[N, B]``: each group of ``rows[N, A]`` times its own of the ``matrices[E, A, B]``.
+
+    Rows behind the last end hold anything.
+    """
+    if _has_grouped_mm(rows):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    product = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for number, group in _groups(ends):
+        torch.mm(rows[group], matrices[number], out=product[group])
+    return product
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """``[E, A, B]``: each group of ``left[N, A]``, transposed, times that of ``right[N, B]``; zeros if empty."""
+    if _has_grouped_mm(left):
+        return F.grouped_mm(left.t(), right, offs=ends)
+    product = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
+    for number, group in _groups(ends):
+        torch.mm(left[group].t(), right[group], out=product[number])
+    return product
+
+
+def _groups(ends: Tensor) -> list[tuple[int, slice]]:
+    """The number and slice of every group that has rows; reads the ends on the host."""
+    stops = ends.tolist()
+    starts = [0, *stops[:-1]]
+    return [(g, slice(a, b)) for g, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]
+
+
+@library.custom_op("veomni_torch::grouped_linear", mutates_args=())
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """:func:`grouped_product` with the transpose of each group's ``weight[E, B, A]``: ``[N, B]``.
+
+    Gradients reach rows and weight: zeros for the rows behind the last end, and for the weight of an empty group.
+    """
+    return grouped_product(rows, weight.transpose(1, 2), ends)
+
+
+@grouped_linear.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return grouped_product(dy, weight, ends), grouped_outer(dy, rows, ends)
+
+
+@_grouped_linear_backward.register_fake
+def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)
+    covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
+    return torch.where(covered, drows, 0.0), dweight, None
+
+
+grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
