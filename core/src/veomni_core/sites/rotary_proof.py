@@ -1,0 +1,152 @@
+"""What a rotary function computes: its values, gradients and bfloat16 results, compared with each contract's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from veomni_core.ops import rotary_pos_emb, rotary_pos_emb_vision
+from veomni_core.ops.contract import Contract, Tolerance, as_tensors
+from veomni_core.ops.rotation import AngleLayout
+from veomni_core.sites import probe
+from veomni_core.sites.rotary_trace import Call
+
+_CONTRACTS = (*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values())
+_UNSQUEEZED = (1, 2)
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The contract that a function fulfils where it is called, or ``None`` and why not.
+
+    ``runs`` is whether it ran at all on what it was given: an attention is tried with everything that the model's
+    rotary embeddings hand over, and takes only some of it.
+    """
+
+    contract: Contract | None
+    evidence: str
+    runs: bool = True
+
+
+class Proofs:
+    """Verdicts on functions, each proven once; to be used within :func:`probe.seeded`."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[Hashable, Verdict] = {}
+
+    def of(self, function: Function, calls: Sequence[Call]) -> Verdict:
+        """One verdict on all ``calls`` that the function's code bears."""
+        verdicts = [self._verdict(function, call) for call in calls]
+        running = [verdict for verdict in verdicts if verdict.runs] or verdicts
+        refused = next((verdict for verdict in running if verdict.contract is None), None)
+        if refused is not None:
+            return refused
+        variants = {verdict.contract.variant for verdict in running if verdict.contract is not None}
+        if len(variants) > 1:
+            return Verdict(None, f"its calls are of several variants: {', '.join(sorted(variants))}")
+        return running[0]
+
+    def _verdict(self, function: Function, call: Call) -> Verdict:
+        key = (function, call.form)
+        if key not in self._verdicts:
+            self._verdicts[key] = _prove(function, call)
+        return self._verdicts[key]
+
+
+def _prove(function: Function, call: Call) -> Verdict:
+    fitting = [contract for contract in _CONTRACTS if _fits(contract, call)]
+    if not fitting:
+        return Verdict(None, f"{call.name} is called with {call.described}, which no variant takes")
+    if not call.handed_over and fitting[0].op_name == "rotary_pos_emb":
+        return Verdict(None, f"{call.name}: no rotary embedding near it could be run to see its cos and sin")
+    inputs = _random_like(call)
+    found, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
+    if error:
+        return Verdict(None, f"{call.name}: {error}", runs=False)
+    tried = []
+    for contract in fitting:
+        wanted, error = probe.attempt(lambda reference=contract.reference: reference(*inputs, **call.kwargs))  # type: ignore[misc]
+        why_not = error or _difference(found, wanted, inputs) or _rounds_too_much(function, contract, call)
+        if not why_not:
+            return _with_angles(function, contract, call)
+        tried.append(f"not {contract.variant}: {why_not}")
+    return Verdict(None, f"{call.name} is {'; '.join(tried)}")
+
+
+def _fits(contract: Contract, call: Call) -> bool:
+    try:
+        given = inspect.signature(contract.reference).bind(*call.args, **call.kwargs).arguments
+    except TypeError:
+        return False
+    inserted = given.pop("unsqueeze_dim", 1)
+    if not all(isinstance(value, Tensor) and value.is_floating_point() for value in given.values()):
+        return False
+    *rotated, cos, _ = (value.dim() for value in given.values())
+    if contract.op_name == "rotary_pos_emb_vision":
+        return bool(max(rotated) > cos)
+    return bool(max(rotated) == 4 and cos == 3 and isinstance(inserted, int) and inserted in _UNSQUEEZED)
+
+
+def _random_like(call: Call) -> tuple[Tensor, ...]:
+    """Values of the call's shapes. Not cosines and sines of anything: the two must agree whatever they are given."""
+    inputs = tuple(probe.random(*value.shape) for value in call.args)
+    for rotated in inputs[:-2]:
+        rotated.requires_grad_()
+    return inputs
+
+
+def _difference(found: Any, wanted: Any, inputs: tuple[Tensor, ...]) -> str:
+    if isinstance(found, tuple) != isinstance(wanted, tuple) or len(as_tensors(found)) != len(as_tensors(wanted)):
+        return "it gives another number of tensors"
+    for name, got, want, source in zip("qk", as_tensors(found), as_tensors(wanted), inputs, strict=False):
+        if not probe.close(got, want):
+            return f"{name} misses by {probe.largest_miss(got, want):.1%}"
+        if not probe.gradients_close(got, want, (source,)):
+            return f"the gradient of {name} differs"
+    return ""
+
+
+def _rounds_too_much(function: Function, contract: Contract, call: Call) -> str:
+    """What is wrong in bfloat16, with ``cos`` and ``sin`` of the dtype that the model hands over there."""
+    inputs = tuple(probe.random(*value.shape, dtype=value.dtype) for value in call.args)
+    exact = as_tensors(contract.reference(*(value.double() for value in inputs), **call.kwargs))
+    for name, got, want in zip("qk", as_tensors(function(*inputs, **call.kwargs)), exact, strict=False):
+        if got.dtype != call.args[0].dtype:
+            return f"of {call.args[0].dtype} {name} it makes {got.dtype}"
+        if not _within(contract.values["bfloat16"], got, want):
+            return f"{name} misses by {probe.largest_miss(got, want):.1%} in bfloat16"
+    return ""
+
+
+def _within(tolerance: Tolerance, found: Tensor, exact: Tensor) -> bool:
+    error = (found.detach().double() - exact).abs()
+    return bool((error <= tolerance.element * (exact.abs() + exact.square().mean().sqrt())).all())
+
+
+def _with_angles(function: Function, contract: Contract, call: Call) -> Verdict:
+    layout = rotary_pos_emb.LAYOUTS.get(contract.variant, AngleLayout.UNRELATED)
+    problem = ""
+    if not call.handed_over:
+        problem = _doubt(function, call)
+    elif not all(layout.holds(angles) for angles in call.angles):
+        problem = f"its cos and sin don't have {layout.value}"
+    if problem:
+        return Verdict(None, f"{call.name} is {contract.variant}, but {problem}")
+    evidence = f"{call.name} gave the reference's values and gradients; its cos and sin have {layout.value}"
+    return Verdict(contract, evidence)
+
+
+def _doubt(function: Function, call: Call) -> str:
+    """Why it isn't known that ``cos`` and ``sin`` are as wide as the head, where no embedding hands them over.
+
+    The function says so where it takes no narrower ones.
+    """
+    *rotated, cos, sin = _random_like(call)
+    narrow = cos.shape[-1] // 2
+    _, error = probe.attempt(lambda: function(*rotated, cos[..., :narrow], sin[..., :narrow], **call.kwargs))
+    return "" if error else "it takes narrower cos and sin too, and how wide the model's are isn't known"
