@@ -50,7 +50,7 @@ def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...
         yield _site(path, rule, module, name, proofs.of(function, calls))
     if not called and all(run.why_it_ended for run in runs):
         why_not = f"its forward could not be traced: {runs[0].why_it_ended}"
-        yield _site(path, rule, module, next(iter(functions)), Verdict(None, why_not))
+        yield _site(path, rule, module, next(iter(functions)), Verdict(None, why_not, examined=False))
 
 
 def _site(path: str, rule: str, module: nn.Module, name: str, verdict: Verdict) -> Site:
@@ -59,4 +59,5 @@ def _site(path: str, rule: str, module: nn.Module, name: str, verdict: Verdict) 
     variant = None
     if verdict.contract is not None:
         op_name, variant = verdict.contract.op_name, verdict.contract.variant
-    return Site(op_name, path, rule, variant, verdict.evidence, probe.parameter_dtype(module), {"function": name})
+    dtype, detail = probe.parameter_dtype(module), {"function": name}
+    return Site(op_name, path, rule, variant, verdict.evidence, dtype, detail, examined=verdict.examined)
