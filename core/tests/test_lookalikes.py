@@ -260,7 +260,7 @@ def llama_rotary(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def of_first_half(q, k, cos, sin, unsqueeze_dim=1):
-    """Llama's wherever both halves are the same, which the function itself can't know."""
+    """Llama's wherever both halves are the same, as Llama's embedding makes them."""
     first = (torch.cat((x.chunk(2, dim=-1)[0],) * 2, dim=-1) for x in (cos, sin))
     return llama_rotary(q, k, *first)
 
@@ -307,7 +307,7 @@ ROTARIES = {
         lambda q, k, cos, sin, unsqueeze_dim=1: (llama_rotary(q, k, cos, sin)[0].detach(), k),
         None,
     ),
-    "of the first half": (of_first_half, None),
+    "of the first half": (of_first_half, "full"),
     "another function in bfloat16": (in_low_precision_unturned, None),
     "gives float32": (widening, None),
     "complex": (of_complex, None),

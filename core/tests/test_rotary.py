@@ -17,6 +17,7 @@ from counting_kernels import calls, counting_registry
 from veomni_core import KernelSpec, bind, find_sites
 from veomni_core.ops import rotary_pos_emb, rotary_pos_emb_vision
 from veomni_core.ops.rotation import AngleLayout
+from veomni_core.sites.functions import with_globals
 from veomni_core.testing import check_kernel
 
 REGISTRY = counting_registry("one")
@@ -70,10 +71,14 @@ class OneTensor(modeling_llama.LlamaRotaryEmbedding):
         return super().forward(x, position_ids)[0]
 
 
-def rotary_sites(embedding: type[nn.Module]) -> list[tuple[str | None, str]]:
+def rotary_sites(
+    embedding: type[nn.Module], function=modeling_llama.apply_rotary_pos_emb
+) -> list[tuple[str | None, str]]:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
     config._attn_implementation = "eager"
-    model = nn.ModuleList([modeling_llama.LlamaAttention(config, 0), embedding(config)])
+    kind = type("Attention", (modeling_llama.LlamaAttention,), {})
+    kind.forward = with_globals(kind.forward, {"apply_rotary_pos_emb": function})
+    model = nn.ModuleList([kind(config, 0), embedding(config)])
     return [(s.variant, s.evidence) for s in find_sites(model, REGISTRY) if s.op_name == "rotary_pos_emb"]
 
 
@@ -82,6 +87,17 @@ def test_a_kernel_that_may_read_either_half_is_bound_only_where_they_are_the_sam
     assert (variant, "both halves the same" in evidence) == ("full", True)
     ((variant, evidence),) = rotary_sites(TwoGrids)
     assert (variant, "is full, but its cos and sin don't have both halves the same" in evidence) == (None, True)
+
+
+def of_second_half(q, k, cos, sin):
+    return modeling_llama.apply_rotary_pos_emb(q, k, *(a[..., a.shape[-1] // 2 :].repeat(1, 1, 2) for a in (cos, sin)))
+
+
+def test_which_half_a_function_reads_counts_only_where_they_differ():
+    ((variant, _),) = rotary_sites(modeling_llama.LlamaRotaryEmbedding, of_second_half)
+    assert variant == "full"
+    ((variant, evidence),) = rotary_sites(TwoGrids, of_second_half)
+    assert (variant, "not full: q misses by" in evidence) == (None, True)
 
 
 def test_without_an_embedding_that_shows_its_angles_nothing_is_bound():

@@ -66,17 +66,25 @@ def _prove(function: Function, call: Call) -> Verdict:
     if not call.handed_over and fitting[0].op_name == "rotary_pos_emb":
         why_not = "no rotary embedding near it could be run to see its cos and sin"
         return Verdict(None, f"{call.name}: {why_not}", examined=False)
-    inputs = _random_like(call)
+    inputs = _random_like(call, AngleLayout.UNRELATED)
     _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
     if error:
         return Verdict(None, f"{call.name}: {error}", runs=False, examined=False)
     tried = []
-    for contract in fitting:
-        why_not = _mismatch(function, contract, call, inputs)
-        if not why_not:
-            return _with_angles(function, contract, call)
-        tried.append(f"not {contract.variant}: {why_not}")
-    return Verdict(None, f"{call.name} is {'; '.join(tried)}")
+    for layout in (AngleLayout.UNRELATED, *_repeating(call)):
+        inputs = _random_like(call, layout)
+        for contract in fitting:
+            why_not = _mismatch(function, contract, call, inputs)
+            if not why_not:
+                return _with_angles(function, contract, call, layout)
+            tried.append(f"not {contract.variant}: {why_not}")
+    return Verdict(None, f"{call.name} is {'; '.join(tried[: len(fitting)])}")
+
+
+def _repeating(call: Call) -> tuple[AngleLayout, ...]:
+    """How the model repeats entries: functions that read different ones of them are then the same."""
+    layouts = (AngleLayout.HALVES, AngleLayout.NEIGHBOURS) if call.handed_over else ()
+    return tuple(layout for layout in layouts if all(layout.holds(angles) for angles in call.angles))
 
 
 def _fits(contract: Contract, call: Call) -> bool:
@@ -93,12 +101,13 @@ def _fits(contract: Contract, call: Call) -> bool:
     return bool(max(rotated) == 4 and cos == 3 and isinstance(inserted, int) and inserted in _UNSQUEEZED)
 
 
-def _random_like(call: Call) -> tuple[Tensor, ...]:
-    """Values of the call's shapes. Not cosines and sines of anything: the two must agree whatever they are given."""
-    inputs = tuple(probe.random(*value.shape) for value in call.args)
-    for rotated in inputs[:-2]:
-        rotated.requires_grad_()
-    return inputs
+def _random_like(call: Call, layout: AngleLayout) -> tuple[Tensor, ...]:
+    """Values of the call's shapes, its angles in ``layout`` or all random: they need not be cosines and sines."""
+    rotated = [probe.random(*value.shape).requires_grad_() for value in call.args[:-2]]
+    angles = [probe.random(*value.shape) for value in call.args[-2:]]
+    if layout is not AngleLayout.UNRELATED:
+        angles = [layout.spread(values[..., : values.shape[-1] // 2]) for values in angles]
+    return (*rotated, *angles)
 
 
 def _mismatch(function: Function, contract: Contract, call: Call, inputs: tuple[Tensor, ...]) -> str:
@@ -113,14 +122,17 @@ def _mismatch(function: Function, contract: Contract, call: Call, inputs: tuple[
             return f"{name} misses by {probe.largest_miss(got, want):.1%}"
         if not got.requires_grad or not probe.gradients_close(got, want, (source,)):
             return f"the gradient of {name} differs"
-    return _mismatch_in_bfloat16(function, contract, call)
+    return _mismatch_in_bfloat16(function, contract, call, inputs)
 
 
-def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call) -> str:
+def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wide: tuple[Tensor, ...]) -> str:
     """What is wrong in bfloat16, with ``cos`` and ``sin`` of the dtype that the model hands over there."""
-    inputs = tuple(probe.random(*value.shape, dtype=value.dtype) for value in call.args)
+    inputs = tuple(value.detach().to(given.dtype) for value, given in zip(wide, call.args, strict=True))
     exact = as_tensors(contract.reference(*(value.double() for value in inputs), **call.kwargs))
-    for name, got, want in zip("qk", as_tensors(function(*inputs, **call.kwargs)), exact, strict=False):
+    found, error = probe.attempt(lambda: as_tensors(function(*inputs, **call.kwargs)))
+    if error:
+        return f"in bfloat16 {error}"
+    for name, got, want in zip("qk", found, exact, strict=False):
         if got.dtype != call.args[0].dtype:
             return f"of {call.args[0].dtype} {name} it makes {got.dtype}"
         # As a whole: how far single elements round away depends on how large random cosines happen to be.
@@ -130,7 +142,8 @@ def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call) ->
     return ""
 
 
-def _with_angles(function: Function, contract: Contract, call: Call) -> Verdict:
+def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout) -> Verdict:
+    """The contract, if what the model hands over has its layout; ``probed`` is the layout that it was matched on."""
     layout = rotary_pos_emb.LAYOUTS.get(contract.variant, AngleLayout.UNRELATED)
     problem = ""
     if not call.handed_over:
@@ -139,7 +152,8 @@ def _with_angles(function: Function, contract: Contract, call: Call) -> Verdict:
         problem = f"its cos and sin don't have {layout.value}"
     if problem:
         return Verdict(None, f"{call.name} is {contract.variant}, but {problem}")
-    evidence = f"{call.name} gave the reference's values and gradients; its cos and sin have {layout.value}"
+    seen = layout if probed is AngleLayout.UNRELATED else probed
+    evidence = f"{call.name} gave the reference's values and gradients; its cos and sin have {seen.value}"
     return Verdict(contract, evidence)
 
 
@@ -148,7 +162,7 @@ def _doubt(function: Function, call: Call) -> str:
 
     The function says so where it takes no narrower ones.
     """
-    *rotated, cos, sin = _random_like(call)
+    *rotated, cos, sin = _random_like(call, AngleLayout.UNRELATED)
     narrow = cos.shape[-1] // 2
     _, error = probe.attempt(lambda: function(*rotated, cos[..., :narrow], sin[..., :narrow], **call.kwargs))
     return "" if error else "it takes narrower cos and sin too, and how wide the model's are isn't known"
