@@ -19,6 +19,8 @@ TESTS = (
     "core/tests/test_receipt.py",
     "core/tests/test_lookalikes.py",
     "core/tests/test_declared_slots.py",
+    "core/tests/test_living_with_others.py",
+    "core/tests/test_rotary.py",
     "tests/test_other_versions.py",
 )
 

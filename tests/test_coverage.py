@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from veomni_core.coverage import cover, model_types
+from veomni_core.coverage import claims, cover, model_types
 from veomni_core.coverage_page import coverage_page
 from veomni_core.discovery import discover
 from veomni_core.errors import UnknownNameError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "coverage.md"
+SETTLED = "with RMS norms: every norm, rotary embedding and gated MLP proven or refused"
 COMMAND = "veomni coverage --transformers-models causal"
 
 
@@ -35,6 +36,7 @@ def test_what_it_must_reach(models):
     assert len(norms) >= 112
     proven = [m for m in norms if all(op.proven == op.found for op in m.ops if op.op_name.startswith("rms_norm"))]
     assert len(proven) >= 110
+    assert {claim.text: claim.reached for claim in claims(built)}[SETTLED] >= 108
     assert sum(op.bound == op.found for m in built if (op := m.op("cross_entropy_loss"))) >= 150
     assert sum(op.bound == op.found for m in built if (op := m.op("moe_experts"))) >= 50
     assert all(op.unproven for m in built for op in m.ops if op.proven < op.found), "a refusal without a reason"
@@ -74,3 +76,5 @@ def test_the_command_covers_vision_language_models():
     data = json.loads(result.stdout)
     assert {model["model_type"] for model in data["models"]} == {name for _, name in model_types("vlm")}
     assert data["summary"]["rms_norm"]["proven"] >= 68
+    assert data["summary"]["rotary_pos_emb_vision"]["proven"] >= 28
+    assert {claim["text"]: claim["types"] for claim in data["claims"]}[SETTLED] >= 68

@@ -108,5 +108,8 @@ def test_the_readme_s_claim_about_coverage_is_the_page_s():
     built, listed = re.search(r"(\d+) of (\d+) model types build", page).groups()
     assert f"{built} of {listed} causal model types build from their default configs" in claim
     assert f"proven in {proven['rms_norm']} of the {types['rms_norm']} types" in claim
+    settled = re.search(r"proven or refused \| (\d+) \| (\d+) \|", page)
+    assert settled.group(2) == types["rms_norm"]
+    assert f"in {settled.group(1)} every norm, rotary embedding and gated MLP is proven or refused" in claim
     for op in ("cross_entropy_loss", "moe_experts"):
         assert f"{bound[op]} of {types[op]}" in claim

@@ -10,7 +10,7 @@ import transformers
 
 from tiny_models import tiny_model
 from veomni_core import bind
-from veomni_core.coverage import cover, model_types
+from veomni_core.coverage import claims, cover, model_types
 from veomni_core.discovery import discover
 
 FAMILIES = (
@@ -47,6 +47,8 @@ def test_coverage():
         having = [op for model in built if (op := model.op(op_name))]
         proven = sum(op.proven == op.found for op in having)
         assert proven >= min(0.95 * len(having), len(having) - 1), op_name
+    settled = next(claim for claim in claims(built) if "rotary embedding" in claim.text)
+    assert settled.reached >= 0.95 * settled.types
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,16 +14,23 @@ REGISTRY = counting_registry("one")
 VARIANTS = {
     "cohere": {("rotary_pos_emb", "pairwise")},
     "deepseek_v3": {("rotary_pos_emb", "deinterleaved"), ("moe_experts", "standard")},
-    "deepseek_v4": {("rms_norm", "unweighted_rounded_scale"), ("moe_experts", "clamped")},
+    "deepseek_v4": {
+        ("rms_norm", "unweighted_rounded_scale"),
+        ("moe_experts", "clamped"),
+        ("rotary_pos_emb", "single_tail"),
+    },
     "ernie4_5": {("rotary_pos_emb", "interleaved")},
     "glm": {("rotary_pos_emb", "interleaved_partial"), ("swiglu_mlp", "standard")},
     "gpt_oss": {("rotary_pos_emb", "half_width"), ("moe_experts", "clamped"), ("rms_norm", "cast_after")},
     "kimi_linear": {("rms_norm_gated", "sigmoid")},
     "llama4_text": {("moe_experts", "standard")},
     "longcat_flash": {("moe_experts", "standard")},
+    "moshi": {("rotary_pos_emb", "full")},
+    "nanochat": {("rotary_pos_emb", "sign_flipped")},
     "nemotron_h": {("rms_norm_gated", "gate_first")},
     "phi3": {("swiglu_mlp", "standard")},
     "qwen3_next": {("rms_norm_gated", "standard"), ("rotary_pos_emb", "partial")},
+    "recurrent_gemma": {("rotary_pos_emb", "partial")},
     "zamba": {("swiglu_mlp", "gelu")},
 }
 

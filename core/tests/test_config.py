@@ -15,6 +15,7 @@ GPU_DEFAULTS = {
     "rms_norm": "liger_kernel",
     "rms_norm_gated": "eager",
     "rotary_pos_emb": "liger_kernel",
+    "rotary_pos_emb_vision": "eager",
     "swiglu_mlp": "liger_kernel",
 }
 # As they stand in VeOmni's own guides.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from counting_kernels import counting_registry
 from models import FAMILIES, build
@@ -19,12 +17,7 @@ EXPECTED_VARIANTS = {
     "qwen3": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
     "qwen3_moe": {"rms_norm": "standard", "rotary_pos_emb": "full", "moe_experts": "standard"},
     "mixtral": {"rms_norm": "standard", "rotary_pos_emb": "full", "moe_experts": "standard"},
-    # Before 5.17 its rotary function read both halves of cos, which may differ; that is no variant of ours.
-    "deepseek_v3": {
-        "rms_norm": "standard",
-        "rotary_pos_emb": "deinterleaved" if Version(transformers.__version__) >= Version("5.17") else None,
-        "moe_experts": "standard",
-    },
+    "deepseek_v3": {"rms_norm": "standard", "rotary_pos_emb": "deinterleaved", "moe_experts": "standard"},
     "seed_oss": {"rms_norm": "standard", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},
     "gemma3_text": {"rms_norm": "offset", "rotary_pos_emb": "full", "swiglu_mlp": "gelu_tanh"},
     "olmo2": {"rms_norm": "cast_after", "rotary_pos_emb": "full", "swiglu_mlp": "standard"},

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from veomni_core import hub_kernels
 from veomni_core.config import OpsConfig
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, BoundModelPickleError
@@ -133,6 +134,8 @@ def apply_plan(model: nn.Module, plan: Plan, registry: Registry, *, verify: bool
     changes: list[Change] = []
     try:
         _apply(AttributeChange(model, _BINDING, Binding(model, plan, changes, receipt)), changes)
+        for change in hub_kernels.kept_out_of(model):
+            _apply(change, changes)
         for rule in registry.site_rules:
             _install(model, plan, rule, kernels, changes)
         for module in {id(change.target): change.target for change in _module_changes(changes)}.values():
@@ -186,11 +189,7 @@ def _refuse_unbindable(model: nn.Module) -> None:
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
     if binding_of(model) is not None:
         raise BindingError("this model is bound already: call binding_of(model).undo() first")
-    if getattr(model, "use_kernels", False):
-        raise BindingError(
-            "this model was built with use_kernels=True: transformers puts hub kernels over its forwards at every "
-            "train() and eval(), and would replace ours. Set model.use_kernels = False first"
-        )
+    hub_kernels.refuse_model_with(model)
 
 
 def _verify(spec: KernelSpec, model: nn.Module, registry: Registry) -> str:

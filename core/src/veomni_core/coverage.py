@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,15 @@ _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class OpCoverage:
-    """One op in one model: its sites, those with a proven variant, those that get a kernel, why the others don't."""
+    """One op in one model: its sites, those with a proven variant, those that get a kernel, why the others don't.
+
+    ``refused`` counts the sites that were seen to compute something else than every variant.
+    """
 
     op_name: str
     found: int
     proven: int
+    refused: int
     bound: int
     variants: tuple[str, ...]
     unproven: tuple[str, ...]
@@ -53,6 +57,15 @@ class ModelCoverage:
     def op(self, name: str) -> OpCoverage | None:
         """What holds for one op; ``None`` where the model has no such site."""
         return next((op for op in self.ops if op.op_name == name), None)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How many of the model types that something concerns have it."""
+
+    text: str
+    reached: int
+    types: int
 
 
 def model_types(selection: str) -> tuple[tuple[str, str], ...]:
@@ -93,6 +106,7 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
                     op_name=decision.op_name,
                     found=len(found),
                     proven=sum(site.variant is not None for site in found),
+                    refused=sum(site.variant is None and site.examined for site in found),
                     bound=sum(left.bound for left in decision.sites),
                     variants=tuple(sorted({site.variant for site in found if site.variant})),
                     unproven=tuple(sorted(_unproven(model, found))),
@@ -118,3 +132,34 @@ def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
             count["proven"] += op.proven == op.found
             count["bound"] += op.bound == op.found
     return dict(sorted(counts.items()))
+
+
+_PROVEN_TOGETHER = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp")
+
+
+def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
+    """What the models have in common, as far as they have the op at all."""
+    normed = [model for model in models if model.op("rms_norm")]
+    norms = ("rms_norm", "rms_norm_gated")
+    return (
+        Claim("with RMS norms: every norm proven", _count(normed, norms, lambda op: op.proven), len(normed)),
+        Claim(
+            "with RMS norms: every norm, rotary embedding and gated MLP proven or refused",
+            _count(normed, _PROVEN_TOGETHER, lambda op: op.proven + op.refused),
+            len(normed),
+        ),
+        *(
+            Claim(f"{text} bound", _count(having, (op_name,), lambda op: op.bound), len(having))
+            for op_name, text in (
+                ("moe_experts", "with experts: all of them"),
+                ("load_balancing_loss", "with a load-balancing loss:"),
+                ("cross_entropy_loss", "with a language model's loss:"),
+            )
+            if (having := [model for model in models if model.op(op_name)])
+        ),
+    )
+
+
+def _count(models: Iterable[ModelCoverage], op_names: Container[str], sites: Callable[[OpCoverage], int]) -> int:
+    """The models in which ``sites`` counts all that were found of these ops."""
+    return sum(all(sites(op) == op.found for op in model.ops if op.op_name in op_names) for model in models)

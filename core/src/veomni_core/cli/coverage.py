@@ -20,7 +20,7 @@ def coverage(
     json: AsJson = False,
 ) -> None:
     """Build every model type on the meta device, prove its sites, and count what binds."""
-    from veomni_core.coverage import cover, model_types, summarise
+    from veomni_core.coverage import claims, cover, model_types, summarise
     from veomni_core.coverage_page import coverage_page
 
     registry = discover()
@@ -34,11 +34,15 @@ def coverage(
         command = f"veomni coverage --transformers-models {transformers_models}"
         page.write_text(coverage_page(models, registry, command), encoding="utf-8")
     if json:
-        print_json({"summary": summarise(models), "models": [asdict(model) for model in models]})
+        account = {"summary": summarise(models), "claims": [asdict(claim) for claim in claims(models)]}
+        print_json({**account, "models": [asdict(model) for model in models]})
         return
     rows = [(op, *map(str, count.values())) for op, count in summarise(models).items()]
     built = [model for model in models if not model.problem]
     title = f"{len(built)} of {len(models)} model types"
     print(render_table(("op", "types with it", "every site proven", "every site bound"), rows, title))
+    print(
+        render_table(("model types", "reached", "of"), [(c.text, str(c.reached), str(c.types)) for c in claims(built)])
+    )
     seconds = sum(model.find_seconds for model in models), sum(model.build_seconds for model in models)
     print(f"{seconds[0]:.1f} s to find, prove and plan, after {seconds[1]:.1f} s to build")

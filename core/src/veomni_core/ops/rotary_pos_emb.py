@@ -1,58 +1,68 @@
 """rotary_pos_emb: ``(q[B, Hq, S, D], k[B, Hk, S, D], cos[B, S, R], sin[B, S, R], unsqueeze_dim=1) -> (q, k)``.
 
-Rotates pairs ``(i, i + R/2)`` of the first ``R`` of ``D`` dimensions by position (Su et al. 2021, in GPT-NeoX's half
-layout, as in transformers' Llama). ``full`` has ``R = D``; ``partial`` passes the other ``D - R`` dimensions through.
-With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient reaches ``cos`` and ``sin``.
+Rotates pairs of dimensions by position (Su et al. 2021). With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``.
+``cos`` and ``sin`` have q's dtype or float32, and a batch of ``B`` or 1; no gradient reaches them. The results have the
+dtypes of ``q`` and ``k``. Variants whose name starts with ``single`` take one tensor:
+``(x, cos, sin, unsqueeze_dim=1) -> x``.
+
+``LAYOUTS`` says per variant what a kernel may rely on in ``cos`` and ``sin``. A site is only bound where the model's
+own rotary embedding hands over such; for ``full`` that both halves are the same, so that a kernel may read either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, leaf
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, leaf
+from veomni_core.ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate every dimension of ``q`` and ``k``, rounding each product and the sum to their dtype."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Llama)."""
+    return _both(q, k, cos, sin, unsqueeze_dim, rotate_half)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate the first ``cos.shape[-1]`` dimensions and pass the others through unchanged."""
-    width = cos.shape[-1]
-    q_rotated, k_rotated = full(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
-    return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1)
+    """:func:`full` in the first ``R`` dimensions (GPT-NeoX); the others pass through unchanged."""
+    return _first(full, q, k, cos, sin, unsqueeze_dim)
 
 
-def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of neighbours (Ernie 4.5): of ``cos[B, S, D]`` the first half counts, each entry for one pair."""
-    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
-    return pairwise(q, k, cos, sin, unsqueeze_dim)
+def sign_flipped(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """:func:`full` in the other direction (nanochat)."""
+    return full(q, k, cos, -sin, unsqueeze_dim)
+
+
+def half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """:func:`full` with ``cos[B, S, D/2]``, which both halves share (gpt-oss)."""
+    return full(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim)
 
 
 def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotate pairs of neighbours by ``cos[B, S, D]`` that holds each pair's entry twice, side by side (Cohere)."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _rotate_pairs(q) * sin, k * cos + _rotate_pairs(k) * sin
+    return _both(q, k, cos, sin, unsqueeze_dim, rotate_pairs)
+
+
+def pairwise_partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """:func:`pairwise` in the first ``R`` dimensions (GLM-4V); the others pass through unchanged."""
+    return _first(pairwise, q, k, cos, sin, unsqueeze_dim)
+
+
+def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of neighbours (Ernie 4.5): of ``cos[B, S, D]`` the first half counts, each entry for one pair."""
+    cos, sin = (_first_half(x).repeat_interleave(2, dim=-1) for x in (cos, sin))
+    return pairwise(q, k, cos, sin, unsqueeze_dim)
 
 
 def interleaved_partial(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """:func:`interleaved` in the first ``cos.shape[-1]`` dimensions (GLM-4); the others pass through unchanged."""
-    width = cos.shape[-1]
-    turned = interleaved(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
-    return torch.cat((turned[0], q[..., width:]), dim=-1), torch.cat((turned[1], k[..., width:]), dim=-1)
+    """:func:`interleaved` in the first ``R`` dimensions (GLM-4); the others pass through unchanged."""
+    return _first(interleaved, q, k, cos, sin, unsqueeze_dim)
 
 
 def deinterleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -61,75 +71,91 @@ def deinterleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim:
     Of ``cos[B, S, D]`` the first half counts.
     """
     q, k = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in (q, k))
-    cos, sin = (x[..., : x.shape[-1] // 2] for x in (cos, sin))
-    return half_width(q, k, cos, sin, unsqueeze_dim)
+    return half_width(q, k, _first_half(cos), _first_half(sin), unsqueeze_dim)
 
 
-def half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """:func:`full` with ``cos[B, S, D/2]``, which both halves share (gpt-oss)."""
-    return full(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim)
+def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """:func:`full` of one tensor (Gemma 4)."""
+    return turned(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
-def _rotate_pairs(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+def single_tail(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """Rotate pairs of neighbours in the last ``2R`` dimensions of one tensor (DeepSeek-V4); the others pass through.
+
+    ``cos[B, S, R]`` holds each pair's entry once.
+    """
+    cos, sin = (angles.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim) for angles in (cos, sin))
+    width = cos.shape[-1]
+    return torch.cat((x[..., :-width], turned(x[..., -width:], cos, sin, rotate_pairs)), dim=-1)
 
 
-def _samples(share: float, copies: int) -> SampleMaker:
+def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, turn: Turn) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return turned(q, cos, sin, turn), turned(k, cos, sin, turn)
+
+
+def _first(
+    rotation: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor]:
+    width = cos.shape[-1]
+    q_rotated, k_rotated = rotation(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+    return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1)
+
+
+def _first_half(angles: Tensor) -> Tensor:
+    return angles[..., : angles.shape[-1] // 2]
+
+
+def _samples(arity: int, share: float, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
 
-        def angles(batch: int, length: int, head: int) -> tuple[Tensor, Tensor]:
-            half = draw.normal(batch, length, int(head * share) // 2, scale=2.0).float()
-            both = torch.cat((half,) * copies, dim=-1)
-            return both.cos().to(dtype), both.sin().to(dtype)
+        def angles(batch: int, length: int, head: int, angle_dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
+            spread = layout.spread(draw.normal(batch, length, int(head * share) // 2, scale=2.0).float())
+            return spread.cos().to(angle_dtype), spread.sin().to(angle_dtype)
 
-        def heads(batch: int, count: int, length: int, head: int) -> Tensor:
-            return leaf(draw.normal(batch, length, count, head).transpose(1, 2))
+        def heads(batch: int, counts: tuple[int, int], length: int, head: int) -> tuple[Tensor, ...]:
+            both = (leaf(draw.normal(batch, length, count, head).transpose(1, 2)) for count in counts[:arity])
+            return tuple(both)
 
-        for name, batch, q_heads, k_heads, length, head in (
-            ("grouped heads, transposed", 2, 4, 2, 7, 64),
-            ("one key head", 1, 3, 1, 33, 128),
-            ("one position", 3, 2, 2, 1, 32),
+        for name, batch, counts, length, head in (
+            ("grouped heads, transposed", 2, (4, 2), 7, 64),
+            ("one key head", 1, (3, 1), 33, 128),
+            ("one position", 3, (2, 2), 1, 32),
         ):
-            yield Sample(
-                name,
-                (
-                    heads(batch, q_heads, length, head),
-                    heads(batch, k_heads, length, head),
-                    *angles(batch, length, head),
-                ),
-            )
-        yield Sample("angles shared by the batch", (heads(2, 2, 5, 32), heads(2, 2, 5, 32), *angles(1, 5, 32)))
-        q, k = leaf(draw.normal(2, 9, 4, 64)), leaf(draw.normal(2, 9, 2, 64))
-        yield Sample("sequence before heads", (q, k, *angles(2, 9, 64)), {"unsqueeze_dim": 2})
-        q, k = leaf(draw.normal(2, 4, 5, 64)), leaf(draw.normal(2, 1, 5, 64))
-        yield Sample("contiguous", (q, k, *angles(2, 5, 64)))
+            yield Sample(name, (*heads(batch, counts, length, head), *angles(batch, length, head)))
+        yield Sample("angles shared by the batch", (*heads(2, (2, 2), 5, 32), *angles(1, 5, 32)))
+        yield Sample("angles in float32", (*heads(2, (4, 2), 5, 64), *angles(2, 5, 64, torch.float32)))
+        tensors = (leaf(draw.normal(2, 9, count, 64)) for count in (4, 2)[:arity])
+        yield Sample("sequence before heads", (*tensors, *angles(2, 9, 64)), {"unsqueeze_dim": 2})
+        tensors = (leaf(draw.normal(2, count, 5, 64)) for count in (4, 1)[:arity])
+        yield Sample("contiguous", (*tensors, *angles(2, 5, 64)))
 
     return samples
 
 
-VALUES = {
-    "float32": Tolerance(element=2e-6, norm=5e-7),
-    "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
-    "float16": Tolerance(element=2e-3, norm=5e-4),
-}
-GRADIENTS = VALUES
-
-
-def _contract(reference: Callable[..., Any], share: float = 1.0, copies: int = 2) -> Contract:
-    samples = _samples(share, copies)
-    return Contract("rotary_pos_emb", reference.__name__, reference, samples, VALUES, GRADIENTS)
-
-
+_REFERENCES: tuple[tuple[Callable[..., Any], AngleLayout, float], ...] = (
+    (full, AngleLayout.HALVES, 1.0),
+    (partial, AngleLayout.HALVES, 0.5),
+    (sign_flipped, AngleLayout.HALVES, 1.0),
+    (half_width, AngleLayout.ONCE, 1.0),
+    (pairwise, AngleLayout.NEIGHBOURS, 1.0),
+    (pairwise_partial, AngleLayout.NEIGHBOURS, 0.5),
+    (interleaved, AngleLayout.UNRELATED, 1.0),
+    (interleaved_partial, AngleLayout.UNRELATED, 0.5),
+    (deinterleaved, AngleLayout.UNRELATED, 1.0),
+    (single, AngleLayout.HALVES, 1.0),
+    (single_tail, AngleLayout.ONCE, 0.5),
+)
+LAYOUTS = {reference.__name__: layout for reference, layout, _ in _REFERENCES}
 CONTRACTS = {
-    contract.variant: contract
-    for contract in (
-        _contract(full),
-        _contract(partial, share=0.5),
-        _contract(interleaved),
-        _contract(pairwise),
-        _contract(interleaved_partial, share=0.5),
-        _contract(deinterleaved),
-        _contract(half_width, copies=1),
+    reference.__name__: Contract(
+        op_name="rotary_pos_emb",
+        variant=reference.__name__,
+        reference=reference,
+        samples=_samples(len(signature(reference).parameters) - 3, share, layout),
+        values=VALUES,
+        gradients=VALUES,
     )
+    for reference, layout, share in _REFERENCES
 }

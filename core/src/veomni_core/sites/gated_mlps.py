@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,11 +25,21 @@ Modules = dict[str, Any]
 Layout = tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Proof:
+    """What was found out about a module; ``examined`` as in :class:`Site`."""
+
+    variant: str | None
+    evidence: str
+    layout: Layout = ()
+    examined: bool = True
+
+
 class GatedMlpModules:
     """Finds gated MLPs by running their own code on tiny linears."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        proofs: dict[Any, tuple[str | None, str, Layout] | None] = {}
+        proofs: dict[Any, _Proof | None] = {}
         for path, module in model.named_modules():
             linears = _linears(module)
             if not _is_gated_shape(linears) or not _takes_one_tensor(module):
@@ -38,9 +49,9 @@ class GatedMlpModules:
                 proofs[key] = _prove(module, linears)
             proof = proofs[key]
             if proof is not None:
-                variant, evidence, layout = proof
-                detail = {"layout": list(layout)}
-                yield Site("swiglu_mlp", path, rule, variant, evidence, probe.parameter_dtype(module), detail)
+                dtype, detail = probe.parameter_dtype(module), {"layout": list(proof.layout)}
+                site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail)
+                yield replace(site, examined=proof.examined)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
@@ -98,49 +109,52 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 1
 
 
-def _prove(module: nn.Module, linears: dict[str, Any]) -> tuple[str | None, str, Layout] | None:
-    """Variant, evidence and layout; ``None`` for square linears that don't run alone: queries, keys and values."""
+def _prove(module: nn.Module, linears: dict[str, Any]) -> _Proof | None:
+    """What the module computes; ``None`` for square linears that don't run alone: queries, keys and values."""
     layouts = list(_layouts(linears))
-    hidden = linears[layouts[0][0]].in_features
     with probe.seeded():
         twin = probe.bare_copy(module)
         twin._modules.update(module._modules)
-        for name, child in linears.items():
-            twin._modules[name] = nn.Linear(
-                _tiny_width(child.in_features, hidden, linears, layouts),
-                _tiny_width(child.out_features, hidden, linears, layouts),
-                bias=getattr(child, "bias", None) is not None,
-            )
+        for name, (inputs_width, outputs_width) in _tiny_shapes(linears, layouts[0]).items():
+            bias = getattr(linears[name], "bias", None) is not None
+            twin._modules[name] = nn.Linear(inputs_width, outputs_width, bias=bias)
         twin.training = True
         inputs = [probe.random(2, 3, _HIDDEN, scale=scale).requires_grad_() for scale in probe.SCALES]
         own, error = probe.attempt(lambda: [type(module).forward(twin, x) for x in inputs])
         if error:
             square = all(child.in_features == child.out_features for child in linears.values())
-            return None if square else (None, error, ())
+            return None if square else _without_a_run(module, linears, error)
         if not all(isinstance(found, Tensor) for found in own):
-            return None, f"gives a {type(own[0]).__name__}, expected a tensor", ()
+            return _Proof(None, f"gives a {type(own[0]).__name__}, expected a tensor")
         return _match(twin, layouts, inputs, own)
 
 
-def _tiny_width(width: int, hidden: int, linears: dict[str, Any], layouts: list[Layout]) -> int:
-    if width == hidden:
-        return _HIDDEN
-    intermediate = linears[layouts[0][-1]].in_features
-    return _INTERMEDIATE if width == intermediate else 2 * _INTERMEDIATE
+def _tiny_shapes(linears: dict[str, Any], layout: Layout) -> dict[str, tuple[int, int]]:
+    *first, down = layout
+    is_square = linears[down].in_features == linears[down].out_features
+    inner = _HIDDEN if is_square else _INTERMEDIATE
+    packed = 2 if len(first) == 1 else 1
+    return {**dict.fromkeys(first, (_HIDDEN, packed * inner)), down: (inner, _HIDDEN)}
 
 
-def _match(
-    twin: nn.Module, layouts: list[Layout], inputs: list[Tensor], own: list[Tensor]
-) -> tuple[str | None, str, Layout]:
+def _without_a_run(module: nn.Module, linears: dict[str, Any], error: str) -> _Proof:
+    children = {name: child for name, child in module.named_children() if name not in linears}
+    others = [name for name, child in children.items() if any(True for _ in child.parameters())]
+    if others:
+        return _Proof(None, f"besides its linears it needs {', '.join(others)}: with tiny linears alone, {error}")
+    return _Proof(None, error, examined=False)
+
+
+def _match(twin: nn.Module, layouts: list[Layout], inputs: list[Tensor], own: list[Tensor]) -> _Proof:
     misses = []
     for variant, contract in CONTRACTS.items():
         for layout in layouts:
             miss = max(map(partial(_miss, twin, _gated(contract.reference, layout)), inputs, own))
             if miss == 0.0:
-                return variant, "its own code gave the reference's values and gradients", layout
+                return _Proof(variant, "its own code gave the reference's values and gradients", layout)
             misses.append((miss, variant))
     by_how_much, nearest = min(misses)
-    return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.2%}", ()
+    return _Proof(None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.2%}")
 
 
 def _miss(twin: nn.Module, bound: Kernel, x: Tensor, found: Tensor) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from veomni_core.sites import probe
@@ -28,25 +29,28 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     decoder, others = _decoder(model, head)
     stand_ins = {id(child): _StandIn(child, hidden) for child in others if child is decoder or _is_large(child)}
     twin: Any = _copied(model, {id(head): tiny_head, **stand_ins}, sizes)
-    twin.config = copy.deepcopy(model.config)
-    for config in (twin.config, twin.config.get_text_config()):
-        config.vocab_size = VOCABULARY
-        config.output_router_logits = False
+    for part in (part for part in twin.modules() if isinstance(part, PreTrainedModel)):
+        part.config = copy.deepcopy(part.config)
+        for config in (part.config, part.config.get_text_config()):
+            config.vocab_size = VOCABULARY
+            config.output_router_logits = False
     return twin.train(), tiny_head
 
 
 def _decoder(model: Any, head: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     """The module that turns tokens into hidden states, and all modules beside the output projection's own.
 
-    Of several it is the one that the class's ``base_model_prefix`` names, else the largest. A model whose only child
-    holds the projection wraps another model, where the same is asked.
+    Of several it is the one that the class's ``base_model_prefix`` names, else the largest. Where the projection lies
+    in a model within the model, or in the only child, the same is asked there.
     """
     children = list(model.children())
     others = [child for child in children if not any(module is head for module in child.modules())]
+    holder = next((child for child in children if all(child is not other for other in others)), None)
+    if holder is not None and holder is not head and (isinstance(holder, PreTrainedModel) or not others):
+        decoder, within = _decoder(holder, head)
+        return decoder, [*others, *within]
     if not others:
-        if not children or children[0] is head:
-            raise LookupError("it has no child besides its output projection")
-        return _decoder(children[0], head)
+        raise LookupError("it has no child besides its output projection")
     named = getattr(model, getattr(model, "base_model_prefix", ""), None)
     if isinstance(named, nn.Module) and any(child is named for child in others):
         return named, others

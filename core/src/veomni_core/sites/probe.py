@@ -34,18 +34,6 @@ def bare_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def meta_copy(module: nn.Module) -> nn.Module:
-    """``module`` with all its children and real sizes, its tensors on the meta device."""
-    twin = bare_copy(module)
-    for tensors, source in ((twin._parameters, module._parameters), (twin._buffers, module._buffers)):
-        for name, value in source.items():
-            meta = None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
-            tensors[name] = meta  # type: ignore[index,assignment]
-    for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else meta_copy(child)
-    return twin
-
-
 def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
     """Replace integer attributes of ``module`` that state one of the real ``sizes`` by the tiny size."""
     for name, value in list(vars(module).items()):

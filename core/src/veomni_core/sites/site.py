@@ -18,7 +18,9 @@ class Site:
     ``path`` is the module's path in the model (empty for the model itself) and ``rule`` the name of the rule that
     found it. ``variant`` is ``None`` where no variant could be proven; ``evidence`` then says what was tried, and
     otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there. ``own`` names what
-    runs there when nothing is bound, where the model can be set to something else than its eager code.
+    runs there when nothing is bound, where the model can be set to something else than its eager code. ``examined``
+    is whether what the site computes could be seen: without a variant it is then something else than every variant,
+    and otherwise an open question.
     """
 
     op_name: str
@@ -29,6 +31,7 @@ class Site:
     dtype: str | None = None
     detail: Mapping[str, Any] = field(default_factory=dict)
     own: str = EAGER
+    examined: bool = True
 
 
 class Change(Protocol):

@@ -1,0 +1,71 @@
+"""rotary_pos_emb_vision: ``(q[..., S, H, D], k[..., S, H, D], cos[..., S, R], sin[..., S, R]) -> (q, k)``.
+
+The rotary position embedding of vision towers, computed in float32 and rounded once to the dtypes of ``q`` and ``k``.
+Every entry of ``cos`` and ``sin`` counts: a kernel may not rely on equal halves, since the towers lay out the angles of
+rows and columns each in their own way. ``cos`` and ``sin`` have q's dtype or float32, and q's leading dimensions or
+none; no gradient reaches them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.contract import Contract, Draw, Sample, compute_dtype, leaf
+from veomni_core.ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
+
+
+def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Qwen2-VL)."""
+    return _wide(q, cos, sin, rotate_half), _wide(k, cos, sin, rotate_half)
+
+
+def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of neighbours, ``R = D`` (Inkling 2)."""
+    return _wide(q, cos, sin, rotate_pairs), _wide(k, cos, sin, rotate_pairs)
+
+
+def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`full` in the first ``R`` dimensions (MiniMax-M3-VL); the others pass through unchanged."""
+    width = cos.shape[-1]
+    turned_q, turned_k = full(q[..., :width], k[..., :width], cos, sin)
+    return torch.cat((turned_q, q[..., width:]), dim=-1), torch.cat((turned_k, k[..., width:]), dim=-1)
+
+
+def _wide(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
+    wide = compute_dtype(x)
+    return turned(x.to(wide), cos.unsqueeze(-2).to(wide), sin.unsqueeze(-2).to(wide), turn).to(x.dtype)
+
+
+def _samples(device: torch.device, dtype: torch.dtype, share: float) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def angles(*shape: int, angle_dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
+        pairs = int(shape[-1] * share) // 2
+        spread = AngleLayout.UNRELATED.spread(draw.normal(*shape[:-1], pairs, scale=2.0).float())
+        return spread.cos().to(angle_dtype), spread.sin().to(angle_dtype)
+
+    def heads(*shape: int) -> Tensor:
+        return leaf(draw.normal(*shape))
+
+    yield Sample("patches of images", (heads(37, 4, 80), heads(37, 4, 80), *angles(37, 80)))
+    q, k, _ = draw.normal(13, 3, 2, 64).unbind(1)  # as they come out of one projection
+    yield Sample("cut out of one tensor", (leaf(q), leaf(k), *angles(13, 64)))
+    yield Sample("one patch", (heads(1, 2, 32), heads(1, 2, 32), *angles(1, 32)))
+    yield Sample("angles shared by a batch", (heads(2, 5, 4, 64), heads(2, 5, 4, 64), *angles(5, 64)))
+    yield Sample("a batch", (heads(2, 5, 4, 72), heads(2, 5, 4, 72), *angles(2, 5, 72)))
+    wide = angles(9, 64, angle_dtype=torch.float32)
+    yield Sample("angles in float32", (heads(9, 4, 64), heads(9, 4, 64), *wide))
+
+
+def _contract(reference: Callable[..., tuple[Tensor, Tensor]], share: float = 1.0) -> Contract:
+    samples = functools.partial(_samples, share=share)
+    return Contract("rotary_pos_emb_vision", reference.__name__, reference, samples, VALUES, VALUES)
+
+
+CONTRACTS = {
+    contract.variant: contract for contract in (_contract(full), _contract(partial, share=0.5), _contract(pairwise))
+}

@@ -1,0 +1,36 @@
+"""A module's code with its real sizes and no memory, to see what it hands on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.sites import probe
+
+FREQUENCIES = "inv_freq"
+# Eleven positions: no released model has as many heads, so that the sides of a tensor can be told apart.
+BATCH, LENGTH = 2, 11
+ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+
+
+def hollow_twin(module: nn.Module) -> nn.Module:
+    """``module`` in bfloat16 with zeros in place of its tensors, and of what its linears give for any input."""
+    twin = probe.bare_copy(module)
+    for name, parameter in module._parameters.items():
+        twin._parameters[name] = None if parameter is None else _zeros(parameter)  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        twin._buffers[name] = None if buffer is None else _buffer(name, buffer)
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else hollow_twin(child)
+    if isinstance(width := getattr(module, "out_features", None), int):
+        vars(twin)["forward"] = lambda x=None: ZERO.expand(*((BATCH, LENGTH) if x is None else x.shape[:-1]), width)
+    return twin
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return (ZERO if tensor.is_floating_point() else torch.zeros((), dtype=tensor.dtype)).expand(tensor.shape)
+
+
+def _buffer(name: str, buffer: Tensor) -> Tensor:
+    """Frequencies become random ones: zeros would give every pair the same angle."""
+    return torch.rand(buffer.shape) + 0.1 if name.endswith(FREQUENCIES) else _zeros(buffer)

@@ -1,0 +1,168 @@
+"""What a rotary function computes: its values, gradients and bfloat16 results, compared with each contract's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from veomni_core.ops import rotary_pos_emb, rotary_pos_emb_vision
+from veomni_core.ops.contract import Contract, as_tensors
+from veomni_core.ops.rotation import AngleLayout
+from veomni_core.sites import probe
+from veomni_core.sites.rotary_trace import Call
+
+_CONTRACTS = (*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values())
+_UNSQUEEZED = (1, 2)
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The contract that a function fulfils where it is called, or ``None`` and why not.
+
+    ``runs`` is whether it ran at all on what it was given: an attention is tried with everything that the model's
+    rotary embeddings hand over, and takes only some of it. ``examined`` is as a site's.
+    """
+
+    contract: Contract | None
+    evidence: str
+    runs: bool = True
+    examined: bool = True
+
+
+class Proofs:
+    """Verdicts on functions, each proven once; to be used within :func:`probe.seeded`."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[Hashable, Verdict] = {}
+
+    def of(self, function: Function, calls: Sequence[Call]) -> Verdict:
+        """One verdict on all ``calls`` that the function's code bears."""
+        verdicts = [self._verdict(function, call) for call in calls]
+        running = [verdict for verdict in verdicts if verdict.runs] or verdicts
+        refused = next((verdict for verdict in running if verdict.contract is None), None)
+        if refused is not None:
+            return refused
+        variants = {verdict.contract.variant for verdict in running if verdict.contract is not None}
+        if len(variants) > 1:
+            return Verdict(None, f"its calls are of several variants: {', '.join(sorted(variants))}")
+        return running[0]
+
+    def _verdict(self, function: Function, call: Call) -> Verdict:
+        key = (function, call.form)
+        if key not in self._verdicts:
+            self._verdicts[key] = _prove(function, call)
+        return self._verdicts[key]
+
+
+def _prove(function: Function, call: Call) -> Verdict:
+    fitting = [contract for contract in _CONTRACTS if _fits(contract, call)]
+    if not fitting:
+        return Verdict(None, f"{call.name} is called with {call.described}, which no variant takes")
+    if not call.handed_over and fitting[0].op_name == "rotary_pos_emb":
+        why_not = "no rotary embedding near it could be run to see its cos and sin"
+        return Verdict(None, f"{call.name}: {why_not}", examined=False)
+    inputs = _random_like(call, AngleLayout.UNRELATED)
+    _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
+    if error:
+        return Verdict(None, f"{call.name}: {error}", runs=False, examined=False)
+    tried = []
+    for layout in (AngleLayout.UNRELATED, *_repeating(call)):
+        inputs = _random_like(call, layout)
+        for contract in fitting:
+            why_not = _mismatch(function, contract, call, inputs)
+            if not why_not:
+                return _with_angles(function, contract, call, layout)
+            tried.append(f"not {contract.variant}: {why_not}")
+    return Verdict(None, f"{call.name} is {'; '.join(tried[: len(fitting)])}")
+
+
+def _repeating(call: Call) -> tuple[AngleLayout, ...]:
+    """How the model repeats entries: functions that read different ones of them are then the same."""
+    layouts = (AngleLayout.HALVES, AngleLayout.NEIGHBOURS) if call.handed_over else ()
+    return tuple(layout for layout in layouts if all(layout.holds(angles) for angles in call.angles))
+
+
+def _fits(contract: Contract, call: Call) -> bool:
+    try:
+        given = inspect.signature(contract.reference).bind(*call.args, **call.kwargs).arguments
+    except TypeError:
+        return False
+    inserted = given.pop("unsqueeze_dim", 1)
+    if not all(isinstance(value, Tensor) and value.is_floating_point() for value in given.values()):
+        return False
+    *rotated, cos, _ = (value.dim() for value in given.values())
+    if contract.op_name == "rotary_pos_emb_vision":
+        return bool(max(rotated) > cos)
+    return bool(max(rotated) == 4 and cos == 3 and isinstance(inserted, int) and inserted in _UNSQUEEZED)
+
+
+def _random_like(call: Call, layout: AngleLayout) -> tuple[Tensor, ...]:
+    """Values of the call's shapes, its angles in ``layout`` or all random: they need not be cosines and sines."""
+    rotated = [probe.random(*value.shape).requires_grad_() for value in call.args[:-2]]
+    angles = [probe.random(*value.shape) for value in call.args[-2:]]
+    if layout is not AngleLayout.UNRELATED:
+        angles = [layout.spread(values[..., : values.shape[-1] // 2]) for values in angles]
+    return (*rotated, *angles)
+
+
+def _mismatch(function: Function, contract: Contract, call: Call, inputs: tuple[Tensor, ...]) -> str:
+    wanted, error = probe.attempt(lambda: contract.reference(*inputs, **call.kwargs))
+    if error:
+        return "its shapes are others"
+    found = function(*inputs, **call.kwargs)
+    if isinstance(found, tuple) != isinstance(wanted, tuple) or len(as_tensors(found)) != len(as_tensors(wanted)):
+        return "it gives another number of tensors"
+    for name, got, want, source in zip("qk", as_tensors(found), as_tensors(wanted), inputs, strict=False):
+        if not probe.close(got, want):
+            return f"{name} misses by {probe.largest_miss(got, want):.1%}"
+        if not got.requires_grad or not probe.gradients_close(got, want, (source,)):
+            return f"the gradient of {name} differs"
+    return _mismatch_in_bfloat16(function, contract, call, inputs)
+
+
+def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wide: tuple[Tensor, ...]) -> str:
+    """What is wrong in bfloat16, with ``cos`` and ``sin`` of the dtype that the model hands over there."""
+    inputs = tuple(value.detach().to(given.dtype) for value, given in zip(wide, call.args, strict=True))
+    exact = as_tensors(contract.reference(*(value.double() for value in inputs), **call.kwargs))
+    found, error = probe.attempt(lambda: as_tensors(function(*inputs, **call.kwargs)))
+    if error:
+        return f"in bfloat16 {error}"
+    for name, got, want in zip("qk", found, exact, strict=False):
+        if got.dtype != call.args[0].dtype:
+            return f"of {call.args[0].dtype} {name} it makes {got.dtype}"
+        # As a whole: how far single elements round away depends on how large random cosines happen to be.
+        miss = float((got.double() - want).norm() / want.norm())
+        if miss > contract.values["bfloat16"].norm:
+            return f"{name} misses by {miss:.1%} in bfloat16"
+    return ""
+
+
+def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout) -> Verdict:
+    """The contract, if what the model hands over has its layout; ``probed`` is the layout that it was matched on."""
+    layout = rotary_pos_emb.LAYOUTS.get(contract.variant, AngleLayout.UNRELATED)
+    problem = ""
+    if not call.handed_over:
+        problem = _doubt(function, call)
+    elif not all(layout.holds(angles) for angles in call.angles):
+        problem = f"its cos and sin don't have {layout.value}"
+    if problem:
+        return Verdict(None, f"{call.name} is {contract.variant}, but {problem}")
+    seen = layout if probed is AngleLayout.UNRELATED else probed
+    evidence = f"{call.name} gave the reference's values and gradients; its cos and sin have {seen.value}"
+    return Verdict(contract, evidence)
+
+
+def _doubt(function: Function, call: Call) -> str:
+    """Why it isn't known that ``cos`` and ``sin`` are as wide as the head, where no embedding hands them over.
+
+    The function says so where it takes no narrower ones.
+    """
+    *rotated, cos, sin = _random_like(call, AngleLayout.UNRELATED)
+    narrow = cos.shape[-1] // 2
+    _, error = probe.attempt(lambda: function(*rotated, cos[..., :narrow], sin[..., :narrow], **call.kwargs))
+    return "" if error else "it takes narrower cos and sin too, and how wide the model's are isn't known"
