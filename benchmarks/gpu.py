@@ -22,6 +22,9 @@ class Timing:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ms ({self.low:.3f} to {self.high:.3f})"
+
 
 def timing(call: Call, rep: int = 300) -> Timing:
     """Time ``call`` for about ``rep`` milliseconds after warming up, with the L2 cache cleared between calls."""
@@ -32,14 +35,13 @@ def timing(call: Call, rep: int = 300) -> Timing:
     return Timing(median, low, high)
 
 
-def peak_mib(step: Call) -> float:
-    """The peak of ``step`` beyond what lives before and after it: inputs, and the gradients that it leaves."""
-    step()
+def peak_mib(call: Call) -> float:
+    """The most memory that ``call`` holds at once, beyond what is held before it."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step()
+    call()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
@@ -79,12 +81,35 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def ceilings() -> dict[str, float]:
-    """A bf16 product of 8192 cubed in TFLOP/s, and a copy of 2 GiB in GB/s, read and written bytes counted."""
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = timing(lambda: a @ b).median
+def captured(forward: Call, backward: Callable[[Any], None], inputs: Sequence[Tensor]) -> Call | None:
+    """A replay of forward and backward as one CUDA graph: the GPU's share alone. ``None`` if it can't be captured."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def both() -> None:
+        for tensor in inputs:
+            tensor.grad = None
+        backward(forward())
+
+    try:
+        with torch.cuda.stream(stream):
+            both()
+            with torch.cuda.graph(graph, stream=stream):
+                both()
+    except RuntimeError as error:
+        print(f"not captured: {str(error).splitlines()[0]}")
+        return None
+    return graph.replay
+
+
+def copy_gb_per_second() -> float:
+    """How fast 2 GiB are copied, bytes read and written counted: the ceiling of what is bound by memory."""
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    copy = timing(lambda: target.copy_(source)).median
-    return {"product TFLOP/s": 2 * size**3 / product / 1e9, "copy GB/s": 2 * source.nbytes / copy / 1e6}
+    return 2 * source.nbytes / timing(lambda: target.copy_(source)).median / 1e6
+
+
+def product_tflop_per_second() -> float:
+    """How fast two bf16 matrices of 8192 squared are multiplied: the ceiling of what is bound by arithmetic."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / timing(lambda: a @ b).median / 1e9

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu import ceilings, launches, peak_mib, relative_error, saved_mib, timing, training_step
+from gpu import (
+    copy_gb_per_second,
+    launches,
+    peak_mib,
+    product_tflop_per_second,
+    relative_error,
+    saved_mib,
+    timing,
+    training_step,
+)
 from results import machine, write_results
 from veomni_core.ops import moe_experts as contract
 
@@ -226,6 +235,11 @@ COLUMNS = (
     "step ms (20 to 80 %)",
 )
 MEMORY_COLUMNS = ("peak MiB", "saved MiB", "launches", "error of the result", "largest error of a gradient")
+
+
+def ceilings() -> dict[str, float]:
+    """What this GPU can do, in this run."""
+    return {"product TFLOP/s": product_tflop_per_second(), "copy GB/s": copy_gb_per_second()}
 
 
 def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-import gpu_timing
+import memory_bound
 import veomni_torch.load_balancing_loss
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_triton_moe import load_balancing_loss
 
 LAYERS, TOKENS, EXPERTS, TOP_K = 48, 16384, 128, 8
-SHAPE = f"L={LAYERS} T={TOKENS} E={EXPERTS} K={TOP_K}, bfloat16"
+TITLE = "Load-balancing loss, bf16"
+SHAPE = f"L={LAYERS} T={TOKENS} E={EXPERTS} K={TOP_K}"
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "triton": load_balancing_loss.standard,
     "veomni-torch": veomni_torch.load_balancing_loss.standard,
@@ -43,8 +44,8 @@ def check(logits: tuple[Tensor, ...]) -> None:
     found = load_balancing_loss.standard(logits, EXPERTS, TOP_K)
     wanted = contract.reference(exact, EXPERTS, TOP_K)
     gradients = (torch.stack(torch.autograd.grad(*pair)) for pair in ((found, logits), (wanted, exact)))
-    gpu_timing.hold("loss", found, wanted, contract.values["bfloat16"].norm)
-    gpu_timing.hold("gradients", *gradients, contract.gradients["bfloat16"].norm)
+    memory_bound.hold("loss", found, wanted, contract.values["bfloat16"].norm)
+    memory_bound.hold("gradients", *gradients, contract.gradients["bfloat16"].norm)
 
 
 def sums_candidates(logits: list[Tensor]) -> Iterator[tuple[Any, Callable[[], Any]]]:
@@ -63,28 +64,27 @@ def gradients_candidates(logits: list[Tensor]) -> Iterator[tuple[Any, Callable[[
 
 
 def main() -> None:
-    options = gpu_timing.options(__doc__)
+    options = memory_bound.options(__doc__)
     torch.manual_seed(0)
     logits = tuple(layer_logits() for _ in range(LAYERS))
     check(logits)
     if options.tune:
         detached = [each.detach() for each in logits]
-        figures = {
-            "sums and loss": gpu_timing.fastest("sums and loss", sums_candidates(detached)),
-            "gradients": gpu_timing.fastest("gradients", gradients_candidates(detached)),
-        }
-    else:
-        ceiling = gpu_timing.copy_gb_per_second()
-        floor = 3 * sum(each.nbytes for each in logits) / ceiling / 1e6
-        print(f"{SHAPE}; a copy runs at {ceiling:.0f} GB/s, so both passes take at least {floor:.3f} ms")
-        calls = {
-            name: lambda function=function: function(logits, EXPERTS, TOP_K)
-            for name, function in FUNCTIONS.items()
-            if not options.only or name in options.only
-        }
-        rows = gpu_timing.compare(calls, lambda loss: loss.backward(), logits)
-        figures = {"copy GB/s": ceiling, "floor of both ms": floor, "contenders": rows}
-    gpu_timing.write(options.output, SHAPE, figures)
+        memory_bound.fastest("sums and loss", sums_candidates(detached))
+        memory_bound.fastest("gradients", gradients_candidates(detached))
+        return
+    figures = [
+        memory_bound.measure(
+            name,
+            SHAPE,
+            lambda function=function: function(logits, EXPERTS, TOP_K),
+            lambda loss: loss.backward(),
+            logits,
+            traffic=3 * sum(each.nbytes for each in logits),
+        )
+        for name, function in memory_bound.selected(FUNCTIONS, options.only).items()
+    ]
+    memory_bound.write(options.name, TITLE, figures)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,17 @@ prints the fastest, for the table in ``veomni_triton_moe/rms_norm/launch.py``.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from triton.testing import do_bench
 
-from results import machine
+import memory_bound
 from veomni_triton_moe import rms_norm
 from veomni_triton_moe.rms_norm import whole_rows
 from veomni_triton_moe.rms_norm.launch import BackwardLaunch, ForwardLaunch, backward_launch, forward_launch
@@ -61,22 +56,6 @@ def contenders() -> dict[str, Norm]:
     return found
 
 
-def timed(call: Callable[[], Any], useful_bytes: int, milliseconds: int = 200) -> Figures:
-    low, median, high = do_bench(call, warmup=milliseconds // 4, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
-    return {"ms": median, "ms at 20%": low, "ms at 80%": high, "GB/s": useful_bytes / median / 1e6}
-
-
-def shown(figures: Figures) -> str:
-    spread = f"{figures['ms at 20%']:.4f} to {figures['ms at 80%']:.4f}"
-    return f"{figures['GB/s']:6.0f} GB/s, {figures['ms']:.4f} ms ({spread})"
-
-
-def copy_ceiling() -> Figures:
-    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return timed(lambda: target.copy_(source), 2 * source.numel() * source.element_size())
-
-
 def drawn(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, the weight and the incoming gradient."""
     torch.manual_seed(0)
@@ -93,37 +72,26 @@ def in_float64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
-def errors(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> Figures:
-    """The distances of y, dx and dweight from float64, as a share of the norm."""
-    return {
-        name: float((mine.double() - exact).norm() / exact.norm())
-        for name, mine, exact in zip(("y", "dx", "dweight"), found, wanted, strict=True)
-    }
-
-
-def forward_and_backward(norm: Norm, x: Tensor, weight: Tensor, dy: Tensor) -> None:
-    x.grad = weight.grad = None
-    norm(x, weight, EPS).backward(dy)
+def check(name: str, norm: Norm, x: Tensor, weight: Tensor, dy: Tensor) -> None:
+    """Hold a contender's result and gradients against float64."""
+    doubles = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    exact = with_gradients(in_float64, *doubles, dy)
+    found = with_gradients(norm, x, weight, dy)
+    for what, mine, theirs in zip(("y", "dx", "dweight"), found, exact, strict=True):
+        memory_bound.hold(f"{name}: {what}", mine, theirs, ALLOWED)
 
 
 def compare(rows: int, width: int, norms: dict[str, Norm]) -> Iterator[Figures]:
     x, weight, dy = drawn(rows, width)
-    doubles = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
-    wanted = with_gradients(in_float64, *doubles, dy)
-    size = x.numel() * x.element_size()
     for name, norm in norms.items():
-        found: Figures = {"rows": rows, "width": width, "name": name}
-        try:
-            found["errors"] = errors(with_gradients(norm, x, weight, dy), wanted)
-        except Exception as error:  # a contender that can't run here must not cost the figures of the others
-            print(f"{name} at {rows}x{width} is left out: {type(error).__name__}: {error}")
-            continue
-        found["is exact enough"] = max(found["errors"].values()) < ALLOWED
-        found["forward"] = timed(partial(norm, x, weight, EPS), 2 * size)
-        found["both"] = timed(partial(forward_and_backward, norm, x, weight, dy), 5 * size)
-        verdict = "" if found["is exact enough"] else f"; TOO FAR FROM float64: {found['errors']}"
-        print(f"{rows}x{width} {name:14}{shown(found['forward'])}; with backward {shown(found['both'])}{verdict}")
-        yield found
+        check(name, norm, x, weight, dy)
+        forward = partial(norm, x, weight, EPS)
+        shape = f"{rows}x{width}"
+        yield memory_bound.measure(name, shape, forward, partial(_backward, dy), (x, weight), traffic=5 * x.nbytes)
+
+
+def _backward(dy: Tensor, y: Tensor) -> None:
+    y.backward(dy)
 
 
 def launches(width: int) -> tuple[list[ForwardLaunch], list[BackwardLaunch]]:
@@ -144,40 +112,29 @@ def launches(width: int) -> tuple[list[ForwardLaunch], list[BackwardLaunch]]:
     return [*forward | {forward_launch(width, 2)}], [*backward | {backward_launch(width, 2)}]
 
 
-def tune(rows: int, width: int) -> Iterator[Figures]:
+def tune(rows: int, width: int) -> None:
     """The fastest launches of forward, and of backward with the sum of its partial gradients of the weight."""
     x, weight, dy = (tensor.detach() for tensor in drawn(rows, width))
     y, dx, dweight = (torch.empty_like(tensor) for tensor in (x, x, weight))
     reciprocal = torch.empty(rows, device="cuda")
-    size = x.numel() * x.element_size()
     forward = partial(whole_rows.forward, x, weight, y, reciprocal, EPS, 0.0, False, True)
     backward = partial(whole_rows.backward, dy, x, weight, reciprocal, 0.0, dx, dweight)
-    for name, kernel, choices, moved in zip(
-        ("forward", "backward"), (forward, backward), launches(width), (2 * size, 3 * size), strict=True
-    ):
-        figures = [(launch, timed(partial(kernel, launch), moved, milliseconds=20)) for launch in choices]
-        figures.sort(key=lambda pair: pair[1]["ms"])
-        for launch, figure in figures:
-            yield {"rows": rows, "width": width, "name": name, "launch": asdict(launch), **figure}
-        for launch, figure in figures[:4]:
-            print(f"{rows}x{width} {shown(figure)}  {launch}")
+    forward_launches, backward_launches = launches(width)
+    for what, kernel, choices in (("forward", forward, forward_launches), ("backward", backward, backward_launches)):
+        memory_bound.fastest(
+            f"{rows}x{width} {what}", ((launch, partial(kernel, launch)) for launch in choices), keep=4
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="where to write the figures, as JSON")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="compare only these contenders")
-    parser.add_argument("--tune", action="store_true", help="time our kernels over a grid of launches instead")
-    options = parser.parse_args()
-    data: Figures = {"machine": machine(), "copy": copy_ceiling()}
-    print(f"copy {shown(data['copy'])}")
+    options = memory_bound.options(__doc__)
     if options.tune:
-        data["launches"] = [row for shape in SHAPES for row in tune(*shape)]
-    else:
-        norms = {name: norm for name, norm in contenders().items() if name in (options.only or [name])}
-        data["figures"] = [row for shape in SHAPES for row in compare(*shape, norms)]
-    if options.output:
-        options.output.write_text(json.dumps(data, indent=1) + "\n")
+        for shape in SHAPES:
+            tune(*shape)
+        return
+    norms = memory_bound.selected(contenders(), options.only)
+    figures = [found for shape in SHAPES for found in compare(*shape, norms)]
+    memory_bound.write(options.name, "RMSNorm, bf16", figures)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import gpu_timing
+import memory_bound
 from veomni_core.ops.rotary_pos_emb import CONTRACTS
 from veomni_triton_moe import rotary_pos_emb
 
 BATCH, POSITIONS, Q_HEADS, K_HEADS, WIDTH = 4, 4096, 32, 8, 128
-SHAPE = f"B={BATCH} S={POSITIONS} heads {Q_HEADS}/{K_HEADS} D={WIDTH}, bfloat16"
+TITLE = "Rotary position embedding, bf16"
+SHAPE = f"B={BATCH} S={POSITIONS} heads {Q_HEADS}/{K_HEADS} D={WIDTH}"
 
 
 def functions() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
@@ -42,7 +43,7 @@ def check(arguments: list[Tensor], upstream: list[Tensor]) -> None:
     dfound = torch.autograd.grad(found, arguments[:2], upstream)
     dwanted = torch.autograd.grad(wanted, exact[:2], [each.double() for each in upstream])
     for name, mine, theirs in zip(("q", "k", "dq", "dk"), (*found, *dfound), (*wanted, *dwanted), strict=True):
-        gpu_timing.hold(name, mine, theirs, contract.values["bfloat16"].norm)
+        memory_bound.hold(name, mine, theirs, contract.values["bfloat16"].norm)
 
 
 def candidates(arguments: list[Tensor], transposed: bool) -> Iterator[tuple[Any, Callable[[], Any]]]:
@@ -52,7 +53,7 @@ def candidates(arguments: list[Tensor], transposed: bool) -> Iterator[tuple[Any,
 
 
 def main() -> None:
-    options = gpu_timing.options(__doc__)
+    options = memory_bound.options(__doc__)
     torch.manual_seed(0)
     leaves = [
         torch.randn(BATCH, POSITIONS, heads, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -65,21 +66,21 @@ def main() -> None:
     check(arguments, upstream)
     if options.tune:
         detached = [each.detach() for each in arguments]
-        figures = {
-            name: gpu_timing.fastest(name, candidates(detached, name == "backward")) for name in ("forward", "backward")
-        }
-    else:
-        ceiling = gpu_timing.copy_gb_per_second()
-        floor = 4 * (q.nbytes + k.nbytes) / ceiling / 1e6
-        print(f"{SHAPE}; a copy runs at {ceiling:.0f} GB/s, so both passes take at least {floor:.3f} ms")
-        calls = {
-            name: lambda function=function: function(*arguments)
-            for name, function in functions().items()
-            if not options.only or name in options.only
-        }
-        rows = gpu_timing.compare(calls, lambda results: torch.autograd.backward(results, upstream), leaves)
-        figures = {"copy GB/s": ceiling, "floor of both ms": floor, "contenders": rows}
-    gpu_timing.write(options.output, SHAPE, figures)
+        for name in ("forward", "backward"):
+            memory_bound.fastest(name, candidates(detached, name == "backward"))
+        return
+    figures = [
+        memory_bound.measure(
+            name,
+            SHAPE,
+            lambda function=function: function(*arguments),
+            lambda results: torch.autograd.backward(results, upstream),
+            leaves,
+            traffic=4 * (q.nbytes + k.nbytes),
+        )
+        for name, function in memory_bound.selected(functions(), options.only).items()
+    ]
+    memory_bound.write(options.name, TITLE, figures)
 
 
 if __name__ == "__main__":

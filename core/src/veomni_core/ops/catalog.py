@@ -115,6 +115,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={
             "grouped_mm": "veomni-torch",
             "fused_triton": "veomni-triton-moe",
+            "fused_triton_recompute": "veomni-triton-moe",
             "fused_liger": "veomni-liger",
             "fused_quack": "veomni-quack",
             "fused_npu": "veomni-npu",

@@ -30,8 +30,17 @@ def veomni_kernels() -> list[KernelSpec]:
     """Every kernel, deterministic in forward and backward."""
     norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
     return [
-        *_kernels("fused_triton", "moe_experts", ("standard", "clamped"), "gather, SwiGLU and weighting fused"),
-        *_kernels("triton", "rms_norm", norms, "batch-invariant; a row's result depends on that row alone"),
+        *_kernels("fused_triton", "moe_experts", ("standard", "clamped"), "gather, product and activation in one"),
+        KernelSpec(
+            name="fused_triton_recompute",
+            op_name="moe_experts",
+            variant="standard",
+            factory="veomni_triton_moe.moe_experts:standard_recomputing",
+            hardware=_GPU,
+            description="fused_triton, with the pre-activations computed anew in backward",
+            preference=0,
+        ),
+        *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
         *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
         *_kernels("triton", "load_balancing_loss", ("standard",), "softmax, top-k and sums in one pass per layer"),
     ]
