@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from veomni_core.coverage import claims, cover, model_types
 from veomni_core.coverage_page import coverage_page
@@ -22,7 +23,12 @@ COMMAND = "veomni coverage --transformers-models causal"
 
 @pytest.fixture(scope="module")
 def models():
-    return tuple(cover(model_types("causal"), discover({"VEOMNI_PLUGINS": "veomni-torch"})))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more than one get in each other's way on tiny tensors, and in that of other workers
+    try:
+        return tuple(cover(model_types("causal"), discover({"VEOMNI_PLUGINS": "veomni-torch"})))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_page_is_true(models):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen3MoeConfig
 from transformers.loss.loss_utils import ForCausalLMLoss, ForSequenceClassificationLoss
+from transformers.models.doge import modeling_doge
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
@@ -17,6 +18,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.switch_transformers import modeling_switch_transformers
 
 from veomni_core import KernelSpec
 from veomni_core.ops import (
@@ -167,6 +169,23 @@ def test_load_balancing_loss(source, masked):
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]) if masked else None
     mine = load_balancing_loss.standard(logits, 6, 2, mask)
     _assert_same(mine, source.load_balancing_loss_func(logits, 6, 2, mask), logits, exact=False)
+
+
+@pytest.mark.parametrize("choices", [(), (2,)], ids=["one expert", "two experts"])
+def test_load_balancing_loss_given_routes(choices):
+    probabilities = torch.rand(2, 6, 5).softmax(-1).requires_grad_()
+    index = torch.randint(0, 5, (2, 6, *choices))
+    mine = load_balancing_loss.given_routes(probabilities, index)
+    theirs = modeling_switch_transformers.load_balancing_loss_func(probabilities, index)
+    _assert_same(mine, theirs, [probabilities], exact=False)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_load_balancing_loss_of_product_keys(masked):
+    logits = tuple(torch.randn(2, 12, 3, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]) if masked else None
+    mine = load_balancing_loss.product_keys(logits, 9, 3, 2, mask)
+    _assert_same(mine, modeling_doge.load_balancing_loss_func(logits, 9, 3, 2, mask), logits, exact=False)
 
 
 @HALF_AND_FULL

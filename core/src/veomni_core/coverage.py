@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto
 
 from veomni_core.config import OpsConfig
@@ -23,6 +23,7 @@ from veomni_core.sites.site import Site
 _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
     "causal": (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "vlm": (AutoModelForImageTextToText, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "seq2seq": (AutoModelForSeq2SeqLM, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
 }
 
 
@@ -69,7 +70,7 @@ class Claim:
 
 
 def model_types(selection: str) -> tuple[tuple[str, str], ...]:
-    """``(kind, model type)`` of ``causal``, ``vlm`` or ``all`` models of the installed transformers."""
+    """``(kind, model type)`` of ``causal``, ``vlm``, ``seq2seq`` or ``all`` models of the installed transformers."""
     if selection != "all" and selection not in _AUTO_CLASSES:
         known = ["all", *_AUTO_CLASSES]
         raise UnknownNameError(f"--transformers-models: {selection!r} is unknown. {did_you_mean(selection, known)}")

@@ -15,7 +15,7 @@ from veomni_core.tables import render_table
 
 
 def coverage(
-    transformers_models: Annotated[str, typer.Option(help="Which models: all, causal or vlm.")] = "causal",
+    transformers_models: Annotated[str, typer.Option(help="Which models: all, causal, vlm or seq2seq.")] = "causal",
     page: Annotated[Path | None, typer.Option(help="Write the whole account to this Markdown file.")] = None,
     json: AsJson = False,
 ) -> None:

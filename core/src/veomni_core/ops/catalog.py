@@ -124,7 +124,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
     OpSpec(
         name="load_balancing_loss",
-        variants=("standard",),
+        variants=("standard", "given_routes", "product_keys"),
         config_field="load_balancing_loss_implementation",
         default="triton",
         contract="veomni_core.ops.load_balancing_loss:CONTRACTS",

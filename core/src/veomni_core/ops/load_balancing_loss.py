@@ -1,7 +1,8 @@
 """load_balancing_loss: Switch Transformers' auxiliary loss (Fedus et al. 2021, equations 4 to 6).
 
 ``(gate_logits: tuple of [T, E], num_experts, top_k, attention_mask[B, S] or None) -> scalar`` in float32, with the
-value and the gradient of transformers' ``load_balancing_loss_func``.
+value and the gradient of transformers' ``load_balancing_loss_func``. The variants are the other functions of that name,
+each with its own arguments.
 """
 
 from __future__ import annotations
@@ -39,6 +40,33 @@ def standard(
     return num_experts * ((routes / tokens) * (probability / tokens)).sum()
 
 
+def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
+    """``E² * mean over batch and experts of (share of tokens routed) * (mean probability)`` (Switch Transformers).
+
+    Takes probabilities ``[B, S, E]`` and the experts that were chosen, ``[B, S]`` or ``[B, S, K]``; an expert that a
+    token chose twice counts once.
+    """
+    experts = router_probs.shape[-1]
+    chosen = expert_indices.long().reshape(*router_probs.shape[:2], -1)
+    routed = F.one_hot(chosen, experts).amax(dim=-2).to(compute_dtype(router_probs))
+    return (routed.mean(dim=-2) * router_probs.mean(dim=-2)).mean() * experts**2
+
+
+def product_keys(
+    gate_logits: tuple[Tensor, ...],
+    num_experts: int,
+    num_keys: int,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`standard` for experts that are pairs of keys (Doge), with the share taken of all routes, not of tokens.
+
+    A layer's logits ``[2, T, num_keys]`` score the first and the second key; a pair's score is their sum.
+    """
+    scores = tuple((first[:, :, None] + second[:, None, :]).flatten(1) for first, second in gate_logits)
+    return standard(scores, num_experts, top_k, attention_mask) / top_k
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
 
@@ -74,4 +102,38 @@ GRADIENTS = {
     "float16": Tolerance(element=2e-2, norm=8e-3),
 }
 
-CONTRACTS = {"standard": Contract("load_balancing_loss", "standard", standard, _samples, VALUES, GRADIENTS)}
+
+def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    for name, shape in (("odd sizes", (3, 7, 5)), ("one batch", (1, 33, 8)), ("one token", (2, 1, 4))):
+        probabilities = leaf(draw.normal(*shape).softmax(dim=-1))
+        yield Sample(name, (probabilities, draw.integers(shape[-1], *shape[:2])))
+        yield Sample(f"{name}, two experts", (probabilities, draw.integers(shape[-1], *shape[:2], 2)))
+
+
+def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    # Sums of these levels are distinct in bfloat16 too, so that rounding doesn't choose among pairs.
+    levels = torch.tensor([[0.0, 0.25, 0.5, 0.75], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64, device=device)
+
+    def logits(layers: int, tokens: int) -> tuple[Tensor, ...]:
+        orders = [draw.normal(2, tokens, 4).double().argsort(dim=-1) for _ in range(layers)]
+        return tuple(
+            leaf(torch.stack([level[o] for level, o in zip(levels, order, strict=True)]).to(dtype)) for order in orders
+        )
+
+    yield Sample("odd sizes", (logits(3, 21), 16, 4, 2))
+    yield Sample("one layer, top 1", (logits(1, 16), 16, 4, 1))
+    mask = torch.ones(3, 8, dtype=torch.long, device=device)
+    mask[0, 5:], mask[2, 1:] = 0, 0
+    yield Sample("a mask", (logits(2, 24), 16, 4, 3, mask))
+
+
+CONTRACTS = {
+    contract.variant: contract
+    for contract in (
+        Contract("load_balancing_loss", "standard", standard, _samples, VALUES, GRADIENTS),
+        Contract("load_balancing_loss", "given_routes", given_routes, _given_routes_samples, VALUES, GRADIENTS),
+        Contract("load_balancing_loss", "product_keys", product_keys, _product_keys_samples, VALUES, GRADIENTS),
+    )
+}

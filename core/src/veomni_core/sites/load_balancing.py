@@ -15,7 +15,8 @@ from veomni_core.sites.functions import current_forward, global_functions, with_
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
 _NAME = "load_balancing_loss_func"
-_EXPERTS, _TOP_K, _TOKENS = 6, 2, (2, 5)
+_EXPERTS, _TOP_K, _BATCH, _LENGTH = 9, 2, 2, 5
+_KEYS = 3  # whose pairs are the experts
 
 
 class LoadBalancingFunctions:
@@ -37,20 +38,34 @@ class LoadBalancingFunctions:
 
 def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
     with probe.seeded():
-        logits = tuple(probe.random(_TOKENS[0] * _TOKENS[1], _EXPERTS).requires_grad_() for _ in range(3))
-        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
         misses = []
         for variant, contract in CONTRACTS.items():
-            miss = max(_miss(function, contract.reference, logits, chosen) for chosen in (None, mask))
+            miss = max(_miss(function, contract.reference, arguments) for arguments in _calls(variant))
             if miss == 0.0:
-                return variant, f"{_NAME} gave the reference's values and gradients, with and without a mask"
+                return variant, f"{_NAME} gave the reference's values and gradients in each of its calls"
             misses.append((miss, variant))
     by_how_much, nearest = min(misses)
     return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.1%}"
 
 
-def _miss(function: Callable[..., Any], reference: Kernel, logits: tuple[Tensor, ...], mask: Tensor | None) -> float:
-    found, error = probe.attempt(lambda: function(logits, _EXPERTS, _TOP_K, mask))
+def _calls(variant: str) -> list[tuple[Any, ...]]:
+    """The arguments of a variant, with and without what is optional."""
+    tokens = _BATCH * _LENGTH
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    if variant == "given_routes":
+        probabilities = probe.random(_BATCH, _LENGTH, _EXPERTS).softmax(dim=-1).requires_grad_()
+        chosen = torch.randint(0, _EXPERTS, (_BATCH, _LENGTH, _TOP_K))
+        return [(probabilities, chosen), (probabilities, chosen[..., 0])]
+    if variant == "product_keys":
+        keys = tuple(probe.random(2, tokens, _KEYS).requires_grad_() for _ in range(3))
+        return [(keys, _EXPERTS, _KEYS, _TOP_K, chosen) for chosen in (None, mask)]
+    logits = tuple(probe.random(tokens, _EXPERTS).requires_grad_() for _ in range(3))
+    return [(logits, _EXPERTS, _TOP_K, chosen) for chosen in (None, mask)]
+
+
+def _miss(function: Callable[..., Any], reference: Kernel, arguments: tuple[Any, ...]) -> float:
+    found, error = probe.attempt(lambda: function(*arguments))
     if error or not isinstance(found, Tensor):
         return float("inf")
-    return probe.miss(found, reference(logits, _EXPERTS, _TOP_K, mask), logits)
+    first = arguments[0]
+    return probe.miss(found, reference(*arguments), first if isinstance(first, tuple) else (first,))

@@ -23,6 +23,32 @@ def standard(
     return _LoadBalancing.apply(num_experts, top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
 
 
+def product_keys(
+    gate_logits: tuple[Tensor, ...],
+    num_experts: int,
+    num_keys: int,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`standard` for experts that are pairs of keys, of all layers' ``[2, T, num_keys]``; the share is of routes.
+
+    The pairs' scores ``[T, num_keys²]`` of every layer are kept for backward.
+    """
+    scores = tuple((first[:, :, None] + second[:, None, :]).flatten(1) for first, second in gate_logits)
+    return standard(scores, num_experts, top_k, attention_mask) / top_k
+
+
+def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
+    """Switch Transformers' loss of probabilities ``[B, S, E]`` and the experts chosen, ``[B, S]`` or ``[B, S, K]``.
+
+    The gradient has the probabilities' dtype and is the same for every token of a batch entry.
+    """
+    batch, length, experts = router_probs.shape
+    routed = torch.zeros(batch, length, experts, device=router_probs.device)
+    routed.scatter_(2, expert_indices.long().reshape(batch, length, -1), 1.0)  # an expert chosen twice counts once
+    return (routed.mean(dim=1) * router_probs.mean(dim=1)).mean() * experts**2
+
+
 class _LoadBalancing(Function):
     @staticmethod
     def forward(ctx: Any, num_experts: int, top_k: int, mask: Tensor | None, *gate_logits: Tensor) -> Tensor:

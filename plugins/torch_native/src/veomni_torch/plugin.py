@@ -62,12 +62,15 @@ def veomni_kernels() -> list[KernelSpec]:
             )
             for variant in ("standard", "clamped")
         ),
-        KernelSpec(
-            name="torch",
-            op_name="load_balancing_loss",
-            variant="standard",
-            factory="veomni_torch.load_balancing_loss:standard",
-            description="recomputes the softmax in backward, layer by layer",
-            preference=_PREFERENCE,
+        *(
+            KernelSpec(
+                name="torch",
+                op_name="load_balancing_loss",
+                variant=variant,
+                factory=f"veomni_torch.load_balancing_loss:{variant}",
+                description="one pass per layer, without a one-hot tensor",
+                preference=_PREFERENCE,
+            )
+            for variant in ("standard", "product_keys", "given_routes")
         ),
     ]

@@ -37,8 +37,9 @@ def rotate_kernel(
     if TRANSPOSED:
         sin_first, sin_second = -sin_second, -sin_first
     angles = (cos_first, cos_second, sin_first, sin_second)
-    _rotate_heads(q, q_out, q_strides, q_out_strides, batch, position, inside, angles, Q_HEADS, HALF, REST)
-    _rotate_heads(k, k_out, k_strides, k_out_strides, batch, position, inside, angles, K_HEADS, HALF, REST)
+    dtype: tl.constexpr = cos.dtype.element_ty
+    _rotate_heads(q, q_out, q_strides, q_out_strides, batch, position, inside, angles, dtype, Q_HEADS, HALF, REST)
+    _rotate_heads(k, k_out, k_strides, k_out_strides, batch, position, inside, angles, dtype, K_HEADS, HALF, REST)
 
 
 @triton.jit
@@ -62,6 +63,7 @@ def _rotate_heads(
     position,
     inside,
     angles,
+    ANGLES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
@@ -71,7 +73,8 @@ def _rotate_heads(
     inside = inside & (head < HEADS)
     x += batch * x_strides[0] + position * x_strides[1] + head * x_strides[2]
     out += batch * out_strides[0] + position * out_strides[1] + head * out_strides[2]
-    dtype = out.dtype.element_ty
+    # Where the angles have another dtype than x, PyTorch multiplies in float32.
+    dtype: tl.constexpr = x.dtype.element_ty if x.dtype.element_ty == ANGLES else tl.float32
 
     pair = tl.arange(0, triton.next_power_of_2(HALF))[None, None, :]
     rotated = inside & (pair < HALF)

@@ -20,8 +20,8 @@ from veomni_triton_moe.rotary_kernels import rotate_kernel
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotate every dimension of ``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` by ``cos`` and ``sin`` of ``[B or 1, S, D]``.
 
-    The results have the strides of ``q`` and ``k`` where those are dense, and the dtypes that PyTorch gives products
-    with ``cos``. With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient reaches ``cos`` and ``sin``.
+    The results have the dtypes of ``q`` and ``k``, and their strides where those are dense. With ``unsqueeze_dim=2``
+    the layout is ``[B, S, H, D]``. No gradient reaches ``cos`` and ``sin``.
 
     Raises:
         ValueError: ``cos`` is not as wide as a head, or ``unsqueeze_dim`` is neither 1 nor 2.
@@ -78,7 +78,7 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Launch the rotation of ``q`` and ``k``, or the one back if ``transposed``."""
     batch, positions, width = q.shape[0], q.shape[3 - unsqueeze_dim], cos.shape[2]
-    q_out, k_out = _output(q, cos), _output(k, cos)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     with torch.cuda.device_of(q):
         rotate_kernel[triton.cdiv(positions, launch.positions), batch](
@@ -107,10 +107,6 @@ def rotate(
     return q_out, k_out
 
 
-def _output(x: Tensor, cos: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
-
-
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
     """Of batch, position, head and dimension."""
     return x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim), x.stride(3)
@@ -130,8 +126,8 @@ def _rotated(
     return rotate(q, k, cos, sin, unsqueeze_dim, transposed, rotate_launch(q, unsqueeze_dim))
 
 
-def _outputs(q: Tensor, k: Tensor, cos: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _output(q, cos), _output(k, cos)
+def _outputs(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
 
 
 _LIBRARY.impl("rotary_pos_emb", _rotated, "CompositeExplicitAutograd")
