@@ -22,7 +22,7 @@ def standard(
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``, gate before up in ``gate_up_proj``.
 
-    An index of ``E`` or more is dropped (expert parallelism marks tokens of other ranks so); an expert may stand
+    An index outside ``[0, E)`` is dropped (expert parallelism marks tokens of other ranks so); an expert may stand
     twice in one row. Sums over experts are taken in float32 and rounded to hidden's dtype at the end. Gradients reach
     ``hidden``, ``top_k_weights`` and both projections; experts without tokens get zeros.
     """
@@ -53,7 +53,7 @@ def clamped(
 
     ``gate`` is clamped to at most ``limit``, ``up`` to ``[-limit, limit]``. Gate and up are halves, or every other
     column where ``interleaved``. DeepSeek-V4's experts are those with ``alpha = 1`` and ``up_offset = 0``.
-    Indices of ``E`` or more are dropped; sums over experts are taken in float32.
+    Indices outside ``[0, E)`` are dropped; sums over experts are taken in float32.
     """
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):
@@ -105,6 +105,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one expert takes all", problem(torch.full((13, 1), 2, device=device), 32, 16, 4))
     yield Sample("an expert twice in a row", problem(draw.integers(3, 17, 3), 32, 16, 3))
     yield Sample("dropped indices", problem(draw.integers(7, 19, 2), 32, 16, 4))
+    yield Sample("indices below zero", problem(draw.integers(4, 19, 2, low=-2), 32, 16, 4))
     yield Sample("every index dropped", problem(torch.full((5, 2), 4, device=device), 32, 16, 4))
     yield Sample("no tokens", problem(torch.zeros(0, 2, dtype=torch.long, device=device), 32, 16, 4))
     _, *rest = problem(distinct(12, 2, 4), 32, 16, 4)

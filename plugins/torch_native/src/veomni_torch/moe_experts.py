@@ -21,7 +21,7 @@ def standard(
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
 
-    ``hidden[T, H]``, ``top_k_index[T, K]`` (``E`` and above is dropped), ``top_k_weights[T, K]``,
+    ``hidden[T, H]``, ``top_k_index[T, K]`` (outside ``[0, E)`` is dropped), ``top_k_weights[T, K]``,
     ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
     index; experts without tokens get zeros. Sums over experts are float32, rounded to hidden's dtype at the end; the
     weights enter them in hidden's dtype.
@@ -51,7 +51,7 @@ def clamped(
     experts, k = gate_up_proj.shape[0], top_k_index.shape[1]
     order, ends = _sorted_routes(top_k_index, experts)
     # Dropped routes' rows are zero throughout, so that nothing reaches a bias's gradient through them.
-    expert = top_k_index.reshape(-1)[order].clamp(max=experts - 1)
+    expert = top_k_index.reshape(-1)[order].clamp(0, experts - 1)
     kept = (torch.arange(order.shape[0], device=order.device) < ends[-1]).unsqueeze(1)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -170,7 +170,7 @@ def _sorted_routes(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
     Dropped routes come last, beyond the last end.
     """
-    flat = top_k_index.reshape(-1).clamp(max=experts)
+    flat = torch.where(_is_expert(top_k_index, experts), top_k_index, experts).reshape(-1)
     ordered, order = torch.sort(flat, stable=True)
     ends = torch.searchsorted(ordered, torch.arange(experts, device=flat.device), right=True)
     return order, ends.to(torch.int32)
@@ -178,7 +178,11 @@ def _sorted_routes(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def _kept(top_k_index: Tensor, values: Tensor, experts: int) -> Tensor:
     """``values`` of the routes, zero for dropped ones: ``[T, K]``."""
-    return torch.where(top_k_index < experts, values, 0.0)
+    return torch.where(_is_expert(top_k_index, experts), values, 0.0)
+
+
+def _is_expert(top_k_index: Tensor, experts: int) -> Tensor:
+    return (top_k_index >= 0) & (top_k_index < experts)
 
 
 def _combine(rows: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def standard(
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
 
-    ``hidden[T, H]``, ``top_k_index[T, K]`` (``E`` and above is dropped), ``top_k_weights[T, K]``,
+    ``hidden[T, H]``, ``top_k_index[T, K]`` (outside ``[0, E)`` is dropped), ``top_k_weights[T, K]``,
     ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
     index; experts without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the
     weights' last two dimensions may be the contiguous one.

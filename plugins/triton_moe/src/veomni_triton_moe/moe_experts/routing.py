@@ -1,8 +1,8 @@
 """Routes sorted by expert, on the device: a stable counting sort, and the list of tiles that the products work off.
 
 A route is one entry of ``top_k_index[T, K]``, numbered ``t * K + k``. Its row is its place among all routes in the
-order of their experts, equal experts in the order of the routes. Indices of ``E`` and above come last, in no expert's
-group. Everything is whole numbers, so results repeat bit for bit; nothing is read on the host.
+order of their experts, equal experts in the order of the routes. Indices that are no expert's come last, in no group.
+Everything is whole numbers, so results repeat bit for bit; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def route(top_k_index: Tensor, experts: int, block_m: int) -> Routing:
 @triton.jit
 def _load_expert(index, route, routes, experts):
     """The experts of some routes; ``experts`` for the dropped ones and beyond the last route."""
-    expert = tl.load(index + route, mask=route < routes, other=experts).to(tl.int32)
-    return tl.minimum(expert, experts)
+    expert = tl.load(index + route, mask=route < routes, other=experts)
+    return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["routes", "experts", "blocks"])
