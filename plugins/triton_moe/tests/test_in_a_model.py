@@ -1,0 +1,60 @@
+"""The Triton kernels bound to real models together: the same step as eager, and a plan that names them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models import step
+from tiny_models import tiny_model
+from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
+from veomni_core.discovery import CORE
+from veomni_core.errors import KernelUnavailableError
+from veomni_core.registry import PluginRecord, build_registry
+from veomni_triton_moe.plugin import veomni_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FIELDS = {
+    "moe_implementation": "fused_triton",
+    "rms_norm_implementation": "triton",
+    "rotary_pos_emb_implementation": "triton",
+    "load_balancing_loss_implementation": "triton",
+}
+
+
+def registry(anywhere: bool):
+    """The plugin's kernels alone; ``anywhere`` lets the interpreter run them, which is no GPU."""
+    kernels = tuple(replace(spec, hardware=HardwareRequirement()) if anywhere else spec for spec in veomni_kernels())
+    record = PluginRecord("triton", "veomni-triton-moe", "0", "veomni_triton_moe.plugin", kernels=kernels)
+    return build_registry([CORE, record], {})
+
+
+@pytest.mark.parametrize(("model_type", "absent"), [("qwen3_moe", ()), ("gpt_oss", ("rotary_pos_emb_implementation",))])
+def test_a_step_is_as_eager(model_type, absent):
+    model = tiny_model(model_type, torch.float32).to(DEVICE)
+    model.config.output_router_logits = True
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    wanted, wanted_gradients = step(model, ids)
+    fields = {name: kernel for name, kernel in FIELDS.items() if name not in absent}
+    with bind(model, {"preset": "eager", **fields}, registry=registry(anywhere=True)) as binding:
+        found, gradients = step(model, ids)
+    assert {decision.config_field: decision.chosen for decision in binding.plan.ops if decision.written} == {
+        name: (kernel,) for name, kernel in fields.items()
+    }
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for name, gradient in wanted_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+def test_without_a_gpu_they_are_refused_and_for_an_h200_they_are_planned():
+    model = tiny_model("qwen3_moe", torch.float32)
+    ours = registry(anywhere=False)
+    config = OpsConfig.from_dict({"preset": "eager", **FIELDS}, ours)
+    plan = make_plan(find_sites(model, ours), config, hardware=Hardware.named("h200"))
+    assert {decision.config_field: decision.chosen for decision in plan.ops if decision.written} == {
+        name: (kernel,) for name, kernel in FIELDS.items()
+    }
+    with pytest.raises(KernelUnavailableError, match="fused_triton can't run here: needs device type cuda"):
+        make_plan(find_sites(model, ours), config, hardware=Hardware.named("cpu"))
