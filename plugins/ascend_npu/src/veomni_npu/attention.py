@@ -1,7 +1,7 @@
 """attention by ``npu_fusion_attention``: dense, causal, and over packed sequences of several lengths.
 
-Limits: at most 256 query heads, a multiple of the key heads; heads of at most 768, equally wide in queries and keys. The
-operator takes its mask with the masked positions true, and a causal one as a triangle of 2048 x 2048 at any length.
+Limits: at most 256 query heads, a multiple of the key heads; heads of at most 768, equally wide in queries and keys.
+The operator takes its mask with the masked positions true, and a causal one as a triangle of 2048 x 2048 at any length.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def standard(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``softmax(scaling * query @ key.T + mask) @ value`` of ``query[B, Hq, S, D]``, ``key`` and ``value[B, Hk, L, D]``.
+    """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, D]``, and ``None`` for the weights.
 
-    Gives ``[B, S, Hq, D]``, and ``None`` for the weights. A boolean mask keeps what is true; another one is added, and
-    takes ``[B, Hq, S, L]`` of memory. Without a mask the attention is causal where ``is_causal``, or else the module,
-    says so. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int, ``[sequences + 1]``, from 0) say where packed sequences begin
-    and take the mask's place; the operator wants them on the host, so that handing them over there saves a wait for the
-    device in every layer. Gradients reach query, key and value.
+    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, D]``. A boolean mask keeps what is true; another one
+    is added, and takes ``[B, Hq, S, L]`` of memory. Without a mask the attention is causal where ``is_causal``, or else
+    the module, says so. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int, ``[sequences + 1]``, from 0) say where packed
+    sequences begin, and take the mask's place; the operator wants them on the host, so handing them over there saves a
+    wait for the device in every layer. Gradients reach query, key and value.
 
     Raises:
         ValueError: a softcap or sinks are asked for; or packed sequences with a sliding window, or in a batch.

@@ -12,11 +12,8 @@ def detect() -> Hardware | None:
     Raises:
         TorchNpuError: torch_npu is installed and can't be loaded.
     """
-    if not load_torch_npu():
-        return None
-    import torch
-
-    count = torch.npu.device_count()
+    torch_npu = load_torch_npu()
+    count = 0 if torch_npu is None else torch_npu.npu.device_count()
     if not count:
         return None
-    return Hardware("npu", name=torch.npu.get_device_name(0), count=count, detected=True)
+    return Hardware("npu", name=torch_npu.npu.get_device_name(0), count=count, detected=True)

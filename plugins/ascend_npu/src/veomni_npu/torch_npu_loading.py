@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from packaging.version import Version
 
@@ -22,22 +23,21 @@ class TorchNpuError(ImportError):
     """torch_npu is installed and can't be loaded; the message says why, and what to do."""
 
 
-def load_torch_npu() -> bool:
-    """Import torch_npu; gives whether it is installed.
+def load_torch_npu() -> Any:
+    """Import torch_npu and give the module, or ``None`` where it is not installed.
 
     Raises:
         TorchNpuError: it is made for another version of torch, CANN is missing, or its import failed otherwise.
     """
     if importlib.util.find_spec("torch_npu") is None:
-        return False
+        return None
     _check_torch_version()
     try:
         with _without_autoload():
             importlib.import_module("torch")
-        importlib.import_module("torch_npu")
+            return importlib.import_module("torch_npu")
     except Exception as error:  # whatever the library raises while it is imported is a reason to report
         raise TorchNpuError(_explained(error)) from error
-    return True
 
 
 def _check_torch_version() -> None:
