@@ -1,4 +1,4 @@
-"""npu_fusion_attention: ``softmax(mask(scale * query @ key.T)) @ value``, in five layouts, without dropout."""
+"""npu_fusion_attention: ``softmax(mask(scale * (pse + query @ key.T))) @ value``, in five layouts, without dropout."""
 
 from __future__ import annotations
 
@@ -75,17 +75,30 @@ class _Call:
         require_dtype(NAME, "query", query)
         require_same_dtype(NAME, query=query, key=key, value=value)
         require(options.get("keep_prob", 1.0) == 1.0, f"{NAME}: dropout is not simulated")
-        for name in ("pse", "padding_mask", "prefix", "sink", "dropout_mask"):
+        for name in ("padding_mask", "prefix", "sink", "dropout_mask"):
             require(options.get(name) is None, f"{NAME}: {name} is not simulated")
         ends = (options.get("actual_seq_qlen") or [], options.get("actual_seq_kvlen") or [])
         self.layout, self.key_heads = read_layout(query, key, value, heads, layout, *ends)
-        self.scale, self.options = scale, options
+        self.scale, self.options, self.pse = scale, options, options.get("pse")
         self.queries = [block.float() for block in self.layout.blocks_of_queries(query)]
         self.keys, self.values = (
             [block.float() for block in self.layout.blocks_of_keys(tensor, self.key_heads)] for tensor in (key, value)
         )
         self.count = len(self.queries)
         self.group = heads // self.key_heads
+        self._require_pse_limits(query)
+
+    def _require_pse_limits(self, query: Tensor) -> None:
+        if self.pse is None:
+            return
+        require_same_dtype(NAME, query=query, pse=self.pse)
+        require(self.layout.name != "TND", f"{NAME}: pse is not simulated for packed sequences")
+        (batch, heads, queries, _), keys = self.queries[0].shape, self.keys[0].shape[2]
+        allowed = [(batch, heads, queries, keys), (batch, heads, 1, keys), (1, heads, queries, keys)]
+        require(
+            tuple(self.pse.shape) in allowed,
+            f"{NAME}: pse must have one of the shapes {allowed}, but got {tuple(self.pse.shape)}",
+        )
 
     def attend(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
         scores = self._scores(block)
@@ -107,7 +120,8 @@ class _Call:
         return dscores @ key, self._summed(dkey), self._summed(weights.transpose(-1, -2) @ upstream)
 
     def _scores(self, block: int) -> Tensor:
-        scores = self.queries[block] @ self._repeated(self.keys[block]).transpose(-1, -2) * self.scale
+        scores = self.queries[block] @ self._repeated(self.keys[block]).transpose(-1, -2)
+        scores = (scores if self.pse is None else scores + self.pse) * self.scale
         ranges = (self.options.get(name, 2147483647) for name in ("pre_tockens", "next_tockens"))
         mask = hidden(self.options.get("atten_mask"), self.options.get("sparse_mode", 0), *ranges, scores)
         return scores if mask is None else scores.masked_fill(mask, torch.finfo(torch.float32).min)
@@ -138,17 +152,17 @@ _FORWARD_ONLY = ("scale", "dropout_mask")
 def _save(ctx, inputs, output) -> None:
     ctx.options = dict(zip(_ARGUMENTS, inputs, strict=True))
     tensors = [ctx.options.pop(name) for name in ("query", "key", "value")]
-    ctx.save_for_backward(*tensors, ctx.options.pop("atten_mask"), *output[:3])
+    ctx.save_for_backward(*tensors, ctx.options.pop("atten_mask"), ctx.options.pop("pse"), *output[:3])
     ctx.mark_non_differentiable(*output[1:4])
 
 
 def _gradients(ctx, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, atten_mask, attention, softmax_max, softmax_sum = ctx.saved_tensors
+    query, key, value, atten_mask, pse, attention, softmax_max, softmax_sum = ctx.saved_tensors
     options = {name: value for name, value in ctx.options.items() if name not in _FORWARD_ONLY}
     heads, layout = options.pop("head_num"), options.pop("input_layout")
     found = torch.ops.npu.npu_fusion_attention_grad(
-        query, key, value, dy, heads, layout, atten_mask=atten_mask, softmax_max=softmax_max, softmax_sum=softmax_sum,
-        attention_in=attention, scale_value=ctx.options["scale"], **options,
+        query, key, value, dy, heads, layout, pse=pse, atten_mask=atten_mask, softmax_max=softmax_max,
+        softmax_sum=softmax_sum, attention_in=attention, scale_value=ctx.options["scale"], **options,
     )  # fmt: skip
     return *found[:3], *(None for _ in _ARGUMENTS[3:])
 

@@ -17,10 +17,11 @@ SCHEMAS = {
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """The normed ``x`` in its dtype, and the reciprocal of the root mean square in float32.
 
-    Limits: x has 2 to 8 dimensions, gamma its last ones and its dtype.
+    Limits: x has 2 to 8 dimensions, gamma its last ones, and its dtype or float32. (The library's documentation admits
+    x's dtype alone; that of aclnnRmsNorm and aclnnRmsNormGrad, which it calls, lists float32 with each dtype of x.)
     """
     require_dtype(NAME, "self", x)
-    require_same_dtype(NAME, self=x, gamma=gamma)
+    require_dtype(NAME, "gamma", gamma, (x.dtype, torch.float32))
     require_dims(NAME, "self", x, tuple(range(2, 9)))
     require(
         0 < gamma.dim() <= x.dim() and x.shape[-gamma.dim() :] == gamma.shape,
