@@ -1,4 +1,4 @@
-"""The simulated NPU for tests that need a device; a test marked ``npu`` runs on a real one instead."""
+"""The device that tests run on: the simulated NPU, and a real one where there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from npu_sim import simulated_npu
 
 
 @pytest.fixture
-def npu():
+def simulated():
     """One simulated Ascend 910B, with torch_npu installed."""
     with simulated_npu():
         yield "npu"
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.npu)])
+def npu(request):
+    """The simulated NPU, then the real one."""
+    return "npu" if request.param == "real" else request.getfixturevalue("simulated")

@@ -7,7 +7,7 @@ import torch
 
 from veomni_core.ops.attention import AttentionModule
 from veomni_core.ops.attention import standard as reference
-from veomni_npu.attention import standard
+from veomni_npu.attention import _triangle, standard
 
 LENGTHS = (5, 1, 9)
 STARTS = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
@@ -44,6 +44,16 @@ def test_the_callers_is_causal_comes_before_the_modules(npu):
     tensors, copies = heads(npu, 2, 2, 2), heads("cpu", 2, 2, 2)
     found, _ = standard(AttentionModule(1), *tensors, None, is_causal=False)
     torch.testing.assert_close(found.cpu(), reference(AttentionModule(1, is_causal=False), *copies, None)[0])
+
+
+def test_what_an_evaluation_kept_serves_the_training_that_follows(npu):
+    _triangle.cache_clear()
+    module, tensors = AttentionModule(1), heads(npu, 2, 2, 2)
+    with torch.inference_mode():
+        standard(module, *tensors, None)
+    found, _ = standard(module, *tensors, None)
+    found.sum().backward()
+    assert all(tensor.grad is not None for tensor in tensors)
 
 
 def test_a_row_of_which_nothing_is_kept_harms_no_other(npu):

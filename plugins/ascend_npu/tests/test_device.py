@@ -32,7 +32,7 @@ def install_torch_npu(tmp_path, monkeypatch):
     return install
 
 
-def test_an_npu_is_described(npu):
+def test_an_npu_is_described(simulated):
     assert detect() == Hardware("npu", name="Ascend910B3", count=1, detected=True)
 
 

@@ -95,4 +95,5 @@ def _causal(device: torch.device, sparse_mode: int) -> dict[str, Any]:
 @functools.cache
 def _triangle(device: torch.device) -> Tensor:
     """True above the diagonal; 4 MiB, kept for the process."""
-    return torch.ones(_TRIANGLE, _TRIANGLE, dtype=torch.bool, device=device).triu(1)
+    with torch.inference_mode(False):  # or training that follows an evaluation could not keep it for backward
+        return torch.ones(_TRIANGLE, _TRIANGLE, dtype=torch.bool, device=device).triu(1)

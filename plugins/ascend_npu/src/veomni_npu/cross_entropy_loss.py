@@ -38,7 +38,8 @@ def causal(
     divisor: Any = num_items_in_batch
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)
-    total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale)
+    differentiate = torch.is_grad_enabled()  # of no use inside a Function, where it is always off
+    total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
     return total / divisor  # type: ignore[no-any-return]
 
 
@@ -53,10 +54,12 @@ class _SumOfLosses(Function):
         ignore_index: int,
         softcap: float | None,
         scale: float | None,
+        differentiate: bool,
     ) -> Tensor:
-        dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-        dweight = torch.zeros_like(weight, dtype=torch.float32)
-        dbias = torch.zeros_like(dweight[:, 0])
+        wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
+        dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        dbias = torch.zeros_like(weight[:, 0], dtype=torch.float32) if wanted[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunk = max(_FEWEST_ROWS, CHUNK_BYTES // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], chunk):
@@ -64,12 +67,17 @@ class _SumOfLosses(Function):
             logits, slope = _logits(F.linear(hidden[rows], weight, bias).float(), softcap, scale)
             losses, dlogits = _losses(logits, labels[rows], ignore_index)
             total += losses.sum()
+            if not any(wanted):
+                continue
             dlogits *= slope
-            dbias += dlogits.sum(dim=0)
+            if dbias is not None:
+                dbias += dlogits.sum(dim=0)
             dlogits = dlogits.to(hidden.dtype)
-            dhidden[rows] = dlogits @ weight
-            dweight += dlogits.t() @ hidden[rows]
-        ctx.save_for_backward(dhidden, dweight, None if bias is None else dbias)
+            if dhidden is not None:
+                dhidden[rows] = dlogits @ weight
+            if dweight is not None:
+                dweight += dlogits.t() @ hidden[rows]
+        ctx.save_for_backward(dhidden, dweight, dbias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
@@ -79,7 +87,7 @@ class _SumOfLosses(Function):
             None if gradient is None else (gradient * dtotal).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple[Tensor, Tensor | float]:

@@ -60,9 +60,12 @@ class _Experts(Function):
         activation = npu.npu_swiglu(pre, -1)
         dactivation = grouped_product(dresults, down, ends)
         dweights = (dactivation.float() * activation.float()).sum(dim=-1)[place.long()].view_as(weights)
-        ddown = grouped_outer(dresults, activation * sorted_weights, ends)
         dpre = npu.npu_swiglu_backward(dactivation * sorted_weights, pre, -1)
-        dgate_up = grouped_outer(dpre, npu.npu_moe_token_permute(hidden, index)[0], ends)
+        dgate_up = ddown = None
+        if ctx.needs_input_grad[3]:
+            dgate_up = grouped_outer(dpre, npu.npu_moe_token_permute(hidden, index)[0], ends)
+        if ctx.needs_input_grad[4]:
+            ddown = grouped_outer(dresults, activation * sorted_weights, ends)
         drows = grouped_product(dpre, gate_up, ends)
         dhidden = npu.npu_moe_token_unpermute(drows, place, torch.ones_like(weights))
         return dhidden, None, dweights.to(weights.dtype), dgate_up, ddown
