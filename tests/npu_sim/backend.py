@@ -52,6 +52,9 @@ class NpuModule(types.ModuleType):
     def is_bf16_supported(self) -> bool:
         return True
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
     def _is_in_bad_fork(self) -> bool:
         return False
 

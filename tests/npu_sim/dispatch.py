@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ def register() -> None:
         operator = getattr(getattr(torch.ops.aten, base), overload or "default")
         aten.impl(name, _factory(operator), "PrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    aten.impl("histc", functools.partial(run_on_host, _histc), "PrivateUse1")
     _libraries.extend((fallback, aten))
 
 
@@ -77,6 +79,11 @@ def _factory(operator: torch._ops.OpOverload) -> Callable[..., Tensor]:
         return on_device(operator(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
 
     return create
+
+
+def _histc(values: Tensor, *args: float) -> Tensor:
+    """Counts of whole numbers too, which accelerators give and the CPU refuses; transformers asks for them."""
+    return torch.histc(values.double(), *args).to(values.dtype)
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
