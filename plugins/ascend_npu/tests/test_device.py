@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -13,6 +14,11 @@ from veomni_npu.device import detect
 from veomni_npu.plugin import veomni_devices, veomni_kernels
 from veomni_npu.torch_npu_loading import TorchNpuError
 
+JOB = """
+model:
+  config: {model_type: llama, num_hidden_layers: 1, hidden_size: 32, num_attention_heads: 2, vocab_size: 32}
+  ops_implementation: {preset: eager}
+"""
 MISSING_LIBRARY = "libhccl.so: cannot open shared object file: No such file or directory"
 
 
@@ -53,6 +59,24 @@ def test_without_cann_the_message_says_what_to_install(install_torch_npu):
     install_torch_npu(f"raise ImportError({MISSING_LIBRARY!r})")
     with pytest.raises(TorchNpuError, match=r"a library of CANN is not found \(libhccl.so.*install the CANN toolkit"):
         detect()
+
+
+@pytest.mark.parametrize("command", [("verify", "veomni-npu"), ("plan", "job.yaml")])
+def test_without_cann_commands_that_import_torch_go_on(install_torch_npu, tmp_path, command):
+    install_torch_npu(f"raise ImportError({MISSING_LIBRARY!r})")
+    (metadata,) = tmp_path.glob("*.dist-info")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    (tmp_path / "job.yaml").write_text(JOB)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "veomni_core.cli", *command],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a library of CANN is not found" in done.stderr
 
 
 def test_another_failure_is_told_as_it_is(install_torch_npu):
