@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from veomni_core.testing import check_kernel
-from veomni_npu import cross_entropy_loss, moe_experts, rotary_pos_emb
+from veomni_npu import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_npu.plugin import veomni_kernels
 
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in veomni_kernels() for dtype in spec.dtypes]
@@ -19,6 +19,37 @@ def test_conformance(npu, spec, dtype):
 
 def _leaf(device, *shape):
     return torch.randn(*shape).to(device).requires_grad_()
+
+
+CALLS = {
+    "rms_norm": (lambda x, w: rms_norm.standard(x, w, 1e-6), [(5, 16), (16,)]),
+    "rms_norm offset": (lambda x, w: rms_norm.offset(x, w, 1e-6), [(5, 16), (16,)]),
+    "swiglu_mlp": (swiglu_mlp.standard, [(5, 16), (5, 16)]),
+    "rotary_pos_emb": (
+        lambda q, k: torch.cat(rotary_pos_emb.full(q, k, *torch.ones(2, 2, 5, 16, device=q.device)), dim=1),
+        [(2, 4, 5, 16), (2, 2, 5, 16)],
+    ),
+    "cross_entropy_loss": (
+        lambda h, w: cross_entropy_loss.causal(h, w, torch.arange(300, device=h.device).clamp(max=10)),
+        [(300, 8), (11, 8)],
+    ),
+    "moe_experts": (
+        lambda h, w, u, d: moe_experts.standard(h, torch.arange(14, device=h.device).clamp(max=4).view(7, 2), w, u, d),
+        [(7, 8), (7, 2), (4, 12, 8), (4, 8, 6)],
+    ),
+}
+
+
+@pytest.mark.parametrize("function, shapes", CALLS.values(), ids=CALLS)
+def test_compiles_without_a_graph_break(npu, function, shapes):
+    torch._dynamo.reset()
+    arguments = [_leaf(npu, *shape) for shape in shapes]
+    found, wanted = torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments), function(*arguments)
+    torch.testing.assert_close(found.cpu(), wanted.cpu())
+    upstream = torch.randn(wanted.shape).to(npu)
+    gradients = (torch.autograd.grad(result, arguments, upstream) for result in (found, wanted))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs.cpu())
 
 
 def test_a_rotation_keeps_only_cos_and_sin(npu):

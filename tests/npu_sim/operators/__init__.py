@@ -1,8 +1,9 @@
 """torch_npu's operators, each under the library's own schema and computed by its documented formula.
 
-A file has ``SCHEMAS``, the operators' arguments and results; ``KERNELS``, what computes them from CPU tensors; and
-``AUTOGRAD`` for those that the library differentiates. Formulas and limits are those of ``_op_plugin_docs.py`` and of
-``op_plugin/meta/_meta_registrations.py`` in the wheel of torch-npu 2.13.0.
+A file has ``SCHEMAS``, the operators' arguments and results; ``KERNELS``, what computes them from CPU tensors;
+``META``, what gives their results' shapes to ``torch.compile``; and ``AUTOGRAD`` for those that the library
+differentiates. Formulas and limits are those of ``_op_plugin_docs.py`` and of ``op_plugin/meta/_meta_registrations.py``
+in the wheel of torch-npu 2.13.0.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def register() -> torch.library.Library:
         for name, kernel in module.KERNELS.items():
             library.define(name + module.SCHEMAS[name])
             library.impl(name, functools.partial(run_on_host, kernel), "PrivateUse1")
+        for name, shapes in module.META.items():
+            library.impl(name, shapes, "Meta")
         for name, (save, gradients) in module.AUTOGRAD.items():
             torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=save, lib=library)
     return library

@@ -145,6 +145,7 @@ def _block_of_statistics(layout: Layout, statistics: Tensor, block: int) -> Tens
 
 
 KERNELS = {"npu_fusion_attention": npu_fusion_attention, "npu_fusion_attention_grad": npu_fusion_attention_grad}
+META: dict[str, Any] = {}  # the documentation: not for graphs
 
 _FORWARD_ONLY = ("scale", "dropout_mask")
 

@@ -99,5 +99,11 @@ def _is_transposed(tensor: Tensor) -> bool:
     return tensor.stride(-2) == 1 and tensor.stride(-1) >= tensor.shape[-2] and tensor.shape[-1] > 1
 
 
+def _shapes(x: list[Tensor], weight: list[Tensor], *, group_type: int, group_list: Tensor, **_: Any) -> list[Tensor]:
+    groups = group_list.shape if group_type == REDUCED else ()
+    return [x[0].new_empty(*groups, x[0].shape[0], weight[0].shape[-1])]
+
+
 KERNELS = {"npu_grouped_matmul": npu_grouped_matmul}
+META = {"npu_grouped_matmul": _shapes}
 AUTOGRAD: dict[str, Any] = {}

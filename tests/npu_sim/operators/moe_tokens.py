@@ -137,7 +137,17 @@ def _require_unpermute_limits(
         require(probs.shape[1] <= LARGEST_TOP_K, f"{UNPERMUTE}: topK must be at most {LARGEST_TOP_K}")
 
 
+def _permuted_shapes(tokens: Tensor, indices: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    routes = indices.numel()
+    return tokens.new_empty(routes, tokens.shape[1]), indices.new_empty(routes, dtype=torch.int32)
+
+
+def _unpermuted_shape(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, *_: object) -> Tensor:
+    return permuted.new_empty(len(sorted_indices) if probs is None else probs.shape[0], permuted.shape[1])
+
+
 KERNELS = {name: globals()[name] for name in SCHEMAS}
+META = {PERMUTE: _permuted_shapes, UNPERMUTE: _unpermuted_shape}
 
 
 def _save_permute(ctx, inputs, output) -> None:

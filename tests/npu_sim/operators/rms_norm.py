@@ -45,7 +45,7 @@ def _normed(gamma: Tensor) -> tuple[int, ...]:
     return tuple(range(-gamma.dim(), 0))
 
 
-KERNELS = {"npu_rms_norm": npu_rms_norm, "npu_rms_norm_backward": npu_rms_norm_backward}
+META = KERNELS = {"npu_rms_norm": npu_rms_norm, "npu_rms_norm_backward": npu_rms_norm_backward}
 
 
 def _save(ctx, inputs, output) -> None:

@@ -87,7 +87,7 @@ def _legal_layouts(x: Tensor, r1: Tensor, mode: str) -> Iterator[tuple[int, int]
             yield whole
 
 
-KERNELS = {"npu_rotary_mul": npu_rotary_mul, "npu_rotary_mul_backward": npu_rotary_mul_backward}
+META = KERNELS = {"npu_rotary_mul": npu_rotary_mul, "npu_rotary_mul_backward": npu_rotary_mul_backward}
 
 
 def _save(ctx, inputs, output) -> None:

@@ -31,7 +31,7 @@ def npu_swiglu_backward(grad_output: Tensor, x: Tensor, dim: int = -1) -> Tensor
     return torch.cat((dgate, grad * gate * sigmoid), dim).to(x.dtype)
 
 
-KERNELS = {"npu_swiglu": npu_swiglu, "npu_swiglu_backward": npu_swiglu_backward}
+META = KERNELS = {"npu_swiglu": npu_swiglu, "npu_swiglu_backward": npu_swiglu_backward}
 
 
 def _save(ctx, inputs, output) -> None:
