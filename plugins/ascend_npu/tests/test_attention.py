@@ -40,6 +40,29 @@ def test_packed_sequences_are_each_attended_alone(npu, causal, where):
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
 
 
+def test_packed_queries_are_the_last_positions_of_their_keys(npu):
+    query, key, value = heads("cpu", 4, 2, 2)
+    queries, keys = (3, 1, 4), LENGTHS
+    query = query[:, :, : sum(queries)]
+    module = AttentionModule(2)
+    starts = (torch.tensor([0, *counts]).cumsum(0) for counts in (queries, keys))
+    found, _ = standard(
+        module,
+        *(t.detach().to(npu) for t in (query, key, value)),
+        None,
+        cu_seq_lens_q=next(starts),
+        cu_seq_lens_k=next(starts),
+    )
+    sequences = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
+    wanted = [
+        reference(module, q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2]))[
+            0
+        ]
+        for q, k, v in sequences
+    ]
+    torch.testing.assert_close(found.cpu(), torch.cat(wanted, dim=1))
+
+
 def test_the_callers_is_causal_comes_before_the_modules(npu):
     tensors, copies = heads(npu, 2, 2, 2), heads("cpu", 2, 2, 2)
     found, _ = standard(AttentionModule(1), *tensors, None, is_causal=False)

@@ -55,7 +55,7 @@ class _Experts(Function):
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         hidden, index, weights, gate_up, down, pre, place, ends = ctx.saved_tensors
         # Sorting is stable, so these rows lie as the forward's did.
-        dresults, _ = npu.npu_moe_token_permute(dresult.contiguous(), index)
+        dresults, _ = npu.npu_moe_token_permute(dresult, index)
         sorted_weights = torch.empty_like(weights).flatten().scatter(0, place.long(), weights.flatten()).unsqueeze(1)
         activation = npu.npu_swiglu(pre, -1)
         dactivation = grouped_product(dresults, down, ends)

@@ -25,7 +25,7 @@ def veomni_kernels() -> list[KernelSpec]:
     """Every kernel calls operators of torch_npu; their documented limits stand in the kernels' docstrings."""
     norms = ("standard", "cast_after", "offset", "unweighted")
     return [
-        # aclnnRmsNormGrad and the attention's backward are documented as not deterministic unless CANN is told to be.
+        # CANN documents aclnnRmsNormGrad as not deterministic by default, and promises nothing of the attention's.
         *_kernels("npu", "rms_norm", norms, "npu_rms_norm", deterministic=False),
         *_kernels("npu", "rotary_pos_emb", ("full", "partial"), "npu_rotary_mul; saves only cos and sin"),
         *_kernels("npu", "rotary_pos_emb_vision", ("full",), "npu_rotary_mul in float32; saves only cos and sin"),

@@ -1,6 +1,7 @@
 """Rotations by ``npu_rotary_mul``, whose backward is a rotation too: only ``cos`` and ``sin`` are saved.
 
-Limits without ``jit_compile``: heads of an even width below 896; batch and heads below 1000 each.
+Limits without ``jit_compile``: heads of an even width below 896; batch and heads below 1000 each; ``cos`` and ``sin``
+within [-1, 1] (which those of YaRN, scaled by its attention factor, exceed).
 """
 
 from __future__ import annotations
