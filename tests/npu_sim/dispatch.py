@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_map
 
 from npu_sim.memory import move_to, on_device, on_host, view_of
 
+# PyTorch moves indices to the device itself.
+_TAKE_INDICES_OF_THE_HOST = ("aten.index", "aten._index_put_impl_")
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -35,9 +38,9 @@ def run_on_host(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``operator`` on the host's view of every tensor, and give its results on the device.
 
     A result that is one of the arguments (in place, or ``out=``) stays that argument, also where it was resized; one
-    that shares an argument's memory becomes a view of it.
+    that shares an argument's memory becomes a view of it. A tensor of the host raises, as on any device.
     """
-    arguments = _Arguments()
+    arguments = _Arguments(hosts_allowed=str(operator).startswith(_TAKE_INDICES_OF_THE_HOST))
     host_args, host_kwargs = tree_map(arguments.to_host, (args, kwargs))
     return tree_map(arguments.to_device, operator(*host_args, **host_kwargs))
 
@@ -45,13 +48,20 @@ def run_on_host(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _Arguments:
     """The arguments of one call, on the device and on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts_allowed: bool) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._hosts_allowed = hosts_allowed
 
     def to_host(self, argument: Any) -> Any:
         if isinstance(argument, torch.device):
             return torch.device("cpu")
-        if not isinstance(argument, Tensor) or argument.device.type != "npu":
+        if not isinstance(argument, Tensor):
+            return argument
+        if argument.device.type != "npu":
+            if argument.dim() and not self._hosts_allowed:
+                raise RuntimeError(
+                    f"expected all tensors to be on the same device, but found npu and {argument.device}"
+                )
             return argument
         host = on_host(argument)
         self._pairs.append((argument, host))
