@@ -29,7 +29,11 @@ def unpacked() -> Path:
             folder = Path(scratch) / "unpacked"
             with zipfile.ZipFile(_download(Path(scratch))) as wheel:
                 wheel.extractall(folder, (name for name in wheel.namelist() if "/include/" not in name))
-            folder.rename(_FOLDER)
+            try:
+                folder.rename(_FOLDER)
+            except OSError:  # another process has unpacked it meanwhile
+                if not _FOLDER.exists():
+                    raise
     return _FOLDER
 
 
