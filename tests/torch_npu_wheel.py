@@ -18,6 +18,7 @@ _FOLDER = Path(sys.prefix) / f"torch-npu-{VERSION}"
 # The schemas that the library hands to TORCH_LIBRARY are C strings of its shared object.
 _REGISTERED = re.compile(rb"\x00(npu_[a-z0-9_]+(?:\.[A-Za-z]+)?\([^\x00]*\) -> [^\x00]+)(?=\x00)")
 _DECLARED = re.compile(r"^(?:- | )+func: (npu_\S+\(.*)$", re.MULTILINE)
+# Words of pip's where it got no answer; it says so only when it tries again.
 _NO_ANSWER = ("onnection", "timed out", "resolution", "Retrying", "ProxyError", "SSLError")
 
 
@@ -38,7 +39,17 @@ def unpacked() -> Path:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", f"torch-npu=={VERSION}", "--no-deps", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        f"torch-npu=={VERSION}",
+        "--no-deps",
+        "--quiet",
+        "--retries",
+        "2",
+    ]
     platform = ["--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_x86_64"]
     done = subprocess.run([*command, *platform, "--dest", str(folder)], capture_output=True, text=True)
     if done.returncode and any(word in done.stderr for word in _NO_ANSWER):
