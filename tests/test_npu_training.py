@@ -153,3 +153,11 @@ def test_auto_takes_the_npu_kernels_and_lists_what_stays_eager(registry):
     }
     assert [entry["reason"] for entry in ops["load_balancing_loss"]["eager"]] == ["no kernel for standard is installed"]
     assert not any(op["eager"] for name, op in ops.items() if name != "load_balancing_loss")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_npu_preset_is_that_job_for_every_model(family, job, registry):
+    plans = [
+        binding_of(on_npu(build(family), ops, registry)).plan for ops in (job(FAMILIES[family][0]), {"preset": "npu"})
+    ]
+    assert plans[0].sha256 == plans[1].sha256

@@ -8,16 +8,25 @@ VEOMNI_PLUGIN_API_VERSION = 1
 
 _NPU = HardwareRequirement("npu", packages=("torch-npu>=2.9",))
 _PREFERENCE = 60
+_PRESET = {
+    "attn_implementation": "npu_fusion_attention",
+    "cross_entropy_loss_implementation": "npu",
+    "moe_implementation": "fused_npu",
+    "rms_norm_implementation": "npu",
+    "rotary_pos_emb_implementation": "npu",
+    "rotary_pos_emb_vision_implementation": "npu",
+    "swiglu_mlp_implementation": "npu",
+}
 
 
 @hookimpl
 def veomni_devices() -> list[DeviceSpec]:
-    """The device type ``npu``, with the training products of two generations."""
+    """The device type ``npu``, with the training products of two generations, and ``preset: npu``."""
     named = {
         "ascend-910b": Hardware("npu", name="Ascend 910B"),
         "ascend-910_93": Hardware("npu", name="Ascend 910_93"),
     }
-    return [DeviceSpec("npu", "veomni_npu.device:detect", named)]
+    return [DeviceSpec("npu", "veomni_npu.device:detect", named, _PRESET)]
 
 
 @hookimpl
