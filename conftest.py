@@ -6,6 +6,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,3 +28,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.npu)])
+def npu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device type of an Ascend NPU: simulated where there is none, and the machine's own where there is one."""
+    here = _missing_device("npu") is None
+    if request.param == "real":
+        yield "npu"
+    elif here:
+        pytest.skip("an Ascend NPU is here; PyTorch can't have a simulated one beside it")
+    else:
+        from npu_sim import simulated_npu
+
+        with simulated_npu():
+            yield "npu"

@@ -79,6 +79,16 @@ def test_the_config_page_lists_what_the_core_knows():
             OpsConfig.from_dict({op.config_field: name}, registry)
 
 
+def test_the_ascend_page_writes_every_field_that_the_npu_plugin_serves():
+    page = (ROOT / "docs" / "how-to" / "ascend.md").read_text(encoding="utf-8")
+    registry = discover({"VEOMNI_PLUGINS": "veomni-npu"})
+    config = OpsConfig.from_dict(yaml.safe_load(block(page, "yaml")), registry)
+    written = {op: choice.names for op, choice in config.choices.items() if choice.written}
+    kernels = {op: tuple({spec.name for spec in registry.kernels(op)}) for op in registry.ops}
+    del kernels["rotary_pos_emb_vision"]  # for towers that a language model has none of
+    assert written == {op: names for op, names in kernels.items() if names}
+
+
 def test_the_straight_line_is_eight_files_that_exist():
     text = (ROOT / "docs" / "explanation" / "straight-line.md").read_text(encoding="utf-8")
     files = re.findall(r"^\d+\. \[`(.*?)`\]\((.*?)\)", text, re.MULTILINE)

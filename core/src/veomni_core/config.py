@@ -18,7 +18,6 @@ from veomni_core.spec import EAGER, OpSpec
 
 AUTO = "auto"
 DEFAULT = "default"
-PRESETS = ("gpu", AUTO, EAGER)
 REMOVED_VARIABLES = {
     "VEOMNI_USE_LIGER_KERNEL": "rms_norm_implementation, rotary_pos_emb_implementation, swiglu_mlp_implementation and "
     "cross_entropy_loss_implementation",
@@ -90,8 +89,9 @@ class OpsConfig:
         fields = dict(_ops_section(data))
         preset = fields.pop("preset", "gpu")
         profile = fields.pop("profile", {})
-        if preset not in PRESETS:
-            raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), PRESETS)}")
+        presets = _presets(registry)
+        if str(preset) not in presets:
+            raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
         _check_profile(profile, registry)
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
@@ -102,7 +102,9 @@ class OpsConfig:
         return cls(
             preset=preset,
             choices={
-                op.name: _written_choice(op, fields[name], registry) if name in fields else _preset_choice(op, preset)
+                op.name: _written_choice(op, fields[name], registry)
+                if name in fields
+                else _preset_choice(op, presets[preset][name])
                 for name, op in sorted(by_field.items())
             },
             registry=registry,
@@ -139,8 +141,15 @@ def _shown(value: Any) -> str:
     return "got nothing" if value is None else f"got {value!r} ({type(value).__name__})"
 
 
-def _preset_choice(op: OpSpec, preset: str) -> Choice:
-    name = op.default if preset == "gpu" else preset
+def _presets(registry: Registry) -> dict[str, dict[str, str]]:
+    """What each preset fills in, by config field: the core's presets, and those of plugins' devices."""
+    defaults = {op.config_field: op.default for op in registry.ops.values()}
+    eager = dict.fromkeys(defaults, EAGER)
+    devices = {device.device_type: {**eager, **device.preset} for device in registry.devices.values() if device.preset}
+    return {**devices, "gpu": defaults, AUTO: dict.fromkeys(defaults, AUTO), EAGER: eager}
+
+
+def _preset_choice(op: OpSpec, name: str) -> Choice:
     return Choice(op.name, op.config_field, asked=name, default=(name,), written=False)
 
 

@@ -214,7 +214,14 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
     if problems:
         return problems
     ops = {op.name: op for record in healthy for op in record.ops}
+    fields = {op.config_field for op in ops.values()}
     for record in healthy:
+        for device in record.devices:
+            if unknown := sorted(set(device.preset) - fields):
+                problems[id(record)] = (
+                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is no field. "
+                    f"{did_you_mean(unknown[0], fields)}"
+                )
         seen: set[tuple[str, str, str]] = set()
         for spec in record.kernels:
             op = ops.get(spec.op_name)

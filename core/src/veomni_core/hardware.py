@@ -80,7 +80,6 @@ NAMED: Mapping[str, Hardware] = {
     "h200": Hardware("cuda", 90, name="NVIDIA H200"),
     "b200": Hardware("cuda", 100, name="NVIDIA B200"),
     "mi300x": Hardware("rocm", name="AMD Instinct MI300X"),
-    "ascend-910b": Hardware("npu", name="Ascend 910B"),
 }
 
 

@@ -136,15 +136,18 @@ class OpSpec:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device type that the core does not know: how to see it, and products that can be named.
+    """A device type that the core does not know: how to see it, products that can be named, and its preset.
 
     ``detect`` names (``"module:attribute"``) a function without parameters that returns a
-    :class:`~veomni_core.hardware.Hardware`, or ``None`` where there is no such device.
+    :class:`~veomni_core.hardware.Hardware`, or ``None`` where there is no such device. ``preset`` maps config fields
+    to the values that ``preset: <device_type>`` fills in; other fields are then eager. Without it there is no such
+    preset.
     """
 
     device_type: str
     detect: str
     named: Mapping[str, Hardware] = field(default_factory=dict, hash=False)
+    preset: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _check_reference(f"DeviceSpec {self.device_type}", "detect", self.detect)

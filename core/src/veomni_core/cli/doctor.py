@@ -56,7 +56,13 @@ def doctor(
 
 
 def _examine(record: PluginRecord, timeout: float) -> dict[str, Any]:
-    environment = {**os.environ, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": ""}
+    environment = {
+        **os.environ,
+        "VEOMNI_PLUGINS": record.name,
+        "VEOMNI_PLUGINS_BLOCK": "",
+        # A device library that torch would load by itself, and that is broken, fails in its own plugin's process only.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     environment.pop("VEOMNI_PLUGINS_STRICT", None)
     report = {
         "name": record.name,

@@ -23,7 +23,8 @@ def plan_job(
     data = load_yaml(job)
     registry = discover()
     config = OpsConfig.from_dict({"model": data.get("model")}, registry)
-    target = registry.named_hardware(hardware) if hardware else None
+    # Before torch is imported: a device's own library may break that, and its plugin knows why.
+    target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
 
     from veomni_core.build import build_skeleton
     from veomni_core.plan import make_plan

@@ -23,9 +23,11 @@ def verify(
     if not record.healthy:
         raise PluginError(f"{record} {record.status}: {record.problem}")
 
+    # Before torch is imported: a device's own library may break that, and its plugin knows why.
+    hardware = registry.detect_hardware()
+
     from veomni_core.testing import check_kernel
 
-    hardware = registry.detect_hardware()
     device = device or hardware.device_type
     rows: list[dict[str, Any]] = []
     for spec in record.kernels:

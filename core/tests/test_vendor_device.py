@@ -1,0 +1,100 @@
+"""A vendor's plugin brings a device, a kernel for it and a preset: nothing in the core knows of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import veomni_core
+from models import assert_equal_steps, build, step
+from veomni_core import OpsConfig, binding_of, build_foundation_model
+from veomni_core.discovery import discover
+from veomni_core.errors import KernelUnavailableError, UnknownNameError
+
+PLUGIN = """
+    from veomni_core import DeviceSpec, Hardware, HardwareRequirement, KernelSpec, hookimpl
+
+    VEOMNI_PLUGIN_API_VERSION = 1
+    MLU = HardwareRequirement("mlu")
+    PRESET = {"rms_norm_implementation": "mlu", "moe_implementation": "mlu"}
+    calls = []
+
+    def detect():
+        return Hardware("mlu", name="MLU590", count=8, detected=True)
+
+    def rms_norm(x, weight, eps):
+        import torch
+
+        calls.append(tuple(x.shape))
+        return weight * torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+    @hookimpl
+    def veomni_devices():
+        return [DeviceSpec("mlu", "{module}:detect", {"mlu590": Hardware("mlu", name="MLU590")}, PRESET)]
+
+    @hookimpl
+    def veomni_kernels():
+        return [
+            KernelSpec("mlu", "rms_norm", "standard", "{module}:rms_norm", MLU),
+            KernelSpec("mlu", "moe_experts", "standard", "{module}:absent", MLU),
+        ]
+"""
+
+
+@pytest.fixture
+def plugin(install):
+    """The name of the installed plugin's module."""
+    return install("veomni-mlu", PLUGIN)
+
+
+def train(values, registry):
+    """One step of a tiny Llama built from a config, with the model."""
+    eager = build("llama")
+    ops = OpsConfig.from_dict(values, registry)
+    model = build_foundation_model(eager.config, ops_implementation=ops, torch_dtype="float32", init_device="cpu")
+    model.load_state_dict(eager.state_dict())
+    return model, step(model.train())
+
+
+@pytest.mark.parametrize(
+    "values", [{"preset": "mlu"}, {"preset": "auto"}, {"preset": "eager", "rms_norm_implementation": "mlu"}]
+)
+def test_a_model_trains_with_its_kernel_on_its_device(plugin, values):
+    registry = discover({"VEOMNI_PLUGINS": "veomni-mlu"})
+    model, found = train(values, registry)
+    receipt = binding_of(model).receipt.to_dict()
+    assert receipt["hardware"] == "mlu (MLU590)"
+    assert {op["op"]: op["bound"] for op in receipt["ops"] if op["bound"]} == {"rms_norm": 5}
+    assert_equal_steps(found, step(build("llama")))
+    assert len(__import__(plugin).calls) == 5
+
+
+def test_its_preset_can_be_planned_anywhere_and_holds_only_there(plugin):
+    registry = discover({})
+    choices = OpsConfig.from_dict({"preset": "mlu"}, registry).choices
+    filled = {choice.config_field: choice.asked for choice in choices.values() if choice.asked != "eager"}
+    assert filled == {"rms_norm_implementation": "mlu", "moe_implementation": "mlu"}
+    plan = veomni_core.make_plan(build("llama"), {"preset": "mlu"}, registry=registry, hardware="mlu590")
+    assert [kernel.distribution for kernel in plan.kernels] == ["veomni-mlu"]
+    with pytest.raises(KernelUnavailableError, match=r"rms_norm_implementation: mlu can't run here: needs device type"):
+        veomni_core.make_plan(build("llama"), {"preset": "mlu"}, registry=registry, hardware="h200")
+
+
+def test_without_the_plugin_there_is_no_such_preset():
+    with pytest.raises(UnknownNameError, match=r"preset: 'mlu' is unknown"):
+        OpsConfig.from_dict({"preset": "mlu"}, discover({}))
+
+
+def test_a_preset_that_fills_a_misspelt_field_fails_its_plugin(install):
+    install("veomni-mlu", PLUGIN.replace("moe_implementation", "moe_implementatoin"))
+    record = discover({}).plugin("veomni-mlu")
+    assert record.status == "failed"
+    assert record.problem == (
+        "device type mlu: its preset fills 'moe_implementatoin', which is no field. Did you mean 'moe_implementation'?"
+    )
+
+
+def test_the_core_has_no_word_of_it():
+    sources = Path(veomni_core.__file__).parent.rglob("*.py")
+    assert not [source for source in sources if "mlu" in source.read_text().lower()]

@@ -1,0 +1,78 @@
+"""moe_experts by ``npu_moe_token_permute``, ``npu_grouped_matmul``, ``npu_swiglu`` and ``npu_moe_token_unpermute``.
+
+torch_npu gives ``npu_grouped_matmul`` no backward, so the layer has one of its own. It keeps the inputs and the
+pre-activations: the gradient of a route's weight is ``(dresult @ down) · activation``, for which the expert's output
+need not be kept. Limits: fewer than 16777215 routes, at most 512 experts per token and 1024 in all, widths below
+65536.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from veomni_npu.grouped_products import grouped_outer, grouped_product
+from veomni_npu.operators import npu
+
+
+def standard(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
+
+    ``hidden[T, H]``, ``top_k_index[T, K]``, ``top_k_weights[T, K]``, ``gate_up_proj[E, 2I, H]`` with gate first,
+    ``down_proj[E, H, I]``; gives ``[T, H]``. A route to an index of ``E`` or more is dropped: the last expert computes
+    it with a weight of zero, so that no size has to be read on the host. Gradients reach all but the index; experts
+    without tokens get zeros. The weights enter in hidden's dtype.
+    """
+    if not top_k_index.numel():  # only some of the operators are documented to take empty tensors
+        return _no_routes(hidden, top_k_weights, gate_up_proj, down_proj)
+    experts = gate_up_proj.shape[0]
+    kept_weights = torch.where(top_k_index < experts, top_k_weights, 0.0)
+    index = top_k_index.clamp(max=experts - 1)
+    return _Experts.apply(hidden, index, kept_weights.to(hidden.dtype), gate_up_proj, down_proj)  # type: ignore[no-any-return]
+
+
+def _no_routes(hidden: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    """Zeros like ``hidden``, with gradients of zeros for every input."""
+    return hidden * 0.0 + (top_k_weights.sum() + gate_up_proj[:0].sum() + down_proj[:0].sum())
+
+
+class _Experts(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        rows, place = npu.npu_moe_token_permute(hidden, index)
+        ends = _ends(index, gate_up.shape[0])
+        pre = grouped_product(rows, gate_up.transpose(1, 2), ends)
+        outputs = grouped_product(npu.npu_swiglu(pre, -1), down.transpose(1, 2), ends)
+        ctx.save_for_backward(hidden, index, weights, gate_up, down, pre, place, ends)
+        return npu.npu_moe_token_unpermute(outputs, place, weights)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, index, weights, gate_up, down, pre, place, ends = ctx.saved_tensors
+        # Sorting is stable, so these rows lie as the forward's did.
+        dresults, _ = npu.npu_moe_token_permute(dresult, index)
+        sorted_weights = torch.empty_like(weights).flatten().scatter(0, place.long(), weights.flatten()).unsqueeze(1)
+        activation = npu.npu_swiglu(pre, -1)
+        dactivation = grouped_product(dresults, down, ends)
+        dweights = (dactivation.float() * activation.float()).sum(dim=-1)[place.long()].view_as(weights)
+        dpre = npu.npu_swiglu_backward(dactivation * sorted_weights, pre, -1)
+        dgate_up = ddown = None
+        if ctx.needs_input_grad[3]:
+            dgate_up = grouped_outer(dpre, npu.npu_moe_token_permute(hidden, index)[0], ends)
+        if ctx.needs_input_grad[4]:
+            ddown = grouped_outer(dresults, activation * sorted_weights, ends)
+        drows = grouped_product(dpre, gate_up, ends)
+        dhidden = npu.npu_moe_token_unpermute(drows, place, torch.ones_like(weights))
+        return dhidden, None, dweights.to(weights.dtype), dgate_up, ddown
+
+
+def _ends(index: Tensor, experts: int) -> Tensor:
+    """Where each expert's rows end: ``[E]``, int64."""
+    flat = index.flatten().long()
+    counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat)).cumsum(0)

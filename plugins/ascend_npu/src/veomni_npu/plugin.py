@@ -1,0 +1,63 @@
+"""Describes the kernels and the device to veomni-core. Imports neither torch nor torch_npu."""
+
+from collections.abc import Iterable
+
+from veomni_core import DeviceSpec, Hardware, HardwareRequirement, KernelSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+_NPU = HardwareRequirement("npu", packages=("torch-npu>=2.9",))
+_PREFERENCE = 60
+_PRESET = {
+    "attn_implementation": "npu_fusion_attention",
+    "cross_entropy_loss_implementation": "npu",
+    "moe_implementation": "fused_npu",
+    "rms_norm_implementation": "npu",
+    "rotary_pos_emb_implementation": "npu",
+    "rotary_pos_emb_vision_implementation": "npu",
+    "swiglu_mlp_implementation": "npu",
+}
+
+
+@hookimpl
+def veomni_devices() -> list[DeviceSpec]:
+    """The device type ``npu``, with the training products of two generations, and ``preset: npu``."""
+    named = {
+        "ascend-910b": Hardware("npu", name="Ascend 910B"),
+        "ascend-910_93": Hardware("npu", name="Ascend 910_93"),
+    }
+    return [DeviceSpec("npu", "veomni_npu.device:detect", named, _PRESET)]
+
+
+@hookimpl
+def veomni_kernels() -> list[KernelSpec]:
+    """Every kernel calls operators of torch_npu; their documented limits stand in the kernels' docstrings."""
+    norms = ("standard", "cast_after", "offset", "unweighted")
+    return [
+        # CANN documents aclnnRmsNormGrad as not deterministic by default, and promises nothing of the attention's.
+        *_kernels("npu", "rms_norm", norms, "npu_rms_norm", deterministic=False),
+        *_kernels("npu", "rotary_pos_emb", ("full", "partial"), "npu_rotary_mul; saves only cos and sin"),
+        *_kernels("npu", "rotary_pos_emb_vision", ("full",), "npu_rotary_mul in float32; saves only cos and sin"),
+        *_kernels("npu", "swiglu_mlp", ("standard",), "npu_swiglu, after a copy of gate and up into one tensor"),
+        *_kernels("npu", "cross_entropy_loss", ("causal",), "one chunk of tokens at a time, differentiated at once"),
+        *_kernels("fused_npu", "moe_experts", ("standard",), "npu_moe_token_permute, npu_grouped_matmul, npu_swiglu"),
+        *_kernels("npu_fusion_attention", "attention", ("standard",), "dense, causal and packed", deterministic=False),
+    ]
+
+
+def _kernels(
+    name: str, op_name: str, variants: Iterable[str], description: str, deterministic: bool = True
+) -> list[KernelSpec]:
+    return [
+        KernelSpec(
+            name=name,
+            op_name=op_name,
+            variant=variant,
+            factory=f"veomni_npu.{op_name}:{variant}",
+            hardware=_NPU,
+            description=description,
+            preference=_PREFERENCE,
+            deterministic=deterministic,
+        )
+        for variant in variants
+    ]

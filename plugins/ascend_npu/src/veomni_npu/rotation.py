@@ -1,0 +1,41 @@
+"""Rotations by ``npu_rotary_mul``, whose backward is a rotation too: only ``cos`` and ``sin`` are saved.
+
+Limits without ``jit_compile``: heads of an even width below 896; batch and heads below 1000 each; ``cos`` and ``sin``
+within [-1, 1] (which those of YaRN, scaled by its attention factor, exceed).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from veomni_npu.operators import npu
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x * cos + rotate_half(x) * sin`` in the wider of the dtypes of ``x`` and ``cos``, rounded to x's.
+
+    ``x[B, N, S, D]`` with ``cos[B or 1, 1, S, D]``, or ``x[B, S, N, D]`` with ``cos[B or 1, S, 1, D]``. The gradient
+    reaches ``x`` alone.
+    """
+    return _Rotation.apply(x, cos.detach(), sin.detach())  # type: ignore[no-any-return]
+
+
+class _Rotation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(dy, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    return npu.npu_rotary_mul(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,16 @@
+"""swiglu_mlp by ``npu_swiglu``, which takes gate and up as the halves of one tensor, gate first.
+
+A model that computes them by two linears pays one copy into that layout; backward keeps the copy and nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from veomni_npu.operators import npu
+
+
+def standard(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``; shapes ``[..., I]``, of 1 to 8 dimensions."""
+    return npu.npu_swiglu(torch.cat((gate, up), dim=-1), -1)  # type: ignore[no-any-return]

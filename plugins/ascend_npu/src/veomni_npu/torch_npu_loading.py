@@ -1,0 +1,74 @@
+"""Loads torch_npu, and says what is wrong with its installation where it can't be loaded. Imports no torch by itself.
+
+PyTorch loads an installed torch_npu when it is imported, and fails as a whole where torch_npu does, with a message that
+names no cause. So torch is imported here without that, and torch_npu after it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from packaging.version import Version
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+class TorchNpuError(ImportError):
+    """torch_npu is installed and can't be loaded; the message says why, and what to do."""
+
+
+def load_torch_npu() -> Any:
+    """Import torch_npu and give the module, or ``None`` where it is not installed.
+
+    Raises:
+        TorchNpuError: it is made for another version of torch, CANN is missing, or its import failed otherwise.
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        return None
+    _check_torch_version()
+    try:
+        with _without_autoload():
+            importlib.import_module("torch")
+            return importlib.import_module("torch_npu")
+    except Exception as error:  # whatever the library raises while it is imported is a reason to report
+        raise TorchNpuError(_explained(error)) from error
+
+
+def _check_torch_version() -> None:
+    """Each release of torch_npu is built for the release of torch that has its number."""
+    torch_version, own_version = (importlib.metadata.version(name) for name in ("torch", "torch-npu"))
+    if Version(torch_version).release[:3] != (release := Version(own_version).release[:3]):
+        number = ".".join(map(str, release))
+        raise TorchNpuError(
+            f"torch_npu {own_version} is built for torch {number}, but torch {torch_version} is installed: give both "
+            "one number"
+        )
+
+
+def _explained(error: Exception) -> str:
+    if "cannot open shared object file" in str(error):
+        return (
+            f"torch_npu is installed, but a library of CANN is not found ({error}): install the CANN toolkit and its "
+            "kernels, and run `source /usr/local/Ascend/ascend-toolkit/set_env.sh`. To use torch without an NPU "
+            f"meanwhile, set {_AUTOLOAD}=0"
+        )
+    return f"torch_npu is installed, but importing it failed: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_autoload() -> Iterator[None]:
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_AUTOLOAD]
+        else:
+            os.environ[_AUTOLOAD] = before
