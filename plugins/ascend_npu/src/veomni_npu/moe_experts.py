@@ -24,15 +24,16 @@ def standard(
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
 
     ``hidden[T, H]``, ``top_k_index[T, K]``, ``top_k_weights[T, K]``, ``gate_up_proj[E, 2I, H]`` with gate first,
-    ``down_proj[E, H, I]``; gives ``[T, H]``. A route to an index of ``E`` or more is dropped: the last expert computes
-    it with a weight of zero, so that no size has to be read on the host. Gradients reach all but the index; experts
+    ``down_proj[E, H, I]``; gives ``[T, H]``. A route outside ``[0, E)`` is dropped: the last expert computes it
+    with a weight of zero, so that no size has to be read on the host. Gradients reach all but the index; experts
     without tokens get zeros. The weights enter in hidden's dtype.
     """
     if not top_k_index.numel():  # only some of the operators are documented to take empty tensors
         return _no_routes(hidden, top_k_weights, gate_up_proj, down_proj)
     experts = gate_up_proj.shape[0]
-    kept_weights = torch.where(top_k_index < experts, top_k_weights, 0.0)
-    index = top_k_index.clamp(max=experts - 1)
+    is_expert = (top_k_index >= 0) & (top_k_index < experts)
+    kept_weights = torch.where(is_expert, top_k_weights, 0.0)
+    index = torch.where(is_expert, top_k_index, experts - 1)
     return _Experts.apply(hidden, index, kept_weights.to(hidden.dtype), gate_up_proj, down_proj)  # type: ignore[no-any-return]
 
 
