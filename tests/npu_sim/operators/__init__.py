@@ -4,6 +4,10 @@ A file has ``SCHEMAS``, the operators' arguments and results; ``KERNELS``, what 
 ``META``, what gives their results' shapes to ``torch.compile``; and ``AUTOGRAD`` for those that the library
 differentiates. Formulas and limits are those of ``_op_plugin_docs.py`` and of ``op_plugin/meta/_meta_registrations.py``
 in the wheel of torch-npu 2.13.0.
+
+Where they leave a limit open, the narrower reading holds here: npu_rotary_mul's tables have the input's dtype, and
+npu_grouped_matmul's x is a transposed tensor where its columns are grouped. npu_rms_norm alone is wider than they say;
+its docstring tells why.
 """
 
 from __future__ import annotations
