@@ -30,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_configure() -> None:
+    """The simulated NPU joins PyTorch's devices before any backward: autograd counts them when it first runs."""
+    if not hasattr(torch, "npu"):
+        from npu_sim.backend import start
+
+        start()
+
+
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.npu)])
 def npu(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device type of an Ascend NPU: simulated where there is none, and the machine's own where there is one."""
