@@ -3,8 +3,8 @@
     python benchmarks/training.py examples/qwen3_moe_bf16_h200.yaml examples/llama_bf16_h200.yaml
 
 Each job runs as users run it, by ``veomni train`` in a process of its own, once per setting, with one seed and the same
-data. ``preset: gpu`` is planned as well, and what the command line answers is kept. Writes
-``docs/benchmarks/training_<gpu>.json`` and ``.md``.
+data. A job with experts also runs with transformers' own ``grouped_mm`` in place of the chosen experts' kernel, all
+else the same. Writes ``docs/benchmarks/training_<gpu>.json`` and ``.md``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,44 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from results import machine, write_results
 
-SETTINGS = {
-    "preset: auto": "{preset: auto}",
-    "transformers' defaults": "{preset: eager, attn_implementation: sdpa}",
-    "preset: eager": "{preset: eager}",
-}
+
+@dataclass(frozen=True)
+class Setting:
+    """Which kernels a job runs with: its ``ops_implementation``, and further changes to the job."""
+
+    name: str
+    ops_implementation: str
+    changes: tuple[str, ...] = ()
+
+
+_OWN_GROUPED_MM = ("model.config.experts_implementation=grouped_mm",)
+AUTO = Setting("preset: auto", "{preset: auto}")
+GROUPED_MM = Setting("auto, experts by transformers", "{preset: auto, moe_implementation: eager}", _OWN_GROUPED_MM)
+DEFAULTS = Setting("transformers' defaults", "{preset: eager, attn_implementation: sdpa}")
+EAGER = Setting("preset: eager", "{preset: eager}")
 VEOMNI = [sys.executable, "-m", "veomni_core.cli"]
 
 
-def train(job: Path, ops_implementation: str, run: Path, changes: list[str]) -> dict[str, Any]:
+def settings_of(job: Path, skipped: Iterable[str]) -> list[Setting]:
+    """What ``job`` is run with: the experts' alternatives only where its model has experts."""
+    has_experts = "num_experts" in yaml.safe_load(job.read_text())["model"]["config"]
+    settings = [AUTO, *([GROUPED_MM] if has_experts else []), DEFAULTS, EAGER]
+    return [setting for setting in settings if setting.name not in skipped]
+
+
+def train(job: Path, setting: Setting, run: Path, changes: list[str]) -> dict[str, Any]:
     """Run ``job`` to its end; gives its figures, losses and receipt."""
-    command = [*VEOMNI, "train", str(job), "--set", f"model.ops_implementation={ops_implementation}"]
-    for change in [f"train.output_dir={json.dumps(str(run))}", *changes]:
+    command = [*VEOMNI, "train", str(job), "--set", f"model.ops_implementation={setting.ops_implementation}"]
+    for change in [f"train.output_dir={json.dumps(str(run))}", *setting.changes, *changes]:
         command += ["--set", change]
     subprocess.run(command, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -41,16 +62,9 @@ def train(job: Path, ops_implementation: str, run: Path, changes: list[str]) -> 
     }
 
 
-def refusal(job: Path) -> dict[str, Any]:
-    """What the command line says to ``preset: gpu`` where some of its kernels are not installed."""
-    command = [*VEOMNI, "train", str(job), "--set", "model.ops_implementation={preset: gpu}"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return {"exit code": result.returncode, "says": (result.stdout + result.stderr).strip()}
-
-
 def row(job: Path, setting: str, runs: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     """One line of the table; ratios are of ``preset: auto`` to the line's own setting."""
-    auto, this = runs["preset: auto"], runs[setting]
+    auto, this = runs[AUTO.name], runs[setting]
     difference = max(abs(a - b) for a, b in zip(auto["losses"], this["losses"], strict=True))
     return (
         job.stem,
@@ -82,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="+", type=Path)
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="a.b=c")
+    parser.add_argument("--skip", nargs="*", default=[], help="settings to leave out, by their names")
     parser.add_argument("--name", default="training_h200")
     options = parser.parse_args()
     data: dict[str, Any] = {"machine": machine(), "jobs": {}}
@@ -89,18 +104,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for job in options.jobs:
             runs = {
-                setting: train(job, ops, Path(temporary) / f"{job.stem}-{number}", options.changes)
-                for number, (setting, ops) in enumerate(SETTINGS.items())
+                setting.name: train(job, setting, Path(temporary) / f"{job.stem}-{number}", options.changes)
+                for number, setting in enumerate(settings_of(job, options.skip))
             }
-            asked = refusal(job)
-            data["jobs"][job.stem] = {"runs": runs, "preset: gpu": asked, "changes": options.changes}
-            rows += [row(job, setting, runs) for setting in SETTINGS]
-            notes.append(receipt_text(job, runs["preset: auto"]["receipt"]))
-            notes.append(f"`preset: gpu` ends with {asked['exit code']}:\n\n```\n{asked['says']}\n```")
+            data["jobs"][job.stem] = {"runs": runs, "changes": options.changes}
+            rows += [row(job, setting, runs) for setting in runs]
+            notes.append(receipt_text(job, runs[AUTO.name]["receipt"]))
     columns = ("job", "kernels", "tokens/s", "step", "peak memory", "last loss", "largest loss difference")
     write_results(
         options.name,
-        "Training jobs: veomni-torch's kernels against transformers",
+        "Training jobs: the installed kernels against transformers",
         data,
         (*columns, "speed of auto", "memory of auto"),
         rows,

@@ -234,3 +234,37 @@ def test_a_step_reads_nothing_on_the_host_and_can_be_captured():
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_accumulating_adds_to_the_gradients_that_are_there(descriptors, monkeypatch):
+    if DEVICE == "cpu" and descriptors:
+        monkeypatch.setattr(layer, "can_be_described", lambda tensor: tensor.stride(-1) == 1)
+    dtype = torch.bfloat16 if DEVICE == "cuda" and descriptors else torch.float32
+    first, second = problem(tokens=9, dtype=dtype), problem(tokens=6, dtype=dtype, seed=1)
+    gate_up, down = first[3:]
+    moe_experts.standard_accumulating(*first).sum().backward()
+    holders = gate_up.grad, down.grad
+    expected = [
+        held.double() + new.double()
+        for held, new in zip(
+            holders,
+            torch.autograd.grad(moe_experts.standard(*second[:3], gate_up, down).sum(), (gate_up, down)),
+            strict=True,
+        )
+    ]
+    moe_experts.standard_accumulating(*second[:3], gate_up, down).sum().backward()
+    assert gate_up.grad is holders[0] and down.grad is holders[1]
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-6  # one rounding of the sum, and one of `new` alone
+    for held, sums in zip(holders, expected, strict=True):
+        assert torch.allclose(held.double(), sums, rtol=tolerance, atol=tolerance * sums.abs().max())
+
+
+def test_a_hook_still_gets_the_whole_gradient_when_accumulating():
+    arguments = problem()
+    gate_up = arguments[3]
+    moe_experts.standard_accumulating(*arguments).sum().backward()
+    alone, seen = gate_up.grad.clone(), []
+    gate_up.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    moe_experts.standard_accumulating(*arguments).sum().backward()
+    torch.testing.assert_close(seen[0], 2 * alone)

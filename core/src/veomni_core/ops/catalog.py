@@ -116,6 +116,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
             "grouped_mm": "veomni-torch",
             "fused_triton": "veomni-triton-moe",
             "fused_triton_recompute": "veomni-triton-moe",
+            "fused_triton_accumulate": "veomni-triton-moe",
             "fused_liger": "veomni-liger",
             "fused_quack": "veomni-quack",
             "fused_npu": "veomni-npu",

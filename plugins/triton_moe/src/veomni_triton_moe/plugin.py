@@ -25,21 +25,27 @@ def _kernels(name: str, op_name: str, variants: Iterable[str], description: str)
     ]
 
 
+def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
+    """A form of ``fused_triton`` that trades something, and so is never chosen without being named."""
+    return KernelSpec(
+        name=f"fused_triton_{suffix}",
+        op_name="moe_experts",
+        variant="standard",
+        factory=f"veomni_triton_moe.moe_experts:{kernel}",
+        hardware=_GPU,
+        description=f"fused_triton, {description}",
+        preference=0,
+    )
+
+
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
     """Every kernel, deterministic in forward and backward."""
     norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
     return [
         *_kernels("fused_triton", "moe_experts", ("standard", "clamped"), "gather, product and activation in one"),
-        KernelSpec(
-            name="fused_triton_recompute",
-            op_name="moe_experts",
-            variant="standard",
-            factory="veomni_triton_moe.moe_experts:standard_recomputing",
-            hardware=_GPU,
-            description="fused_triton, with the pre-activations computed anew in backward",
-            preference=0,
-        ),
+        _asked_for("recompute", "standard_recomputing", "with the pre-activations computed anew in backward"),
+        _asked_for("accumulate", "standard_accumulating", "adding the weights' gradients in place to earlier ones"),
         *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
         *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
         *_kernels("triton", "load_balancing_loss", ("standard",), "softmax, top-k and sums in one pass per layer"),

@@ -23,18 +23,25 @@ def standard(
     index; experts without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the
     weights' last two dimensions may be the contiguous one.
     """
-    return _experts(
-        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=False
-    )
+    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)
 
 
 def standard_recomputing(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> Tensor:
     """:func:`standard`, computing the pre-activations anew in backward instead of saving ``2I`` values per route."""
-    return _experts(
-        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, None, None, Activation(), recompute=True
-    )
+    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, recompute=True)
+
+
+def standard_accumulating(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """:func:`standard`, adding the projections' gradients in place to those that ``.grad`` holds already.
+
+    Autograd then sees no gradient of them, so what waits for one in C++ (``DistributedDataParallel``) is not told;
+    hooks that Python can see are, and so is everything under ``torch.compile``: their gradients go by autograd.
+    """
+    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, accumulate=True)
 
 
 def clamped(
@@ -56,9 +63,7 @@ def clamped(
     or every other one where ``interleaved``. Gradients reach all tensors but the index.
     """
     activation = Activation(alpha, limit, up_offset, interleaved)
-    return _experts(
-        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, activation, False
-    )
+    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, activation)
 
 
 def _experts(
@@ -67,10 +72,11 @@ def _experts(
     top_k_weights: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: Activation,
-    recompute: bool,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = Activation(),  # noqa: B008, it is frozen
+    recompute: bool = False,
+    accumulate: bool = False,
 ) -> Tensor:
     result: Tensor = forward(
         hidden,
@@ -85,5 +91,6 @@ def _experts(
         activation.up_offset,
         activation.interleaved,
         recompute,
+        accumulate,
     )[0]
     return result

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from veomni_triton_moe.moe_experts.activation import Activation, activation_backward
 from veomni_triton_moe.moe_experts.gate_up import gate_up_product
-from veomni_triton_moe.moe_experts.launch import Launches, launches
+from veomni_triton_moe.moe_experts.launch import Launch, Launches, launches
 from veomni_triton_moe.moe_experts.routing import Routing, route
 from veomni_triton_moe.moe_experts.row_product import row_product
 from veomni_triton_moe.moe_experts.rows import combine_rows, spread_rows
@@ -87,11 +87,17 @@ class ExpertsLayer:
         return Routing(buffer, tokens, k, self.gate_up_proj.shape[0], self.launches.block_m)
 
     def backward(
-        self, dresult: Tensor, pre: Tensor, routing: Routing, projections: bool
+        self,
+        dresult: Tensor,
+        pre: Tensor,
+        routing: Routing,
+        projections: bool,
+        into: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The gradients of hidden, weights, projections and biases; empty ones for what is not there or not asked.
 
-        Ordered so that few tensors of ``N`` rows live at once, which decides the peak.
+        Those of the two projections are added to ``into`` where given, and are then returned empty too. Ordered so that
+        few tensors of ``N`` rows live at once, which decides the peak.
         """
         dgate_up, ddown, dgate_up_bias, ddown_bias = (dresult.new_empty(0) for _ in range(4))
         launches, described = self.launches, self.described
@@ -101,15 +107,23 @@ class ExpertsLayer:
             dactivation, pre, self.top_k_index, self.top_k_weights, routing, self.activation, drows, self.down_bias
         )
         if projections:
-            ddown = weight_gradient(drows, weighted, routing, launches.ddown, described)
+            ddown = self._weight_gradient(drows, weighted, routing, launches.ddown, into[1])
             if self.down_bias is not None:
                 ddown_bias = bias_gradient(drows, routing, self.top_k_weights)
         del drows, dactivation, weighted
         if projections:
-            dgate_up = weight_gradient(dpre, spread_rows(self.hidden, routing), routing, launches.dgate_up, described)
+            dgate_up = self._weight_gradient(
+                dpre, spread_rows(self.hidden, routing), routing, launches.dgate_up, into[0]
+            )
             if self.gate_up_bias is not None:
                 dgate_up_bias = bias_gradient(dpre, routing)
         return self._hidden_gradient(dpre, routing), dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
+
+    def _weight_gradient(
+        self, left: Tensor, right: Tensor, routing: Routing, launch: Launch, into: Tensor | None
+    ) -> Tensor:
+        found = weight_gradient(left, right, routing, launch, self.described, into)
+        return found if into is None else left.new_empty(0)
 
     def _hidden_gradient(self, dpre: Tensor, routing: Routing) -> Tensor:
         """``[T, H]``; with many routes half its columns at a time, since their ``N`` rows would be backward's peak."""

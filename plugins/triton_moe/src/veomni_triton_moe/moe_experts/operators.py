@@ -2,6 +2,10 @@
 
 Forward saves its inputs, the pre-activations ``[T·K, 2I]`` and one buffer of indices; with ``recompute`` no
 pre-activations. Nothing is read on the host, so a step can be captured as a CUDA graph.
+
+With ``accumulate`` a projection's gradient is added to the one that its ``.grad`` holds already, inside the product's
+epilogue, and autograd gets none: no second tensor as large as the weights is made. Where there is none yet, or hooks
+wait for the gradient, autograd gets it as always.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ def forward(
     up_offset: float,
     interleaved: bool,
     recompute: bool,
+    accumulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the pre-activations and the routing's buffer."""
     operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
@@ -50,7 +55,7 @@ def _(
     )
 
 
-@library.custom_op("veomni_triton_moe::moe_experts_backward", mutates_args=())
+@library.custom_op("veomni_triton_moe::moe_experts_backward", mutates_args=("gate_up_sum", "down_sum"))
 def _backward(
     dresult: Tensor,
     hidden: Tensor,
@@ -67,13 +72,18 @@ def _backward(
     up_offset: float,
     interleaved: bool,
     projections: bool,
+    gate_up_sum: Tensor | None,
+    down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of all but the index; without ``projections``, empty ones of the weights and biases."""
+    """The gradients of all but the index; without ``projections``, empty ones of the weights and biases.
+
+    A projection's gradient is added to its sum where there is one, and is empty then.
+    """
     operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
     layer = ExpertsLayer(*operands, Activation(alpha, limit, up_offset, interleaved))
     places = layer.routing(routing)
     pre = layer.gate_up(places)[0] if pre is None else pre
-    return layer.backward(dresult, pre, places, projections)
+    return layer.backward(dresult, pre, places, projections, (gate_up_sum, down_sum))
 
 
 @_backward.register_fake
@@ -93,9 +103,16 @@ def _(
     up_offset: float,
     interleaved: bool,
     projections: bool,
+    gate_up_sum: Tensor | None,
+    down_sum: Tensor | None,
 ) -> tuple[Tensor, ...]:
     none = hidden.new_empty(0)
-    weights = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    weights = (
+        gate_up_proj if gate_up_sum is None else None,
+        down_proj if down_sum is None else None,
+        gate_up_bias,
+        down_bias,
+    )
     asked = (weight if projections and weight is not None else none for weight in weights)
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (hidden, top_k_weights, *asked))
 
@@ -104,7 +121,7 @@ _PROJECTION_INPUTS = slice(3, 7)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, alpha, limit, up_offset, interleaved, recompute = inputs
+    *tensors, alpha, limit, up_offset, interleaved, recompute, ctx.accumulate = inputs
     _, pre, routing = output
     ctx.constants = (alpha, limit, up_offset, interleaved)
     ctx.save_for_backward(*tensors, None if recompute else pre, routing)
@@ -115,13 +132,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, pre, routing = ctx.saved_tensors
     projections = any(ctx.needs_input_grad[_PROJECTION_INPUTS])
-    found = _backward(dresult.contiguous(), *tensors, pre, routing, *ctx.constants, projections)
+    sums = [_sum_so_far(ctx, position, tensors[position]) for position in (3, 4)]
+    found = _backward(dresult.contiguous(), *tensors, pre, routing, *ctx.constants, projections, *sums)
     dhidden, dweights, *rest = found
     given = (
-        gradient if projections and tensor is not None else None
-        for gradient, tensor in zip(rest, tensors[_PROJECTION_INPUTS], strict=True)
+        gradient if projections and tensor is not None and total is None else None
+        for gradient, tensor, total in zip(rest, tensors[_PROJECTION_INPUTS], (*sums, None, None), strict=True)
     )
-    return dhidden, None, dweights, *given, None, None, None, None, None
+    return dhidden, None, dweights, *given, *[None] * (len(ctx.constants) + 2)
+
+
+def _sum_so_far(ctx: Any, position: int, weight: Tensor) -> Tensor | None:
+    """The gradient that ``weight`` holds, if this backward may add to it unseen by autograd."""
+    if not (ctx.accumulate and ctx.needs_input_grad[position] and weight.is_leaf):
+        return None
+    total = weight.grad
+    is_awaited = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    if total is None or is_awaited or total.dtype != weight.dtype or not total.is_contiguous():
+        return None
+    return total
 
 
 forward.register_autograd(_gradients, setup_context=_save)

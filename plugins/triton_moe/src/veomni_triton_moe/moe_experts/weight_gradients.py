@@ -17,15 +17,21 @@ from veomni_triton_moe.moe_experts.tiles import (
 from veomni_triton_moe.multiprocessors import multiprocessors
 
 
-def weight_gradient(left: Tensor, right: Tensor, routing: Routing, launch: Launch, use_descriptors: bool) -> Tensor:
-    """``left[g].T @ right[g]`` for each expert's rows ``g`` of ``left[N, A]`` and ``right[N, B]``: ``[E, A, B]``."""
+def weight_gradient(
+    left: Tensor, right: Tensor, routing: Routing, launch: Launch, use_descriptors: bool, into: Tensor | None = None
+) -> Tensor:
+    """``left[g].T @ right[g]`` for each expert's rows ``g`` of ``left[N, A]`` and ``right[N, B]``: ``[E, A, B]``.
+
+    Added to ``into[E, A, B]`` (contiguous) where given, before it is rounded; then that is what is returned.
+    """
     m, n, k = launch.block_m, launch.block_n, launch.block_k
     height, width = left.shape[1], right.shape[1]
-    result = left.new_empty(routing.experts, height, width)
+    result = left.new_empty(routing.experts, height, width) if into is None else into
     a, b, target = left, right, result
     if use_descriptors:
         a, b = described_rows(left, [k, m]), described_rows(right, [k, n])
-        target = described(result, [1, m, n])
+        # A tile that is read first goes by pointers: the copy engine would need a third tile's shared memory for it.
+        target = described(result, [1, m, n]) if into is None else result
     tiles = routing.experts * triton.cdiv(height, m) * triton.cdiv(width, n)
     _weight_gradient[(min(multiprocessors(left.device), tiles),)](
         a,
@@ -36,6 +42,7 @@ def weight_gradient(left: Tensor, right: Tensor, routing: Routing, launch: Launc
         height,
         width,
         DESCRIBED=use_descriptors,
+        ADD=into is not None,
         BLOCK_M=m,
         BLOCK_N=n,
         BLOCK_K=k,
@@ -66,6 +73,7 @@ def _weight_gradient(
     height,
     width,
     DESCRIBED: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -83,7 +91,7 @@ def _weight_gradient(
             a = load_group(left, start, size, row, m * BLOCK_M, height, BLOCK_K, BLOCK_M, DESCRIBED)
             b = load_group(right, start, size, row, n * BLOCK_N, width, BLOCK_K, BLOCK_N, DESCRIBED)
             product = tl.dot(a.T, b, product, input_precision="ieee")
-        if DESCRIBED:
+        if DESCRIBED and not ADD:
             target.store(
                 [expert, m * BLOCK_M, n * BLOCK_N], tl.reshape(product.to(target.dtype), (1, BLOCK_M, BLOCK_N))
             )
@@ -92,6 +100,8 @@ def _weight_gradient(
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
             at = (expert.to(tl.int64) * height + line[:, None]) * width + column[None, :]
             mask = (line < height)[:, None] & (column < width)[None, :]
+            if ADD:
+                product += tl.load(target + at, mask=mask, other=0).to(tl.float32)
             tl.store(target + at, product.to(target.dtype.element_ty), mask=mask)
 
 
