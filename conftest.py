@@ -15,37 +15,44 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _missing_device(marker: str) -> str | None:
+def _npu_is_here() -> bool:
+    return hasattr(torch, "npu") and torch.npu.is_available()
+
+
+def _reason_to_skip(marker: str) -> str | None:
     if marker == "gpu":
         return None if torch.cuda.is_available() else "needs a CUDA GPU; torch sees none here"
-    return None if hasattr(torch, "npu") and torch.npu.is_available() else "needs an Ascend NPU; torch sees none here"
+    if marker == "npu":
+        return None if _npu_is_here() else "needs an Ascend NPU; torch sees none here"
+    if torch.cuda.is_available() or _npu_is_here():
+        return "an accelerator is here, and PyTorch's autograd serves one kind of them: no simulated NPU beside it"
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for marker in ("gpu", "npu"):
-        marked = [item for item in items if item.get_closest_marker(marker)]
-        reason = _missing_device(marker) if marked else None
-        if reason:
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    for marker in ("gpu", "npu", "npu_simulated"):
+        if reason := _reason_to_skip(marker):
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure() -> None:
     """The simulated NPU joins PyTorch's devices before any backward: autograd counts them when it first runs."""
-    if not hasattr(torch, "npu"):
+    if _reason_to_skip("npu_simulated") is None:
         from npu_sim.backend import start
 
         start()
 
 
-@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.npu)])
+_SIMULATED = pytest.param("simulated", marks=pytest.mark.npu_simulated)
+
+
+@pytest.fixture(params=[_SIMULATED, pytest.param("real", marks=pytest.mark.npu)])
 def npu(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device type of an Ascend NPU: simulated where there is none, and the machine's own where there is one."""
-    here = _missing_device("npu") is None
+    """The device type of an Ascend NPU: simulated where there is no accelerator, and the machine's own where it is."""
     if request.param == "real":
         yield "npu"
-    elif here:
-        pytest.skip("an Ascend NPU is here; PyTorch can't have a simulated one beside it")
     else:
         from npu_sim import simulated_npu
 

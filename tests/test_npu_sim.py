@@ -14,6 +14,7 @@ from npu_sim import memory, simulated_npu
 
 npu = torch.ops.npu
 HALF = torch.float16
+pytestmark = pytest.mark.npu_simulated
 
 
 @pytest.fixture(autouse=True)
