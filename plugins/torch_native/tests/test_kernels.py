@@ -153,3 +153,12 @@ def test_chunk_loss_for_any_number_of_tokens(tokens, ignored, seed):
     )
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_chunk_loss_takes_no_gradients_where_none_are_wanted():
+    hidden, weight, labels = _leaf(300, 8), _leaf(11, 8), torch.arange(300) % 11
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        loss = chunked.causal(hidden, weight, labels)
+    torch.testing.assert_close(loss, cross_entropy_loss.causal(hidden, weight, labels).detach())
+    products = sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+    assert products == len(chunked._chunks(300, 11, hidden.device))

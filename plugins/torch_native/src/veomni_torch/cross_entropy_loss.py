@@ -40,7 +40,10 @@ def causal(
         divisor: Any = (labels != ignore_index).sum().clamp_min(1)
     else:
         divisor = num_items_in_batch
-    return _ChunkLoss.apply(hidden, weight, bias, labels, divisor, ignore_index, softcap, scale)  # type: ignore[no-any-return]
+    differentiate = torch.is_grad_enabled()  # of no use inside a Function, where it is always off
+    return _ChunkLoss.apply(  # type: ignore[no-any-return]
+        hidden, weight, bias, labels, divisor, ignore_index, softcap, scale, differentiate
+    )
 
 
 class _ChunkLoss(Function):
@@ -55,8 +58,9 @@ class _ChunkLoss(Function):
         ignore_index: int,
         softcap: float | None,
         scale: float | None,
+        differentiate: bool,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[:3]
+        wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
@@ -92,7 +96,7 @@ class _ChunkLoss(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [None if saved is None else (saved * dloss).to(saved.dtype) for saved in ctx.saved_tensors]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
