@@ -66,18 +66,14 @@ class _ChunkLoss(Function):
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden.shape[0], weight.shape[0], hidden.device):
-            states, targets = hidden[rows], labels[rows]
+            states, counts = hidden[rows], labels[rows] != ignore_index
+            targets = torch.where(counts, labels[rows], 0)
             logits, slope = _logits(F.linear(states, weight, bias), softcap, scale)
-            counts = targets != ignore_index
-            targets = torch.where(counts, targets, 0).unsqueeze(1)
-            log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            losses, dlogits = _losses(logits, targets, hidden.dtype, any(wanted))
             del logits
-            picked = log_probabilities.gather(1, targets)
-            total -= torch.where(counts, picked.squeeze(1), 0.0).sum()
-            if not any(wanted):
+            total += torch.where(counts, losses, 0.0).sum()
+            if dlogits is None:
                 continue
-            dlogits = _exponential(log_probabilities, hidden.dtype)
-            dlogits.scatter_(1, targets, picked.expm1().to(dlogits.dtype))
             if slope is not None:
                 dlogits *= slope
             if dbias is not None:
@@ -86,6 +82,7 @@ class _ChunkLoss(Function):
                 dhidden[rows] = (dlogits @ weight) * (counts / divisor).unsqueeze(1)
             if dweight is not None:
                 _add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
+            del dlogits  # or it would still be there while the next chunk's logits are made
         ctx.save_for_backward(
             dhidden,
             None if dweight is None else dweight.div_(divisor).to(weight.dtype),
@@ -117,10 +114,16 @@ def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple
     return logits, slope
 
 
-def _exponential(logarithms: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp`` in ``dtype`` and one pass; takes the place of its input where they have one dtype."""
-    result = logarithms if logarithms.dtype == dtype else torch.empty_like(logarithms, dtype=dtype)
-    return torch.exp(logarithms, out=result)
+def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """Each row's loss in float32 and, if wanted, its derivative by the logits in ``dtype``."""
+    targets = targets.unsqueeze(1)
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    picked = log_probabilities.gather(1, targets)
+    if not differentiate:
+        return -picked.squeeze(1), None
+    # In two passes, since exp with an out of another dtype makes a float32 tensor of this size for itself.
+    dlogits = log_probabilities.exp_().to(dtype)
+    return -picked.squeeze(1), dlogits.scatter_(1, targets, picked.expm1().to(dtype))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
