@@ -49,7 +49,7 @@ class _Unweighted(Function):
     def forward(ctx: Any, x: Tensor, eps: float, round_scale: bool) -> Tensor:
         x32, reciprocal = _reciprocal_rms(x, eps)
         ctx.save_for_backward(x, reciprocal)
-        return x * reciprocal.to(x.dtype) if round_scale else (x32 * reciprocal).to(x.dtype)
+        return x * reciprocal.to(x.dtype) if round_scale else _rounded(x32 * reciprocal, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -66,7 +66,7 @@ class _Weighted(Function):
         normalised = x32 * reciprocal
         if round_first:
             return weight * normalised.to(x.dtype)
-        return ((weight.float() + added) * normalised).to(x.dtype)
+        return _rounded((weight.float() + added) * normalised, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,6 +78,15 @@ class _Weighted(Function):
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(dy * (weight.float() + ctx.added), normalised, reciprocal).to(x.dtype)
         return dx, dweight, None, None, None
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` in ``dtype``.
+
+    Without a cast where there is nothing to round: PyTorch 2.11 compiles a forward that ends in one to a function whose
+    gradients are all zero.
+    """
+    return values if values.dtype == dtype else values.to(dtype)
 
 
 def _input_gradient(dnormalised: Tensor, normalised: Tensor, reciprocal: Tensor) -> Tensor:
