@@ -12,6 +12,7 @@ from quack_plugin import SPECS, spec_of
 from veomni_core import KernelSpec
 from veomni_core.ops import moe_experts as reference
 from veomni_core.testing import check_kernel
+from veomni_quack.moe_experts import token_sums
 from veomni_quack.moe_experts.routing import route
 
 
@@ -230,9 +231,24 @@ def test_what_a_step_holds_beyond_its_gradients():
 
 
 @pytest.mark.gpu
-def test_float32_is_refused():
-    with pytest.raises(TypeError, match="bfloat16 or float16, all operands alike; these are float32"):
-        SPEC.load()(*problem(dtype=torch.float32, device="cuda"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_rows_are_compiled_once_for_every_number_of_tokens(dtype):
+    torch._dynamo.reset()
+
+    def compared(tokens):
+        index = torch.randint(0, 9, (tokens, 3), device="cuda")
+        routing, weights = route(index, 8), torch.rand(tokens, 3, device="cuda", dtype=dtype)
+        rows = torch.randn(3 * tokens + 1, 256, device="cuda", dtype=dtype)
+        for found, formula, more in (
+            (token_sums.weighted_sum_of_rows(rows, routing, weights), token_sums._weighted_sum, (weights,)),
+            (token_sums.sum_of_rows(rows, routing), token_sums._plain_sum, ()),
+        ):
+            torch.testing.assert_close(found, formula(rows, routing.row_of_route, *more))
+
+    compared(100)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compared(333)
+        compared(57)
 
 
 def test_specs_are_all_deterministic_and_train():

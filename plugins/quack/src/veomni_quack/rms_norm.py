@@ -47,10 +47,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:
         inside = None if round_before_weight else weight
-        result, _, rstd = rmsnorm_fwd(_rows(x), inside, out_dtype=x.dtype, eps=eps, store_rstd=True)
+        normalised, _, rstd = rmsnorm_fwd(_rows(x), inside, out_dtype=x.dtype, eps=eps, store_rstd=True)
         ctx.save_for_backward(x, weight, rstd)
-        if round_before_weight:
-            result = weight * result
+        result: Tensor = weight * normalised if round_before_weight else normalised
         return result.reshape(x.shape)
 
     @staticmethod

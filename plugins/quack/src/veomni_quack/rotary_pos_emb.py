@@ -99,7 +99,8 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _turned(dresult, *ctx.saved_tensors, ctx.neighbours, not ctx.backwards)
+        cos, sin, starts = ctx.saved_tensors
+        gradient = _turned(dresult, cos, sin, starts, ctx.neighbours, not ctx.backwards)
         return gradient, None, None, None, None, None
 
 
