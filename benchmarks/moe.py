@@ -1,4 +1,4 @@
-"""Mixture-of-experts MLPs on one GPU: `fused_triton` against transformers, veomni-torch, Liger and SonicMoE.
+"""Mixture-of-experts MLPs on one GPU: our kernels against transformers, veomni-torch, Liger and SonicMoE.
 
     python benchmarks/moe.py [--shapes qwen3-30b-a3b …] [--skip "Liger fused MoE" …] [--name moe_h200]
 
@@ -109,6 +109,7 @@ def contenders() -> Iterator[tuple[str, Kernel]]:
     yield "veomni fused_triton, accumulating", standard_accumulating
     yield "veomni grouped_mm", grouped
     for name, make in (
+        ("veomni fused_quack", _fused_quack),
         ("transformers eager", _transformers_eager),
         ("transformers grouped_mm", _transformers_grouped_mm),
         ("transformers grouped_mm, compiled", lambda: torch.compile(_transformers_grouped_mm(), dynamic=False)),
@@ -119,6 +120,12 @@ def contenders() -> Iterator[tuple[str, Kernel]]:
             yield name, make()
         except ImportError as error:
             print(f"{name} is left out: {error}")
+
+
+def _fused_quack() -> Kernel:
+    from veomni_quack.moe_experts.kernel import standard
+
+    return standard
 
 
 class _Experts:

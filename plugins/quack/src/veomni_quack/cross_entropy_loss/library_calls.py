@@ -1,0 +1,33 @@
+"""The calls of QuACK that the loss is made of; see :class:`veomni_quack.cross_entropy_loss.chunks.LibraryCalls`."""
+
+from __future__ import annotations
+
+from quack.cross_entropy import cross_entropy_fwd_out
+from quack.gemm_interface import default_config, gemm_tuned
+from torch import Tensor
+
+from veomni_quack.compiling import check_target, first_call
+
+check_target()
+
+
+def losses(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
+    """The cross entropy of each row."""
+    with first_call("cross entropy", logits.dtype, logits.shape[1]):
+        cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=None, ignore_index=ignore_index)
+
+
+def losses_and_gradient(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
+    """The cross entropy of each row, and its gradient in place of the logits, each row read and written once."""
+    with first_call("cross entropy and its gradient", logits.dtype, logits.shape[1]):
+        cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=logits, ignore_index=ignore_index)
+
+
+def add_product(dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:
+    """``dlogits.T @ hidden`` into, or onto, a float32 matrix.
+
+    The configuration is stated, as ``gemm`` would otherwise ask nvMatmulHeuristics where that happens to be installed.
+    """
+    config = default_config(out.device)
+    with first_call("weight gradient of the head", dlogits.dtype, first):
+        gemm_tuned.fn(dlogits.T, hidden, out, add_to_output=not first, config=config)

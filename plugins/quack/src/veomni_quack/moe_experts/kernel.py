@@ -1,0 +1,30 @@
+"""The experts, as they are bound."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from veomni_quack.compiling import check_dtypes
+from veomni_quack.moe_experts.alignment import padded
+from veomni_quack.moe_experts.operators import forward
+
+
+def standard(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
+
+    ``hidden[T, H]``, ``top_k_index[T, K]`` (outside ``[0, E)`` is dropped), ``top_k_weights[T, K]``,
+    ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. bfloat16 and float16; products
+    and sums are float32, pre-activations, activations and the experts' outputs are rounded to hidden's dtype.
+    Gradients reach all but the index; experts without tokens get zeros.
+
+    Sizes that are no multiple of 8, and weights whose last dimension isn't the contiguous one, are copied on the way.
+
+    Raises:
+        TypeError: hidden and projections are not all of one of these dtypes.
+    """
+    check_dtypes("fused_quack", hidden, gate_up_proj, down_proj)
+    tokens, gate_up, down = padded(hidden, gate_up_proj, down_proj)
+    result: Tensor = forward(tokens, top_k_index, top_k_weights, gate_up, down)[0]
+    return result if tokens is hidden else result[:, : hidden.shape[1]]

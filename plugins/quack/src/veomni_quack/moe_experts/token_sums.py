@@ -1,0 +1,56 @@
+"""From rows in the order of experts back to tokens: the sum of a token's rows, in a fixed order, in float32.
+
+QuACK has no such kernel, and PyTorch no operator that gathers and sums without writing the gathered rows first, ``K``
+times the size of the result. So these sums are formulas in plain PyTorch which ``torch.compile`` turns into one kernel,
+once per hidden size, ``K`` and dtype and whatever the number of tokens. Where compilation is turned off, or PyTorch's
+limit of recompilations is passed, the same formula runs operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from veomni_quack.moe_experts.routing import Routing
+
+
+def _weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    terms = (rows[places[:, k]].to(wide) * weights[:, k, None].to(wide) for k in range(places.shape[1]))
+    return sum(terms, start=rows.new_zeros((), dtype=wide)).to(rows.dtype)
+
+
+def _plain_sum(rows: Tensor, places: Tensor) -> Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    terms = (rows[places[:, k]].to(wide) for k in range(places.shape[1]))
+    return sum(terms, start=rows.new_zeros((), dtype=wide)).to(rows.dtype)
+
+
+_compiled_weighted_sum = torch.compile(_weighted_sum)
+_compiled_plain_sum = torch.compile(_plain_sum)
+
+
+def rows_with_a_zero(count: int, like: Tensor) -> Tensor:
+    """Room for ``[count, H]`` rows and, after them, the row of zeros that dropped routes point at."""
+    rows = like.new_empty(count + 1, like.shape[1])
+    rows[count].zero_()
+    return rows
+
+
+def weighted_sum_of_rows(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+    """``[T, H]``: the sum of each token's rows of ``rows[N + 1, H]``, times ``weights[T, K]``."""
+    return _call(_compiled_weighted_sum, rows, routing.row_of_route, weights)
+
+
+def sum_of_rows(rows: Tensor, routing: Routing) -> Tensor:
+    """``[T, H]``: the sum of each token's rows of ``rows[N + 1, H]``."""
+    return _call(_compiled_plain_sum, rows, routing.row_of_route)
+
+
+def _call(compiled: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the number of tokens changes from batch to batch
+    with torch.no_grad():
+        return compiled(*tensors)

@@ -1,0 +1,73 @@
+"""Describes the kernels to veomni-core. Imports neither torch nor quack."""
+
+from collections.abc import Iterable
+
+from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+# Below 0.5 because 0.5 put an argument into the middle of cross_entropy_fwd_out, and 0.6 took gemm_gated_tuned,
+# gemm_dgated_tuned and default_config away: these calls, not only their results, are what is tested here.
+_HOPPER = HardwareRequirement(
+    "cuda", min_compute_capability=90, packages=("quack-kernels>=0.4,<0.5", "nvidia-cutlass-dsl>=4.4.2")
+)
+_HALF = ("bfloat16", "float16")
+_ALL = ("float32", *_HALF)
+
+
+def _kernels(
+    name: str, module: str, variants: Iterable[str], description: str, preference: int, dtypes: tuple[str, ...] = _ALL
+) -> list[KernelSpec]:
+    op_name, _, _ = module.partition(".")
+    return [
+        KernelSpec(
+            name=name,
+            op_name=op_name,
+            variant=variant,
+            factory=f"veomni_quack.{module}:{variant}",
+            hardware=_HOPPER,
+            description=description,
+            preference=preference,
+            dtypes=dtypes,
+        )
+        for variant in variants
+    ]
+
+
+_ROTATIONS = (
+    "full",
+    "partial",
+    "sign_flipped",
+    "half_width",
+    "pairwise",
+    "pairwise_partial",
+    "interleaved",
+    "interleaved_partial",
+    "single",
+)
+
+
+@hookimpl
+def veomni_kernels() -> list[KernelSpec]:
+    """Every kernel, deterministic in forward and backward."""
+    return [
+        *_kernels("quack", "rms_norm", ("cast_after", "offset", "unweighted"), "one pass each way", 50),
+        *_kernels("quack", "rms_norm", ("standard",), "QuACK's norm, then the weight in a pass of its own", 40),
+        *_kernels("quack", "rotary_pos_emb", _ROTATIONS, "one pass per tensor, not in place", 50),
+        *_kernels(
+            "quack",
+            "cross_entropy_loss.kernel",
+            ("causal",),
+            "logits and their gradient a chunk of tokens at a time",
+            50,
+            _HALF,
+        ),
+        *_kernels(
+            "fused_quack",
+            "moe_experts.kernel",
+            ("standard",),
+            "gather and SwiGLU inside the grouped products",
+            55,
+            _HALF,
+        ),
+    ]

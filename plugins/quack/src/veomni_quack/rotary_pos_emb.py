@@ -1,0 +1,117 @@
+"""Rotary position embedding by QuACK: one kernel per tensor, in float32, rounded once; backward turns the other way.
+
+QuACK takes one table of angles, each pair's entry once, and an offset into it per sequence. Angles that differ by
+sequence, ``cos[B, S, R]``, are such a table of ``B * S`` positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from quack.rotary import apply_rotary
+from torch import Tensor
+
+from veomni_quack.compiling import check_target
+
+check_target()
+
+Pick = Callable[[Tensor], Tensor]
+_UNIT = 8  # values that QuACK moves at once: what head widths and strides must be multiples of
+_WIDEST_HEAD = 512
+
+
+def _first_half(angles: Tensor) -> Tensor:
+    return angles[..., : angles.shape[-1] // 2]
+
+
+def _every_other(angles: Tensor) -> Tensor:
+    return angles[..., ::2].contiguous()
+
+
+def _all(angles: Tensor) -> Tensor:
+    return angles
+
+
+def _rotation(pick: Pick, neighbours: bool = False, backwards: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A variant: which entries of ``cos`` and ``sin`` count, whether neighbours are pairs, and the direction."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` turned by ``cos[B, S, R]`` and ``sin``; in ``[B, S, H, D]`` where
+        ``unsqueeze_dim`` is 2. Dimensions beyond the turned ones pass through. Angles get no gradient.
+
+        Raises:
+            ValueError: a head's width, or its turned part, is no multiple of 8, or it is wider than 512.
+        """
+        angles = _Angles(pick(cos), pick(sin), neighbours, backwards)
+        return angles.turn(q, unsqueeze_dim), angles.turn(k, unsqueeze_dim)
+
+    return rotate
+
+
+full = _rotation(_first_half)
+partial = _rotation(_first_half)
+sign_flipped = _rotation(_first_half, backwards=True)
+half_width = _rotation(_all)
+pairwise = _rotation(_every_other, neighbours=True)
+pairwise_partial = _rotation(_every_other, neighbours=True)
+interleaved = _rotation(_first_half, neighbours=True)
+interleaved_partial = _rotation(_first_half, neighbours=True)
+
+
+def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """:func:`full` of one tensor (Gemma 4)."""
+    return _Angles(_first_half(cos), _first_half(sin), neighbours=False, backwards=False).turn(x, unsqueeze_dim)
+
+
+class _Angles:
+    """``cos`` and ``sin`` ``[B or 1, S, pairs]`` as QuACK reads them."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, neighbours: bool, backwards: bool) -> None:
+        batch, length, self.pairs = cos.shape
+        self.cos, self.sin = (angles.detach().reshape(batch * length, self.pairs) for angles in (cos, sin))
+        self.starts = length * torch.arange(batch, dtype=torch.int32, device=cos.device) if batch > 1 else None
+        self.neighbours, self.backwards = neighbours, backwards
+
+    def turn(self, x: Tensor, unsqueeze_dim: int) -> Tensor:
+        """``x``, turned; in the layout in which it came."""
+        width, turned = x.shape[-1], 2 * self.pairs
+        if width % _UNIT or turned % _UNIT or width > _WIDEST_HEAD:
+            raise ValueError(
+                f"quack turns heads whose width, at most {_WIDEST_HEAD}, and turned part are multiples of {_UNIT}; "
+                f"this head has {width} dimensions, {turned} of them turned. Choose another rotary_pos_emb kernel."
+            )
+        heads_first = unsqueeze_dim == 1
+        by_position = x.transpose(1, 2) if heads_first else x
+        result: Tensor = _Turn.apply(by_position, self.cos, self.sin, self.starts, self.neighbours, self.backwards)
+        return result.transpose(1, 2) if heads_first else result
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, neighbours: bool, backwards: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin, starts)
+        ctx.neighbours, ctx.backwards = neighbours, backwards
+        return _turned(x, cos, sin, starts, neighbours, backwards)
+
+    @staticmethod
+    def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, starts = ctx.saved_tensors
+        gradient = _turned(dresult, cos, sin, starts, ctx.neighbours, not ctx.backwards)
+        return gradient, None, None, None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, neighbours: bool, backwards: bool) -> Tensor:
+    readable = x.stride(-1) == 1 and all(stride % _UNIT == 0 for stride in x.stride()[:-1])
+    result: Tensor = apply_rotary(
+        x if readable else x.contiguous(),
+        cos,
+        sin,
+        seqlen_offsets=starts,
+        interleaved=neighbours,
+        conjugate=backwards,
+    )
+    return result

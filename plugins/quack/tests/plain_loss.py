@@ -1,0 +1,54 @@
+"""The three calls of the loss in plain PyTorch: what its composition is tested with."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from veomni_quack.cross_entropy_loss import chunks
+
+
+def losses(logits, labels, out, ignore_index):
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    out.copy_(F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="none"))
+
+
+def losses_and_gradient(logits, labels, out, ignore_index):
+    losses(logits, labels, out, ignore_index)
+    counts = (labels != ignore_index)[:, None]
+    hit = torch.arange(logits.shape[1]) == labels[:, None]
+    logits.copy_((logits.float().softmax(dim=-1) - hit.float()) * counts)
+
+
+def add_product(dlogits, hidden, out, first):
+    assert dlogits.stride(0) % 8 == 0 and hidden.stride(0) % 8 == 0 and out.stride(0) % 8 == 0
+    product = dlogits.float().T @ hidden.float()
+    out.copy_(product if first else out + product)
+
+
+class CALLS:
+    losses, losses_and_gradient = staticmethod(losses), staticmethod(losses_and_gradient)
+    add_product = staticmethod(add_product)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, bias, ignore_index, softcap, scale):
+        wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
+        total, *found = chunks.loss_and_gradients(*operands, ignore_index, softcap, scale, *wants, calls=CALLS)
+        ctx.found, ctx.dtype = found, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, dtotal):
+        dhidden, dweight, dbias = ((gradient.float() * dtotal).to(ctx.dtype) for gradient in ctx.found)
+        return dhidden, dweight, None, dbias if dbias.numel() else None, None, None, None
+
+
+def causal(hidden, weight, labels, bias=None, ignore_index=-100, num_items_in_batch=None, softcap=None, scale=None):
+    """The loss on these calls: the composition that the GPU runs, without QuACK."""
+    total = _Loss.apply(hidden, weight, labels, bias, ignore_index, softcap, scale)
+    if num_items_in_batch is not None:
+        return total / num_items_in_batch
+    return total / (labels != ignore_index).sum().clamp_min(1)
