@@ -19,8 +19,8 @@ def chunk_multiple(tokens: int, width: int, vocabulary: int, element_size: int) 
     multiple is the largest with which a chunk's logits fit ``LOGITS_BYTES``, but at least 1: from then on the library
     holds twice as many logits as hidden states at most.
     """
-    rows = 1 << max(LOGITS_BYTES // (vocabulary * element_size), 1).bit_length() - 1
-    chunks = math.ceil(tokens / rows)
-    if chunks == 1:
-        return vocabulary  # one chunk whatever the width
+    rows = LOGITS_BYTES // (vocabulary * element_size)
+    if tokens <= rows:
+        return vocabulary  # one chunk, whatever the width
+    chunks = math.ceil(tokens / (1 << max(rows, 1).bit_length() - 1))
     return max(1, (vocabulary - 1) // (width * (chunks - 1)))
