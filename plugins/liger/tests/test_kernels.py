@@ -141,9 +141,7 @@ def test_a_frozen_backbone_leaves_the_heads_gradients():
     hidden, weight, bias, labels = _leaf(9, 8), _leaf(11, 8), _leaf(11), _labels(9, 11)
     trained = cross_entropy_loss.causal(hidden, weight, labels, bias)
     frozen = cross_entropy_loss.causal(hidden.detach(), weight, labels, bias)
-    pairs = zip(
-        torch.autograd.grad(frozen, (weight, bias)), torch.autograd.grad(trained, (weight, bias)), strict=True
-    )
+    pairs = zip(torch.autograd.grad(frozen, (weight, bias)), torch.autograd.grad(trained, (weight, bias)), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
     evaluated = cross_entropy_loss.causal(hidden.detach(), weight.detach(), labels, bias.detach())
     torch.testing.assert_close(evaluated, trained.detach())

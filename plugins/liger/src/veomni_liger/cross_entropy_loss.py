@@ -102,7 +102,7 @@ class _ClassSum(Function):
         return _scaled(dlogits, dtotal, ctx.dtype), None, None
 
 
-# Operators that ``torch.compile`` keeps whole. What is not wanted is given as an empty tensor, for they can't give none.
+# Operators that ``torch.compile`` keeps whole. They can't give ``None``: what isn't wanted is an empty tensor.
 _LIBRARY = library.Library("veomni_liger", "FRAGMENT")
 _LIBRARY.define(
     "causal_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float? softcap, "

@@ -17,20 +17,13 @@ from veomni_liger.library import part
 # What the library itself pins when its search is switched off. `benchmarks/adapters_liger.py --tune` prints what the
 # search finds on a GPU, in this form.
 CONFIGURATIONS: dict[str, dict[str, int]] = {
-    **dict.fromkeys(
-        (
-            "_fused_up_proj_swiglu_kernel",
-            "_fused_down_proj_kernel",
-            "_moe_bwd_down_proj_kernel",
-            "_moe_bwd_dX_expanded_kernel",
-        ),
-        {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
-    ),
-    **dict.fromkeys(
-        ("_moe_bwd_dW1_kernel", "_moe_bwd_dW2_kernel"),
-        {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
-    ),
+    "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
     "_token_gather_weighted_sum_kernel": {"BLOCK_H": 128, "BLOCK_K": 4, "num_warps": 4, "num_stages": 4},
+    "_moe_bwd_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_moe_bwd_dX_expanded_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_moe_bwd_dW1_kernel": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
+    "_moe_bwd_dW2_kernel": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
 }
 
 

@@ -55,7 +55,7 @@ _LIBRARY.define(
 def _activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     forward, _ = _KERNELS[activation]
     *_, result = forward(gate.contiguous(), up.contiguous())
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def _activated_like(gate: Tensor, *_: object) -> Tensor:
