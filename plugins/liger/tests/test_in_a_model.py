@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import step
-from tiny_models import tiny_model
+from models import build, step, tokens
 from veomni_core import HardwareRequirement, bind
 from veomni_core.discovery import CORE
 from veomni_core.registry import PluginRecord, build_registry
@@ -49,8 +48,8 @@ def registry():
     ],
 )
 def test_a_step_is_as_eager(model_type, variants):
-    model = tiny_model(model_type, torch.float32)
-    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    model = build(model_type, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    ids = tokens(2, 5)
     wanted, wanted_gradients = step(model, ids)
     fields = {field: "fused_liger" if field == EXPERTS else "liger_kernel" for field in variants}
     with bind(model, {"preset": "eager", **fields}, registry=registry()) as binding:

@@ -27,6 +27,13 @@ def test_conformance(spec):
     check_kernel(replace(spec, dtypes=("float32",)), "cpu", "float32").raise_if_failed()
 
 
+@in_the_interpreter
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.variant in ("cast_after", "offset", "unweighted")], ids=str)
+def test_norms_that_round_once_conform_in_bf16(spec):
+    # The interpreter multiplies no bfloat16, which these norms don't do either.
+    check_kernel(spec, "cpu", "bfloat16").raise_if_failed()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "spec, dtype", [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for dtype in spec.dtypes]

@@ -13,7 +13,7 @@ LOGITS_BYTES = 640 << 20
 
 
 def chunk_multiple(tokens: int, width: int, vocabulary: int, element_size: int) -> int:
-    """Liger's ``chunk_mem_const`` for ``tokens`` of ``width`` with ``vocabulary`` logits of ``element_size`` bytes each.
+    """Liger's ``chunk_mem_const`` for ``tokens`` of ``width``, with ``vocabulary`` logits of ``element_size`` each.
 
     The library takes ``ceil(vocabulary / (multiple * width))`` chunks or fewer, of a power of two of tokens. The
     multiple is the largest with which a chunk's logits fit ``LOGITS_BYTES``, but at least 1: from then on the library

@@ -9,6 +9,7 @@ ours, while whoever imports ``liger_kernel`` finds it as it is, search and all.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from veomni_liger.library import part
 
 # What the library itself pins when its search is switched off. `benchmarks/adapters_liger.py --tune` prints what the
 # search finds on a GPU, in this form.
-CONFIGURATIONS: dict[str, dict[str, int]] = {
+Configuration = Mapping[str, int]
+CONFIGURATIONS: Mapping[str, Configuration] = {
     "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
     "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
     "_token_gather_weighted_sum_kernel": {"BLOCK_H": 128, "BLOCK_K": 4, "num_warps": 4, "num_stages": 4},
@@ -30,15 +32,15 @@ CONFIGURATIONS: dict[str, dict[str, int]] = {
 class _Pinned:
     """Launches an autotuned kernel in one configuration."""
 
-    def __init__(self, autotuner: Any, configuration: dict[str, int]) -> None:
+    def __init__(self, autotuner: Any, configuration: Configuration) -> None:
         self._kernel, self._configuration = autotuner.fn, configuration
 
     def __getitem__(self, grid: Any) -> Any:
         return partial(self._kernel[grid], **self._configuration)
 
 
-def pinned_experts() -> Any:
-    """``LigerFusedMoEFunction`` of a copy of its module, whose kernels have :data:`CONFIGURATIONS`.
+def pinned_experts(configurations: Mapping[str, Configuration] = CONFIGURATIONS) -> Any:
+    """``LigerFusedMoEFunction`` of a copy of its module, whose kernels are launched in ``configurations``.
 
     Raises:
         ImportError: the library can't be imported, or its kernels are others than those that are pinned.
@@ -49,9 +51,9 @@ def pinned_experts() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     searching = {name for name, value in vars(module).items() if hasattr(value, "configs")}
-    if searching != CONFIGURATIONS.keys():
-        different = ", ".join(sorted(searching ^ CONFIGURATIONS.keys()))
+    if searching != configurations.keys():
+        different = ", ".join(sorted(searching ^ configurations.keys()))
         raise ImportError(f"liger-kernel's experts have other kernels than those that are pinned: {different}")
-    for name, configuration in CONFIGURATIONS.items():
+    for name, configuration in configurations.items():
         setattr(module, name, _Pinned(getattr(module, name), configuration))
     return module.LigerFusedMoEFunction
