@@ -62,8 +62,7 @@ def model_of(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for norm in norms(model).values():
-        if norm.weight is not None:
-            norm.weight.data += 0.3 * torch.randn_like(norm.weight)
+        norm.weight.data += 0.3 * torch.randn_like(norm.weight)
     return model.to(DEVICE, torch.bfloat16).train()  # type: ignore[no-any-return]
 
 
@@ -86,9 +85,8 @@ def run(model_type: str, way: str) -> Found:
     model = changed(model_of(model_type), model_type, way)
     results: dict[str, Tensor] = {}
     for seed, (path, norm) in enumerate(norms(model).items()):
-        width = SIZES["head_dim"] if norm.weight.numel() == SIZES["head_dim"] else norm.weight.numel()
         generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(4, 64, width, generator=generator).to(DEVICE, norm.weight.dtype)
+        x = torch.randn(4, 64, norm.weight.numel(), generator=generator).to(DEVICE, norm.weight.dtype)
         with torch.no_grad():
             results[path] = norm(3 * x).cpu()
     ids = torch.randint(3, SIZES["vocab_size"], (4, 128), generator=torch.Generator().manual_seed(1)).to(DEVICE)
