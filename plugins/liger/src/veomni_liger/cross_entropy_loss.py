@@ -1,0 +1,180 @@
+"""cross_entropy_loss by Liger: the causal loss one chunk of tokens at a time, the classifier's on a copy of its logits.
+
+Both take their gradients in forward, over the logits that they then no longer need, and as sums: backward divides them
+by the number of items, in one pass that also applies the incoming gradient. Liger itself scales in place, so that a
+second backward would scale twice, and asks the host whether it must. Forward reads the number of labels on the host
+(so no CUDA graph holds it); nothing here needs that number, but the library's functions take it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.autograd import Function
+
+from veomni_liger.chunks import chunk_multiple
+from veomni_liger.library import part
+
+_linear_cross_entropy = part("fused_linear_cross_entropy", "fused_linear_cross_entropy_forward")
+_cross_entropy = part("cross_entropy", "cross_entropy_forward")
+IGNORED = -100
+
+
+def causal(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    num_items_in_batch: int | Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
+
+    Logits are multiplied by ``scale`` (which is applied to ``hidden``, and rounded there), then bounded by
+    ``softcap * tanh(logits / softcap)``. With ``num_items_in_batch`` the sum is divided by it. Where no label counts,
+    the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias
+    are summed over chunks in their own dtype, as by Liger.
+    """
+    if scale is not None:
+        hidden = hidden * scale
+    total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap)
+    items = _counted(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
+    return total / items  # type: ignore[no-any-return]
+
+
+def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """Mean cross entropy of ``logits[B, C]`` against ``labels[B]``, in float32; 0 where no label counts.
+
+    Raises:
+        AssertionError: a label is neither a class nor ``ignore_index``.
+    """
+    return _ClassSum.apply(logits, labels, ignore_index) / _counted(labels, ignore_index)  # type: ignore[no-any-return]
+
+
+def _counted(labels: Tensor, ignore_index: int) -> Tensor:
+    return (labels != ignore_index).sum().clamp_min(1)
+
+
+def _scaled(gradient: Tensor, dtotal: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in float32, rounded once; a factor without dimensions would be rounded to the gradient's dtype."""
+    return torch.mul(gradient, dtotal.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+class _CausalSum(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignore_index: int,
+        softcap: float | None,
+    ) -> Tensor:
+        ctx.wanted = ctx.needs_input_grad[:3]
+        train = any(ctx.wanted)
+        total, *gradients = _causal_sum(hidden, weight, bias, labels, ignore_index, softcap, train, ctx.wanted[1])
+        ctx.save_for_backward(*gradients)
+        return total  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        gradients = [_scaled(gradient, dtotal, gradient.dtype) if wanted else None for gradient, wanted in saved]
+        return *gradients, None, None, None
+
+
+class _ClassSum(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        total, dlogits = _class_sum(logits, labels, ignore_index, ctx.needs_input_grad[0])
+        ctx.save_for_backward(dlogits)
+        ctx.dtype = logits.dtype
+        return total  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        (dlogits,) = ctx.saved_tensors
+        return _scaled(dlogits, dtotal, ctx.dtype), None, None
+
+
+# Operators that ``torch.compile`` keeps whole. They can't give ``None``: what isn't wanted is an empty tensor.
+_LIBRARY = library.Library("veomni_liger", "FRAGMENT")
+_LIBRARY.define(
+    "causal_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float? softcap, "
+    "bool train, bool train_weight) -> (Tensor total, Tensor dhidden, Tensor dweight, Tensor dbias)"
+)
+_LIBRARY.define(
+    "class_sum(Tensor logits, Tensor labels, int ignore_index, bool train) -> (Tensor total, Tensor dlogits)"
+)
+
+
+def _causal_sum_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    train: bool,
+    train_weight: bool,
+) -> tuple[Tensor, ...]:
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    if not tokens:  # Liger divides by the size of its chunks, of which there are none
+        return tuple(x.zero_() for x in _causal_sum_like(hidden, weight, bias, labels, 0, None, train, train_weight))
+    with torch.no_grad(), torch.cuda.device_of(hidden):
+        total, _, _, _, *gradients = _linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            reduction="sum",
+            softcap=softcap,
+            compute_gradients=train,
+            weight_requires_grad=train_weight,
+            chunk_mem_const=chunk_multiple(tokens, width, vocabulary, hidden.element_size()),
+        )
+    return total, *(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _causal_sum_like(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    train: bool,
+    train_weight: bool,
+) -> tuple[Tensor, ...]:
+    given = (hidden, weight if train and train_weight else None, bias if train else None)
+    gradients = (hidden.new_empty(0) if x is None else torch.empty_like(x) for x in given)
+    return hidden.new_empty((), dtype=torch.float32), *gradients
+
+
+def _class_sum_of(logits: Tensor, labels: Tensor, ignore_index: int, train: bool) -> tuple[Tensor, Tensor]:
+    dlogits = logits.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    dlogits.requires_grad_(train)  # asks for the gradient, which takes the copy's place
+    with torch.no_grad(), torch.cuda.device_of(logits):
+        total, *_ = _cross_entropy(dlogits, labels, None, ignore_index, 0.0, 0.0, "sum", None, False)
+    return total, dlogits.detach()
+
+
+def _class_sum_like(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    dlogits = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return dlogits.new_empty(()), dlogits
+
+
+for _name, _implementation, _fake in (
+    ("causal_sum", _causal_sum_of, _causal_sum_like),
+    ("class_sum", _class_sum_of, _class_sum_like),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"veomni_liger::{_name}", _fake, lib=_LIBRARY)
+_causal_sum = torch.ops.veomni_liger.causal_sum.default
+_class_sum = torch.ops.veomni_liger.class_sum.default

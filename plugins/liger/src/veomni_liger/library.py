@@ -1,0 +1,38 @@
+"""Loads parts of Liger-Kernel, and says what is wrong with its installation where they can't be loaded.
+
+Parts are taken from the submodules of ``liger_kernel.ops``. The package itself gives other objects under the same names
+when ``LIGER_KERNEL_IMPL`` names another implementation, and ``liger_kernel.functional`` asks the environment at every
+call; its submodules hold the Triton kernels, whatever the environment says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_SWITCH = "LIGER_KERNEL_IMPL"
+
+
+def part(name: str, attribute: str) -> Any:
+    """``attribute`` of ``liger_kernel.ops.<name>``.
+
+    Raises:
+        ImportError: it can't be imported or isn't there; the message says what to do.
+    """
+    try:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{name}"), attribute)
+    except Exception as error:  # whatever the library raises while it is imported is a reason to report
+        raise ImportError(_explained(error)) from error
+
+
+def _explained(error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    try:
+        installed = f"liger-kernel {version('liger-kernel')} is installed, but loading it failed ({reason})"
+    except PackageNotFoundError:
+        return f"liger-kernel is not installed ({reason}): pip install 'liger-kernel>=0.8.5,<0.9'"
+    if switch := os.environ.get(_SWITCH):
+        return f"{installed}; {_SWITCH}={switch} makes it load more than these kernels need: unset it"
+    return f"{installed}; install it again: pip install --force-reinstall --no-deps 'liger-kernel>=0.8.5,<0.9'"

@@ -1,0 +1,59 @@
+"""Liger's experts with one configuration per kernel, for us alone.
+
+Liger's kernels search over 16 to 40 configurations each at the first call of a shape, unless
+``LIGER_FUSED_MOE_AUTOTUNE=0`` was set before the library was imported. Neither may decide what a plan's kernel does.
+So the module that launches them is run a second time under no name, and its kernels are replaced there: the copy is
+ours, while whoever imports ``liger_kernel`` finds it as it is, search and all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from veomni_liger.library import part
+
+# What the library itself pins when its search is switched off. `benchmarks/adapters_liger.py --tune` prints what the
+# search finds on a GPU, in this form.
+Configuration = Mapping[str, int]
+CONFIGURATIONS: Mapping[str, Configuration] = {
+    "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_token_gather_weighted_sum_kernel": {"BLOCK_H": 128, "BLOCK_K": 4, "num_warps": 4, "num_stages": 4},
+    "_moe_bwd_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_moe_bwd_dX_expanded_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2},
+    "_moe_bwd_dW1_kernel": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
+    "_moe_bwd_dW2_kernel": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
+}
+
+
+class _Pinned:
+    """Launches an autotuned kernel in one configuration."""
+
+    def __init__(self, autotuner: Any, configuration: Configuration) -> None:
+        self._kernel, self._configuration = autotuner.fn, configuration
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self._kernel[grid], **self._configuration)
+
+
+def pinned_experts(configurations: Mapping[str, Configuration] = CONFIGURATIONS) -> Any:
+    """``LigerFusedMoEFunction`` of a copy of its module, whose kernels are launched in ``configurations``.
+
+    Raises:
+        ImportError: the library can't be imported, or its kernels are others than those that are pinned.
+    """
+    part("fused_moe", "LigerFusedMoEFunction")  # says what is wrong where it can't be imported
+    spec = importlib.util.find_spec("liger_kernel.ops.fused_moe")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    searching = {name for name, value in vars(module).items() if hasattr(value, "configs")}
+    if searching != configurations.keys():
+        different = ", ".join(sorted(searching ^ configurations.keys()))
+        raise ImportError(f"liger-kernel's experts have other kernels than those that are pinned: {different}")
+    for name, configuration in configurations.items():
+        setattr(module, name, _Pinned(getattr(module, name), configuration))
+    return module.LigerFusedMoEFunction

@@ -1,0 +1,102 @@
+"""rotary_pos_emb by Liger's rotation, which works in place, on copies of queries and keys.
+
+``rope_forward`` and ``rope_backward`` rotate ``q`` and ``k`` where they lie, laid out as ``[B, S, H, D]``. A model may
+still read its queries and keys, and autograd an incoming gradient, so each is copied into that layout first; where it
+lies otherwise, Liger copies it too. Saved are ``cos`` and ``sin``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.autograd import Function
+
+from veomni_liger.library import part
+
+_rope_forward, _rope_backward = part("rope", "rope_forward"), part("rope", "rope_backward")
+
+
+def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate every dimension of ``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` by ``cos`` and ``sin`` of ``[B or 1, S, D]``.
+
+    Reads the first half of ``cos`` and ``sin``, which the second repeats. The results have the dtypes of ``q`` and
+    ``k``, and are computed in that of ``cos``. With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient
+    reaches ``cos`` and ``sin``.
+
+    Raises:
+        ValueError: ``cos`` is not as wide as a head, or ``unsqueeze_dim`` is neither 1 nor 2.
+    """
+    if cos.shape[-1] != q.shape[-1]:
+        raise ValueError(f"cos is {cos.shape[-1]} wide, expected {q.shape[-1]}, as wide as a head")
+    return partial(q, k, cos, sin, unsqueeze_dim)
+
+
+def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As :func:`full`, in the first ``cos.shape[-1]`` dimensions; the others pass through unchanged."""
+    return _rotated(q, k, cos, sin, unsqueeze_dim, cos.shape[-1])
+
+
+def half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As :func:`full` with ``cos`` and ``sin`` of ``[B or 1, S, D/2]``, which both halves of a head share."""
+    if 2 * cos.shape[-1] != q.shape[-1]:
+        raise ValueError(f"cos is {cos.shape[-1]} wide, expected {q.shape[-1] // 2}, half as wide as a head")
+    return _rotated(q, k, cos, sin, unsqueeze_dim, q.shape[-1])
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, rotary_width: int
+) -> tuple[Tensor, Tensor]:
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
+    return _RotaryPosEmb.apply(q, k, cos, sin, 3 - unsqueeze_dim, rotary_width)  # type: ignore[no-any-return]
+
+
+class _RotaryPosEmb(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions_dim: int, rotary_width: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = positions_dim, rotary_width
+        return _turn(q, k, cos, sin, positions_dim, rotary_width, False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        return *_turn(dq, dk, *ctx.saved_tensors, *ctx.layout, True), None, None, None, None
+
+
+# An operator that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around it.
+_LIBRARY = library.Library("veomni_liger", "FRAGMENT")
+_LIBRARY.define(
+    "rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int positions_dim, int rotary_width, bool backward)"
+    " -> (Tensor q, Tensor k)"
+)
+
+
+def _turned(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions_dim: int, rotary_width: int, backward: bool
+) -> tuple[Tensor, Tensor]:
+    q, k = _copies(q, k, positions_dim)
+    with torch.cuda.device_of(q):
+        # Liger takes [B, H, S, D] and turns it into [B, S, H, D] itself: a view of the copies, so it writes into them.
+        (_rope_backward if backward else _rope_forward)(
+            q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=rotary_width
+        )
+    return q.transpose(1, positions_dim), k.transpose(1, positions_dim)
+
+
+def _turned_like(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions_dim: int, *_: object) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, positions_dim) for x in _copies(q, k, positions_dim))
+
+
+def _copies(q: Tensor, k: Tensor, positions_dim: int) -> tuple[Tensor, Tensor]:
+    """Contiguous ``[B, S, H, D]`` of ``q`` and ``k``."""
+    q, k = (x.transpose(1, positions_dim).clone(memory_format=torch.contiguous_format) for x in (q, k))
+    return q, k
+
+
+_LIBRARY.impl("rotary_pos_emb", _turned, "CompositeExplicitAutograd")
+library.register_fake("veomni_liger::rotary_pos_emb", _turned_like, lib=_LIBRARY)
+_turn = torch.ops.veomni_liger.rotary_pos_emb.default

@@ -1,0 +1,83 @@
+"""swiglu_mlp by Liger's kernels, whose backward writes the gradients over gate and up.
+
+The kernels take one pointer for a value and its gradient, so backward hands them copies: as tensors that become the
+gradients they cost no memory more than the gradients themselves, and a pass over gate and up in time. Saved are gate
+and up alone. Shapes ``[..., I]`` of one dtype, with any strides and ``I`` of at most 65536 (``RuntimeError``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.autograd import Function
+
+from veomni_liger.library import part
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "silu": (part("swiglu", "swiglu_forward"), part("swiglu", "swiglu_backward")),
+    "gelu_tanh": (part("geglu", "geglu_forward"), part("geglu", "geglu_backward")),
+}
+
+
+def standard(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``; the activation is rounded to up's dtype before the product."""
+    return _GatedActivation.apply(gate, up, "silu")  # type: ignore[no-any-return]
+
+
+def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` with the tanh approximation, rounded as in :func:`standard`."""
+    return _GatedActivation.apply(gate, up, "gelu_tanh")  # type: ignore[no-any-return]
+
+
+class _GatedActivation(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _forward(gate, up, activation)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(dy, *ctx.saved_tensors, ctx.activation), None
+
+
+# Operators that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around them.
+_LIBRARY = library.Library("veomni_liger", "FRAGMENT")
+_LIBRARY.define("gated_activation(Tensor gate, Tensor up, str activation) -> Tensor")
+_LIBRARY.define(
+    "gated_activation_gradients(Tensor dy, Tensor gate, Tensor up, str activation) -> (Tensor dgate, Tensor dup)"
+)
+
+
+def _activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    forward, _ = _KERNELS[activation]
+    *_, result = forward(gate.contiguous(), up.contiguous())
+    return result  # type: ignore[no-any-return]
+
+
+def _activated_like(gate: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+def _gradients_of(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    _, backward = _KERNELS[activation]
+    dgate, dup = (x.clone(memory_format=torch.contiguous_format) for x in (gate, up))
+    backward(dgate, dup, dy.contiguous())
+    return dgate, dup
+
+
+def _gradients_like(_: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return _activated_like(gate), _activated_like(up)
+
+
+for _name, _implementation, _fake in (
+    ("gated_activation", _activated, _activated_like),
+    ("gated_activation_gradients", _gradients_of, _gradients_like),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"veomni_liger::{_name}", _fake, lib=_LIBRARY)
+_forward = torch.ops.veomni_liger.gated_activation.default
+_gradients = torch.ops.veomni_liger.gated_activation_gradients.default
