@@ -26,6 +26,7 @@ from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from gpu import peak_mib, timing
 from results import machine, write_results
@@ -166,7 +167,9 @@ def steps(comparison: Comparison) -> Iterator[tuple[str, Callable[[], None]]]:
     """Forward and backward of each call, with gradients dropped first."""
     for name, call in comparison.calls.items():
         results = call(*comparison.inputs)
-        upstream = [torch.randn_like(x) for x in (results if isinstance(results, tuple) else (results,))]
+        results = results if isinstance(results, tuple) else (results,)
+        upstream = [torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in results]
+        del results
 
         def step(call: Function = call, upstream: Sequence[Tensor] = upstream) -> None:
             for tensor in comparison.inputs:
@@ -234,12 +237,12 @@ def tune() -> None:
 
         try:
             return timing(step, rep=60).median
-        except RuntimeError as error:  # more shared memory than there is
-            print(f"not possible: {str(error).splitlines()[0]}", flush=True)
+        except OutOfResources as error:
+            print(f"not possible: {error}", flush=True)
             return float("inf")
 
     for name in CONFIGURATIONS:
-        tried = [({**best, name: candidate}) for candidate in (best[name], *candidates(name))]
+        tried = [{**best, name: candidate} for candidate in (best[name], *candidates(name))]
         times = [milliseconds(configurations) for configurations in tried]
         best = tried[times.index(min(times))]
         print(f'    "{name}": {best[name]},  # {times[0]:.2f} -> {min(times):.2f} ms a step', flush=True)

@@ -27,6 +27,14 @@ model:
   ops_implementation: {ops}
 """
 
+OP_WITH_AN_ABSENT_KERNEL = """
+from veomni_core import OpSpec, hookimpl
+VEOMNI_PLUGIN_API_VERSION = 1
+@hookimpl
+def veomni_ops():
+    published = {"far": "veomni-far"}
+    return [OpSpec("far_op", ("standard",), "far_op_implementation", contract="m:c", published=published)]
+"""
 SLOW = "import time\ntime.sleep(60)\n"
 WITH_COMMAND = """
     from veomni_core import CommandSpec, hookimpl
@@ -102,7 +110,9 @@ def test_explain_says_why_not_and_what_would_win(veomni, install):
     data = json.loads(veomni("explain", "rms_norm_implementation", "--hardware", "h200", "--json"))
     (fast,) = [kernel for kernel in data["kernels"] if kernel["kernel"] == "fast"]
     assert fast["runs"] and fast["assumes"] == ["nowhere>=1"] and data["auto"]["standard"] == "fast"
-    assert data["not_here"]["liger_kernel"] == "liger_kernel is not installed: pip install veomni-liger"
+    install("far-plugin", OP_WITH_AN_ABSENT_KERNEL)
+    data = json.loads(veomni("explain", "far_op", "--json"))
+    assert data["not_here"] == {"far": "far is not installed: pip install veomni-far"}
 
 
 def test_plan(veomni, job, install_healthy):
@@ -156,6 +166,7 @@ def test_doctor_isolates_each_plugin(veomni, install, install_healthy):
     install_healthy("good-plugin", "good")
     install("slow-plugin", SLOW)
     install("crashing-plugin", "import os\nos._exit(7)")
+    install("far-plugin", OP_WITH_AN_ABSENT_KERNEL)
     text = veomni("doctor", "--timeout", "5", "--json", code=1)
     data = json.loads(text)
     plugins = {plugin["name"]: plugin for plugin in data["plugins"]}
@@ -163,7 +174,7 @@ def test_doctor_isolates_each_plugin(veomni, install, install_healthy):
     assert plugins["slow-plugin"]["problem"] == "did not load within 5 s"
     assert plugins["crashing-plugin"]["problem"].startswith("its process ended with code 7")
     assert not plugins["good-plugin"]["initialises_cuda"] and plugins["good-plugin"]["imports"] == []
-    assert any(gain["distribution"] == "veomni-liger" for gain in data["gains"])
+    assert any(gain["distribution"] == "veomni-far" for gain in data["gains"])
 
 
 def test_doctor_is_content_with_healthy_plugins(veomni, install_healthy):
