@@ -85,6 +85,11 @@ class Problem:
         """The tensors whose gradients are taken."""
         return {"hidden": self.hidden, "weights": self.weights, "gate_up": self.gate_up, "down": self.down}
 
+    def forget_gradients(self) -> None:
+        """Give back the memory of the gradients; one kernel would add to them instead of giving its own."""
+        for tensor in self.leaves.values():
+            tensor.grad = None
+
     def arguments(self) -> tuple[Tensor, ...]:
         """The contract's call."""
         return (self.hidden, self.index, self.weights, self.gate_up, self.down)
@@ -189,6 +194,7 @@ def _sonic() -> Kernel:
 
 def errors(kernel: Kernel, problem: Problem, exact: dict[str, Tensor]) -> dict[str, float]:
     """How far the result and each gradient are from float64."""
+    problem.forget_gradients()
     result = kernel(*problem.arguments())
     gradients = torch.autograd.grad(result, list(problem.leaves.values()), problem.upstream)
     found = dict(zip(("result", *problem.leaves), (result.detach(), *gradients), strict=True))
@@ -219,8 +225,7 @@ def measure(kernel: Kernel, shape: Shape, problem: Problem, exact: dict[str, Ten
         "launches": launches(step),
         "errors": wrong,
     }
-    for tensor in problem.leaves.values():
-        tensor.grad = None
+    problem.forget_gradients()
     return {**found, "peak MiB": peak_mib(step)}
 
 

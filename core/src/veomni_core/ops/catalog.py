@@ -88,7 +88,12 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="liger_kernel",
         contract="veomni_core.ops.swiglu_mlp:CONTRACTS",
         description="the gated activation between an MLP's linears",
-        published={"torch": "veomni-torch", "liger_kernel": "veomni-liger", "npu": "veomni-npu"},
+        published={
+            "torch": "veomni-torch",
+            "liger_kernel": "veomni-liger",
+            "triton": "veomni-triton-moe",
+            "npu": "veomni-npu",
+        },
     ),
     OpSpec(
         name="cross_entropy_loss",

@@ -11,7 +11,9 @@ VEOMNI_PLUGIN_API_VERSION = 1
 _LIBRARY = "liger-kernel>=0.8.5,<0.9"
 # Liger runs on ROCm and XPU too, and has kernels of its own for Ascend. None of that was tried, so none is declared.
 _GPU = HardwareRequirement("cuda", min_compute_capability=80, packages=(_LIBRARY,))
-_PREFERENCE = 50
+# Ranked by docs/benchmarks on an H200, among all plugins: the head first, rows behind veomni-triton-moe's and QuACK's,
+# the experts, unsearched, behind veomni-torch's products (10).
+_HEAD, _ROWS, _EXPERTS = 60, 40, 5
 
 
 @hookimpl
@@ -19,11 +21,11 @@ def veomni_kernels() -> list[KernelSpec]:
     """Every kernel of the library that computes a variant exactly."""
     norms = ("standard", "cast_after", "offset", "unweighted")
     return [
-        *_kernels("liger_kernel", "rms_norm", norms, "one pass forward and one backward, not in place"),
-        *_kernels("liger_kernel", "rotary_pos_emb", ("full", "partial", "half_width"), "in place, on a copy"),
-        *_kernels("liger_kernel", "swiglu_mlp", ("standard", "gelu_tanh"), "saves only its inputs"),
-        *_kernels("liger_kernel", "cross_entropy_loss", ("causal",), "one chunk of tokens at a time"),
-        *_kernels("liger_kernel", "cross_entropy_loss", ("seq_cls",), "in float32, on a copy of the logits"),
+        *_kernels("liger_kernel", "rms_norm", norms, _ROWS, "one pass forward and one backward, not in place"),
+        *_kernels("liger_kernel", "rotary_pos_emb", ("full", "partial", "half_width"), _ROWS, "in place, on a copy"),
+        *_kernels("liger_kernel", "swiglu_mlp", ("standard", "gelu_tanh"), _ROWS, "saves only its inputs"),
+        *_kernels("liger_kernel", "cross_entropy_loss", ("causal",), _HEAD, "one chunk of tokens at a time"),
+        *_kernels("liger_kernel", "cross_entropy_loss", ("seq_cls",), _HEAD, "in float32, on a copy of the logits"),
         KernelSpec(
             name="fused_liger",
             op_name="moe_experts",
@@ -31,14 +33,14 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_liger.moe_experts:standard",
             hardware=_GPU,
             description="gather, product and activation in one, in pinned configurations",
-            preference=_PREFERENCE,
+            preference=_EXPERTS,
             deterministic=False,  # the routing weights' gradients are summed by atomics
             dtypes=("bfloat16", "float16"),  # float32 is multiplied as TF32, which misses the contract
         ),
     ]
 
 
-def _kernels(name: str, op_name: str, variants: Iterable[str], description: str) -> list[KernelSpec]:
+def _kernels(name: str, op_name: str, variants: Iterable[str], preference: int, description: str) -> list[KernelSpec]:
     return [
         KernelSpec(
             name=name,
@@ -47,7 +49,7 @@ def _kernels(name: str, op_name: str, variants: Iterable[str], description: str)
             factory=f"veomni_liger.{op_name}:{variant}",
             hardware=_GPU,
             description=description,
-            preference=_PREFERENCE,
+            preference=preference,
         )
         for variant in variants
     ]

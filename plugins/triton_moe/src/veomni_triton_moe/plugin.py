@@ -48,5 +48,6 @@ def veomni_kernels() -> list[KernelSpec]:
         _asked_for("accumulate", "standard_accumulating", "adding the weights' gradients in place to earlier ones"),
         *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
         *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
+        *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
         *_kernels("triton", "load_balancing_loss", ("standard",), "softmax, top-k and sums in one pass per layer"),
     ]

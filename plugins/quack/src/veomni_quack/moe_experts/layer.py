@@ -92,14 +92,17 @@ def backward(
 
     Ordered so that ``activated`` and the rows of ``hidden``'s gradient are gone before the largest gradient is made.
     """
-    dgate_up, ddown = (
-        torch.empty_like(weight) if projections else weight.new_empty(0) for weight in (gate_up_proj, down_proj)
-    )
+
+    def room(weight: Tensor) -> Tensor:
+        return torch.empty_like(weight) if projections else weight.new_empty(0)
+
     if routing.row_of_route.numel() == 0:
-        return torch.zeros_like(hidden), torch.zeros_like(top_k_weights), dgate_up.zero_(), ddown.zero_()
+        dweights = torch.zeros_like(top_k_weights)
+        return torch.zeros_like(hidden), dweights, room(gate_up_proj).zero_(), room(down_proj).zero_()
     offsets, token_of_row = routing.offsets, routing.token_of_row
     weights = routing.of_rows(top_k_weights).float()
     dpre, activated, dweights = products.gated_backward(dresult, down_proj, pre, weights, offsets, token_of_row)
+    ddown = room(down_proj)
     if projections:
         products.gradient(dresult, activated, offsets, token_of_row, out=ddown, interleaved=False)
     del activated
@@ -107,6 +110,7 @@ def backward(
     products.rows(dpre, gate_up_proj, offsets, drows[: len(dpre)], interleaved=True)
     dhidden = sum_of_rows(drows, routing)
     del drows
+    dgate_up = room(gate_up_proj)
     if projections:
         products.gradient(hidden, dpre, offsets, token_of_row, out=dgate_up.mT, interleaved=True)
     return dhidden, routing.of_routes(dweights).to(top_k_weights.dtype), dgate_up, ddown

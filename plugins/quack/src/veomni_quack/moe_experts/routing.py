@@ -42,9 +42,9 @@ def route(top_k_index: Tensor, experts: int) -> Routing:
     """Sort the routes of ``top_k_index[T, K]`` by expert, stably."""
     index = top_k_index.flatten()
     kept = (index >= 0) & (index < experts)
-    # int32 sorts in half the passes of int64
-    sorted_experts, order = torch.where(kept, index, experts).int().sort(stable=True)
-    boundaries = torch.arange(experts + 1, dtype=torch.int32, device=index.device)
+    key = torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32  # a radix sort passes over every byte
+    sorted_experts, order = torch.where(kept, index, experts).to(key).sort(stable=True)
+    boundaries = torch.arange(experts + 1, dtype=key, device=index.device)
     offsets = torch.searchsorted(sorted_experts, boundaries, out_int32=True)
     rows = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     places = torch.where(sorted_experts < experts, rows, index.numel())
