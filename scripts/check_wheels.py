@@ -15,7 +15,7 @@ from zipfile import ZipFile
 from fresh_environment import FreshEnvironment, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
-# Libraries that no wheel depends on, since each build of them is for one GPU or one CUDA; kernels import them when bound.
+# No wheel depends on these, since each build of them is for one GPU or one CUDA; kernels import them when bound.
 GPU_LIBRARIES = ("flash_attn", "flash_attn_interface", "quack")
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
