@@ -26,7 +26,7 @@ class AttentionInterface:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         readers: dict[int, list[str]] = {}
         for path, module in model.named_modules():
-            if "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module))):
+            if reads_interface(module):
                 readers.setdefault(id(module.config), []).append(path)
         for config_id, paths in readers.items():
             owner = next(path for path, module in model.named_modules() if id(vars(module).get("config")) == config_id)
@@ -35,14 +35,23 @@ class AttentionInterface:
             yield Site("attention", owner, rule, "standard", evidence, own=str(current))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        shared: Any = model.get_submodule(site.path).config
-        name = "eager" if kernel is None else _interface_name(kernel)
-        if shared._attn_implementation == name:
-            return
-        own = copy.copy(shared)
-        own._attn_implementation_internal = name
-        for module in _holders(model, shared):
-            yield AttributeChange(module, "config", own)
+        return config_changes(model, site.path, "eager" if kernel is None else _interface_name(kernel))
+
+
+def config_changes(model: nn.Module, path: str, name: str) -> Iterator[Change]:
+    """A config of its own, set to the interface called ``name``, for every module that shares the config at ``path``."""
+    shared: Any = model.get_submodule(path).config
+    if shared._attn_implementation == name:
+        return
+    own = copy.copy(shared)
+    own._attn_implementation_internal = name
+    for module in _holders(model, shared):
+        yield AttributeChange(module, "config", own)
+
+
+def reads_interface(module: nn.Module) -> bool:
+    """Whether ``module`` takes its attention from transformers' interface, by the name in its config."""
+    return "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module)))
 
 
 def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:
