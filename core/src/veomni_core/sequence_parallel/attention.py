@@ -23,8 +23,8 @@ Attention = Callable[..., Any]
 # What kernels take besides query, key and value, and what it is about: the whole sequence, or each head.
 _WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 _PER_HEAD = "s_aux"
-# They count this rank's positions alone. The mask has what a kernel may need of them.
-_LOCAL = frozenset({"position_ids", "cache_position"})
+# They count this rank's positions alone, while the mask has what a kernel may need of them; or they are the loss's.
+_NOT_PASSED = frozenset({"position_ids", "cache_position", "num_items_in_batch"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
 def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     if options.get("output_attentions"):
         raise ConfigError("sequence-parallel attention gives no weights; leave out output_attentions")
-    shared = {name: value for name, value in options.items() if name not in _LOCAL}
+    shared = {name: value for name, value in options.items() if name not in _NOT_PASSED}
     for name, value in shared.items():
         if name == _PER_HEAD and value is not None:
             shared[name] = slice_input_tensor(value, 0, group)

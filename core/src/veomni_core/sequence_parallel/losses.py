@@ -7,15 +7,12 @@ change. A collective whose result all ranks use alike therefore multiplies the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
-
-Loss = Callable[..., Any]
 
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
@@ -49,7 +46,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.ranks, ctx.rank = group.size(), group.rank()
-        return collectives.wait_tensor(collectives.all_gather_tensor(part.contiguous(), 0, group))  # type: ignore[no-any-return]
+        whole = part.new_empty(ctx.ranks, *part.shape[1:])
+        distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
-from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 
 from veomni_core.sequence_parallel.exchange import ranks_of
@@ -52,7 +50,8 @@ def gather_outputs(x: Tensor, gather_dim: int, group: ProcessGroup | None = None
 
     All ranks must hold parts of the same shape.
     """
-    group, _, _ = ranks_of(group)
-    with torch.no_grad():
-        parts = collectives.all_gather_tensor(x.detach().unsqueeze(0).contiguous(), 0, group)
-        return collectives.wait_tensor(parts).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)  # type: ignore[no-any-return]
+    group, ranks, _ = ranks_of(group)
+    gather_dim %= x.dim()
+    parts = x.new_empty(ranks, *x.shape)
+    distributed.all_gather_into_tensor(parts, x.detach().unsqueeze(0).contiguous(), group=group)
+    return parts.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)

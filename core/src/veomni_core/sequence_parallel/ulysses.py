@@ -136,9 +136,7 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
     mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
     by_lengths = mask is flash_attention_mask
     yield _Registered(ALL_ATTENTION_FUNCTIONS, name, ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], state.group))
-    yield _Registered(
-        ALL_MASK_ATTENTION_FUNCTIONS, name, whole_mask(mask, state.whole, reads_positions=not by_lengths)
-    )
+    yield _Registered(ALL_MASK_ATTENTION_FUNCTIONS, name, whole_mask(mask, state.whole, reads_positions=not by_lengths))
     yield from config_changes(model, path, name)
     for site in balancing_sites(model):
         module = model.get_submodule(site.path)
@@ -148,7 +146,9 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
         yield AttributeChange(module, "forward", MethodType(forward, module))
     if "labels" in inspect.signature(type(model).forward).parameters:
         yield AttributeChange(model, "_loss_function", _causal_loss(model.loss_function, state))  # type: ignore[arg-type]
-    yield AttributeChange(model, "forward", MethodType(_whole_forward(current_forward(model), state, by_lengths), model))
+    yield AttributeChange(
+        model, "forward", MethodType(_whole_forward(current_forward(model), state, by_lengths), model)
+    )
     if binding := binding_of(model):
         receipt = dataclasses.replace(binding.receipt, sequence_parallel=state.describe())
         yield AttributeChange(binding, "receipt", receipt)
