@@ -1,4 +1,4 @@
-"""Ulysses over two and four real processes (gloo): exact, undone without a trace, and refused where it would be wrong."""
+"""Ulysses over two and four real processes (gloo): exact, undone without a trace, refused where it would be wrong."""
 
 from __future__ import annotations
 

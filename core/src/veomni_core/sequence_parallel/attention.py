@@ -92,7 +92,7 @@ def whole_mask(build: Callable[..., Any], whole: Callable[[], WholeSequence], *,
                 "sequence-parallel"
             )
         sequence = whole()
-        length = {"q_length": sequence.length}
+        length: dict[str, Any] = {"q_length": sequence.length}
         if "cache_position" in call:  # transformers before 5.6 names the queries one by one
             length = {"cache_position": torch.arange(sequence.length, device=call["cache_position"].device)}
         call |= {**length, "kv_length": sequence.length, "attention_mask": _as_bool(sequence.padding)}

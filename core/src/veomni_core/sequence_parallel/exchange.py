@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, group as groups
+from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed import group as groups
 
 Tensors = tuple[Tensor, ...]
 

@@ -11,8 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from veomni_core.binding import binding_of
@@ -76,7 +75,7 @@ class SequenceParallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         raise BindingError(
-            "a sequence-parallel model can't be copied, as a process group can't: copy first, then apply_ulysses to both"
+            "a sequence-parallel model can't be copied, as a process group can't: copy it first, then apply_ulysses"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
