@@ -14,7 +14,7 @@ import stand_ins
 from models import build, step, tokens
 from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
 from veomni_core.discovery import CORE
-from veomni_core.errors import KernelUnavailableError, SpecError
+from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecError
 from veomni_core.ops.attention import AttentionModule, standard
 from veomni_core.registry import PluginRecord, build_registry
 from veomni_core.testing import check_kernel
@@ -178,6 +178,17 @@ def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch):
     assert SPECS["flash_attention_2"].hardware.unmet(here) == ("needs flash-attn>=2.6,<3, 1.0.9 is installed",)
     (missing,) = SPECS["flash_attention_4"].hardware.unmet(here)
     assert missing == "needs flash-attn-4>=4.0.0b13,<4.1, which is not installed"
+
+
+@without_gpu
+def test_a_package_that_can_not_be_imported_is_named():
+    before = sys.modules.pop("veomni_flash_attn.flash_attention_2", None)
+    try:
+        with pytest.raises(KernelLoadError, match="veomni_flash_attn.flash_attention_2:standard failed: .*flash_attn"):
+            SPECS["flash_attention_2"].load()
+    finally:
+        if before is not None:
+            sys.modules["veomni_flash_attn.flash_attention_2"] = before
 
 
 def test_float32_is_not_declared_by_the_libraries():
