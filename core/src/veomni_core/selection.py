@@ -115,7 +115,10 @@ class Selection:
         if not specs:
             return f"no kernel for {place.variant} is installed"
         not_preferred = ("is not preferred to the model's own code",)
-        return "; ".join(f"{spec.name} {' and '.join(self.why_not(spec, place.dtype, place.needs) or not_preferred)}" for spec in specs)
+        return "; ".join(
+            f"{spec.name} {' and '.join(self.why_not(spec, place.dtype, place.needs) or not_preferred)}"
+            for spec in specs
+        )
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
         covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})

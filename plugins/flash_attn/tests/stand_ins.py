@@ -66,7 +66,9 @@ class _Attention:
         return tuple(each.movedim(-3, -2).to(self.q.dtype).contiguous() for each in (dquery, *shared))
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, bounds: Any, scale: float, causal: bool, window: int, softcap: float) -> Tensor:
+def _exact(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Any, scale: float, causal: bool, window: int, softcap: float
+) -> Tensor:
     return _Attention(q, k, v, bounds, scale, causal, window, softcap).output()
 
 

@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+import stand_ins
 import torch
 
-import stand_ins
 from models import build, step, tokens
 from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
 from veomni_core.discovery import CORE
@@ -87,7 +87,9 @@ def test_what_a_library_can_not_compute_is_refused_with_what_it_was(kernel):
     module = AttentionModule(2)
     name = kernel.__module__.rpartition(".")[2]
     inputs = heads()
-    with pytest.raises(ValueError, match="takes a padding mask .* not one of .1, 1, 12, 12.; .* sdpa or flex_attention"):
+    with pytest.raises(
+        ValueError, match="takes a padding mask .* not one of .1, 1, 12, 12.; .* sdpa or flex_attention"
+    ):
         kernel(module, *inputs, torch.ones(1, 1, 12, 12))
     bounds = torch.tensor([0, 12])
     with pytest.raises(ValueError, match="batch of one, this one has 2"):

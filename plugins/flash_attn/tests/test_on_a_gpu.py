@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_adapters import SPECS, heads, registry
 
 from models import build, step, tokens
-from test_adapters import SPECS, heads, registry
 from veomni_core import Hardware, bind
 from veomni_core.ops.attention import AttentionModule, standard
 from veomni_core.testing import check_kernel
@@ -80,7 +80,9 @@ def test_real_shapes(name, shape):
         close(found, wanted, 1e-2)
         upstream = torch.randn_like(found)
         for mine, theirs in zip(
-            torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, exact, upstream.double()), strict=True
+            torch.autograd.grad(found, inputs, upstream),
+            torch.autograd.grad(wanted, exact, upstream.double()),
+            strict=True,
         ):
             close(mine, theirs)
 

@@ -120,7 +120,9 @@ class _Check:
             self.kernel(*sample.args, **sample.kwargs)
         except Exception:
             return CaseResult(f"{name} (refused)", ())
-        return CaseResult(name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",))
+        return CaseResult(
+            name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",)
+        )
 
     def _run(self, kernel: Kernel, sample: Sample, backward: bool = True) -> _Run:
         inputs = dict(self._named_tensors(sample))
