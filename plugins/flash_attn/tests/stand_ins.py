@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.ops.attention import _kept, _same_sequence
+from veomni_core.ops.attention import visible
 
 
 @dataclass
@@ -43,10 +43,9 @@ class _Attention:
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
             self.slope = 1 - (scores / self.softcap) ** 2
-        kept = _kept(scores, self.causal, self.window + 1 if self.window >= 0 else None)
-        if self.bounds is not None:
-            assert all(each.dtype == torch.int32 for each in self.bounds)
-            kept = kept & _same_sequence(scores, *self.bounds)
+        assert self.bounds is None or all(each.dtype == torch.int32 for each in self.bounds)
+        window = self.window + 1 if self.window >= 0 else None
+        kept = visible(scores, self.causal, window, *(self.bounds or (None, None)))
         scores = scores.masked_fill(~kept, float("-inf"))
         self.lse = scores.logsumexp(-1)
         self.weights = scores.softmax(-1)
@@ -66,10 +65,8 @@ class _Attention:
         return tuple(each.movedim(-3, -2).to(self.q.dtype).contiguous() for each in (dquery, *shared))
 
 
-def _exact(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Any, scale: float, causal: bool, window: int, softcap: float
-) -> Tensor:
-    return _Attention(q, k, v, bounds, scale, causal, window, softcap).output()
+def _exact(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+    return _Attention(q, k, v, *settings).output()
 
 
 def _two(q: Any, k: Any, v: Any, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):

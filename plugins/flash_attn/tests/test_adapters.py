@@ -1,4 +1,4 @@
-"""The adapters on the CPU, over stand-ins with the libraries' signatures; on a GPU test_on_a_gpu.py takes their place."""
+"""The adapters on the CPU, over stand-ins with the libraries' signatures; test_on_a_gpu.py runs the libraries."""
 
 from __future__ import annotations
 

@@ -63,9 +63,8 @@ def standard(
         scores = softcap * torch.tanh(scores / softcap)
     padding = None
     if attention_mask is None or attention_mask.dim() == 2:
-        padding, attention_mask = attention_mask, _kept(scores, module.is_causal, sliding_window)
-        if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-            attention_mask = attention_mask & _same_sequence(scores, cu_seq_lens_q, cu_seq_lens_k)
+        padding = attention_mask
+        attention_mask = visible(scores, module.is_causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         if padding is not None:
             attention_mask = attention_mask & padding.bool()[:, None, None, :]
     if attention_mask.dtype == torch.bool:
@@ -83,19 +82,21 @@ def standard(
     return output, None
 
 
-def _kept(scores: Tensor, causal: bool, window: int | None) -> Tensor:
-    """``[S, L]``, true where a query sees a key; the last query stands at the last key."""
-    queries, keys = scores.shape[-2:]
-    ahead = torch.arange(keys, device=scores.device) - torch.arange(keys - queries, keys, device=scores.device)[:, None]
-    kept = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+def visible(
+    scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
+) -> Tensor:
+    """``[S, L]``, true where a query sees a key; a sequence's last query stands at its last key."""
+    ends = []
+    numbers = []
+    for length, bounds in zip(scores.shape[-2:], (query_bounds, key_bounds), strict=True):
+        positions = torch.arange(length, device=scores.device)
+        bounds = positions.new_tensor([0, length]) if bounds is None else bounds.long()
+        numbers.append(torch.bucketize(positions, bounds[1:], right=True))
+        ends.append(bounds[1:][numbers[-1]] - positions)
+    ahead = ends[0][:, None] - ends[1]
+    kept = numbers[0][:, None] == numbers[1]
+    kept = kept & (ahead <= 0) if causal else kept
     return kept if window is None else kept & (ahead.abs() < window)
-
-
-def _same_sequence(scores: Tensor, query_bounds: Tensor, key_bounds: Tensor) -> Tensor:
-    queries, keys = scores.shape[-2:]
-    of_query = torch.bucketize(torch.arange(queries, device=scores.device), query_bounds[1:], right=True)
-    of_key = torch.bucketize(torch.arange(keys, device=scores.device), key_bounds[1:], right=True)
-    return of_query[:, None] == of_key
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -128,6 +129,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 32), None), packed, needs=("packed",))
     both = {**packed, **window}
     needs = ("packed", "sliding_window")
+    fewer = torch.tensor([0, 3, 4, 7, 10], dtype=torch.int32, device=device)
+    query, *_ = heads(1, 4, 2, 10, 32)
+    _, key, value = heads(1, 4, 2, 21, 32)
+    last = {**packed, "cu_seq_lens_q": fewer, "max_length_q": 3}
+    yield Sample("packed, the last queries", (grouped, query, key, value, None), last, needs=("packed",))
     yield Sample("packed, sliding window", (grouped, *heads(1, 4, 2, 21, 32), None), both, needs=needs)
     capped = {"softcap": 2.0, "scaling": 1.0}
     yield Sample("softcap", (grouped, *heads(2, 4, 2, 13, 32), None), capped, needs=("softcap",))

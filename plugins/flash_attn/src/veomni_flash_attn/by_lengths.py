@@ -120,10 +120,12 @@ def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: T
     kept_queries = kept[:, -queries:]
     (of_query,), (of_key,) = (torch.nonzero(each.flatten(), as_tuple=True) for each in (kept_queries, kept))
     bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, key.shape[1])
-    parts = (each.flatten(0, 1)[index] for each, index in ((query, of_query), (key, of_key), (value, of_key)))
-    output = library.packed(*parts, bounds, options)
+    query, key, value = (
+        each.flatten(0, 1)[index] for each, index in ((query, of_query), (key, of_key), (value, of_key))
+    )
+    output = library.packed(query, key, value, bounds, options)
     whole = output.new_zeros(batch * queries, *output.shape[1:])
-    return whole.index_copy(0, of_query, output).unflatten(0, (batch, queries))
+    return whole.index_copy(0, of_query, output).unflatten(0, (batch, queries))  # type: ignore[no-any-return]
 
 
 def _bounds(kept: Tensor) -> Tensor:

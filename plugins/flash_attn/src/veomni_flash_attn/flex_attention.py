@@ -46,6 +46,7 @@ def standard(
     if cu_seq_lens_q is not None and query.shape[0] != 1:
         raise ValueError(f"packed sequences come in a batch of one, this one has {query.shape[0]}")
     padding = added = None
+    blocks: BlockMask | None
     if isinstance(attention_mask, BlockMask):
         blocks = attention_mask
     else:

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism, which runs any attention kernel; it lives in veomni-core, where every kernel can use it."""
+"""Ulysses sequence parallelism under any attention kernel. It lives in veomni-core, where all of them can use it."""
 
 from veomni_core.sequence_parallel import (
     apply_ulysses,

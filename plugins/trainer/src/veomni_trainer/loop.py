@@ -56,7 +56,7 @@ class JobTrainer(Trainer):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if self._sp_size == 1:
             return super()._get_train_sampler(*args, **kwargs)
-        return SharedBatches(self.train_dataset, self._train_batch_size, self._sp_size, self.args.data_seed)
+        return SharedBatches(self.train_dataset, self._train_batch_size, self._sp_size, self.args.data_seed or 0)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Validation takes every sequence, also the last ones that don't fill a batch.
@@ -64,7 +64,8 @@ class JobTrainer(Trainer):
         Where processes share sequences, each group of them takes them all.
         """
         if self._sp_size > 1:
-            return DataLoader(self.eval_dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
+            dataset: Any = self.eval_dataset
+            return DataLoader(dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
         self.args.dataloader_drop_last = False
         try:
             return super().get_eval_dataloader(*args, **kwargs)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import distributed
-from torch.distributed import init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, OpsConfig, binding_of
