@@ -107,7 +107,7 @@ def test_attn_implementation_overrides_the_field(sources):
     assert model.config._attn_implementation == "eager"
     if "sdpa" in {spec.name for spec in registry.kernels("attention")}:
         model = build_on_cpu(sources["config"], attn_implementation="sdpa")
-        assert model.config._attn_implementation == "sdpa"
+        assert "sdpa" in model.config._attn_implementation
 
 
 def test_nothing_runs_all_eager_unasked(sources):

@@ -42,8 +42,12 @@ VARIANTS = [(op, variant) for op in BUILTIN_OPS for variant in op.variants]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, variant", VARIANTS, ids=[f"{op.name}/{variant}" for op, variant in VARIANTS])
 def test_each_reference_passes_its_own_contract(op, variant, dtype):
-    reference = contract_for(op, variant).reference
-    spec = KernelSpec("reference", op.name, variant, f"{reference.__module__}:{reference.__qualname__}")
+    contract = contract_for(op, variant)
+    reference = contract.reference
+    samples = contract.samples(torch.device("cpu"), torch.float32)
+    features = tuple({need for sample in samples for need in sample.needs})
+    factory = f"{reference.__module__}:{reference.__qualname__}"
+    spec = KernelSpec("reference", op.name, variant, factory, features=features)
     report = check_kernel(spec, "cpu", dtype)
     report.raise_if_failed()
     assert len(report.cases) >= 3

@@ -12,10 +12,15 @@ from veomni_core.tables import render_table
 
 @dataclass(frozen=True)
 class Receipt:
-    """The account of one binding. ``verified`` names the kernels that were run against their contract here."""
+    """The account of one binding.
+
+    ``verified`` names the kernels that were run against their contract here. ``sequence_parallel`` says how the
+    attention runs over several ranks, and is empty where it doesn't.
+    """
 
     plan: Plan
     verified: tuple[str, ...] = ()
+    sequence_parallel: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; ``ops`` lists one mapping per op, with ``eager`` naming each site that no kernel took."""
@@ -24,6 +29,7 @@ class Receipt:
             "plan_sha256": self.plan.sha256,
             "assumptions": list(self.plan.assumptions),
             "verified": list(self.verified),
+            "sequence_parallel": self.sequence_parallel,
             "kernels": [
                 {"kernel": str(k.spec), "factory": k.spec.factory, "distribution": k.distribution, "version": k.version}
                 for k in self.plan.kernels
@@ -49,6 +55,8 @@ class Receipt:
             if op.sites or op.written
         ]
         title = f"Bound on {self.plan.hardware.describe()}, plan {self.plan.sha256[:12]}"
+        if self.sequence_parallel:
+            title += f"\nThe attention runs sequence-parallel: {self.sequence_parallel}"
         return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
 
     def __str__(self) -> str:

@@ -21,12 +21,21 @@ class Verdict:
     as_asked: bool
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What of a site a kernel's usability depends on."""
+
+    variant: str
+    dtype: str | None
+    needs: tuple[str, ...]
+
+
 class Selection:
     """Answers for one registry on one hardware. Equal questions are answered once."""
 
     def __init__(self, registry: Registry, hardware: Hardware, profile: Mapping[str, Mapping[str, float]]) -> None:
         self._registry, self._hardware, self._profile = registry, hardware, profile
-        self._answers: dict[tuple[str, tuple[str, ...], str, str | None], Verdict] = {}
+        self._answers: dict[tuple[str, tuple[str, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, names: tuple[str, ...], site: Site) -> Verdict:
         """The first of ``names`` that can run at ``site``; ``eager`` with every reason where none can."""
@@ -34,9 +43,10 @@ class Selection:
             return Verdict(EAGER, "as asked", as_asked=True)
         if site.variant is None:
             return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
-        key = (op_name, names, site.variant, site.dtype)
+        place = _Place(site.variant, site.dtype, site.needs)
+        key = (op_name, names, place)
         if key not in self._answers:
-            self._answers[key] = self._first(op_name, names, site.variant, site.dtype)
+            self._answers[key] = self._first(op_name, names, place)
         return self._answers[key]
 
     def leaves_open(self, names: tuple[str, ...]) -> bool:
@@ -58,31 +68,36 @@ class Selection:
         names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
         return (EAGER, *sorted(names))
 
-    def why_not(self, spec: KernelSpec, dtype: str | None = None) -> tuple[str, ...]:
-        """What keeps ``spec`` from running here, on data of ``dtype`` where that is known; empty when nothing does."""
+    def why_not(self, spec: KernelSpec, dtype: str | None = None, needs: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """What keeps ``spec`` from running here, on data of ``dtype`` where that is known, where a site ``needs``
+        features; empty when nothing does.
+        """
         reasons = list(spec.hardware.unmet(self._hardware))
         if not spec.backward:
             reasons.append("has no backward, and training needs one")
         if dtype is not None and dtype not in spec.dtypes:
             reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {dtype}")
+        reasons += [f"does not compute {need}, which this site needs" for need in needs if need not in spec.features]
         return tuple(reasons)
 
-    def _first(self, op_name: str, names: tuple[str, ...], variant: str, dtype: str | None) -> Verdict:
+    def _first(self, op_name: str, names: tuple[str, ...], place: _Place) -> Verdict:
         passed_over: list[str] = []
         for name in names:
             if name == EAGER:
                 return Verdict(EAGER, _after(passed_over, "as asked"), as_asked=True)
             if name == AUTO:
-                return self._best(op_name, variant, dtype, passed_over)
-            spec = self._registry.find(op_name, variant, name)
-            why_not = self.why_not(spec, dtype) if spec else (self._not_covered(op_name, variant, name),)
+                return self._best(op_name, place, passed_over)
+            spec = self._registry.find(op_name, place.variant, name)
+            covered = (self._not_covered(op_name, place.variant, name),)
+            why_not = self.why_not(spec, place.dtype, place.needs) if spec else covered
             if not why_not:
                 return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
             passed_over.append(f"{name} {' and '.join(why_not)}")
         return Verdict(EAGER, "; ".join(passed_over), as_asked=False)
 
-    def _best(self, op_name: str, variant: str, dtype: str | None, passed_over: list[str]) -> Verdict:
-        candidates = [spec for spec in self._registry.kernels(op_name, variant) if not self.why_not(spec, dtype)]
+    def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
+        specs = self._registry.kernels(op_name, place.variant)
+        candidates = [spec for spec in specs if not self.why_not(spec, place.dtype, place.needs)]
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
         if measured:
@@ -90,17 +105,20 @@ class Selection:
             return Verdict(name, _after(passed_over, f"the fastest measured, {milliseconds:g} ms"), as_asked=False)
         ranked = sorted((-spec.preference, spec.name) for spec in candidates if spec.preference > 0)
         if not ranked:
-            return Verdict(EAGER, _after(passed_over, self._why_none(op_name, variant, dtype)), as_asked=False)
+            return Verdict(EAGER, _after(passed_over, self._why_none(op_name, place)), as_asked=False)
         preference, name = -ranked[0][0], ranked[0][1]
         reason = f"the highest preference ({preference}) of {len(ranked)} usable here"
         return Verdict(name, _after(passed_over, reason), as_asked=False)
 
-    def _why_none(self, op_name: str, variant: str, dtype: str | None) -> str:
-        specs = self._registry.kernels(op_name, variant)
+    def _why_none(self, op_name: str, place: _Place) -> str:
+        specs = self._registry.kernels(op_name, place.variant)
         if not specs:
-            return f"no kernel for {variant} is installed"
+            return f"no kernel for {place.variant} is installed"
         not_preferred = ("is not preferred to the model's own code",)
-        return "; ".join(f"{spec.name} {' and '.join(self.why_not(spec, dtype) or not_preferred)}" for spec in specs)
+        return "; ".join(
+            f"{spec.name} {' and '.join(self.why_not(spec, place.dtype, place.needs) or not_preferred)}"
+            for spec in specs
+        )
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
         covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})

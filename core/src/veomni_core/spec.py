@@ -38,6 +38,8 @@ class KernelSpec:
     is imported only when the kernel is bound. ``preference`` ranks kernels for ``auto``: the highest that can run
     wins, and one at 0 or below is never chosen without being named. ``dtypes`` are the input types it accepts,
     ``deterministic`` promises the same bits on every run, ``backward`` that every gradient of the contract is given.
+    ``features`` are the optional parts of the contract that it computes (of attention: see
+    :mod:`veomni_core.ops.attention`); it must raise when asked for one that it doesn't declare.
     """
 
     name: str
@@ -51,9 +53,11 @@ class KernelSpec:
     backward: bool = True
     dtypes: tuple[str, ...] = DTYPES
     expert_parallel: bool = False
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        object.__setattr__(self, "features", tuple(self.features))
         for name in ("name", "op_name", "variant"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

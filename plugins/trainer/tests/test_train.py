@@ -221,6 +221,8 @@ def test_a_start_that_fails_leaves_earlier_results_alone(
         ("train.batch_size=1000", JobFileError, "168 sequences for training, and one step takes 1,000"),
         ("train.device=cuda", HostError, "train.device is cuda, but torch sees no CUDA device here"),
         ("train.fsdp=true", HostError, "torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml"),
+        ("train.sp_size=2", HostError, "train.sp_size is 2, and this job has 1 process(es). Start a multiple of 2"),
+        ("train.sp_size=3", JobFileError, "3 processes can't share data.sequence_length 32 equally"),
         ("model.ops_implementation=null", MissingOpsImplementationError, "model.ops_implementation is missing"),
         (
             "model.ops_implementation.rms_norm_implementatoin=eager",

@@ -1,7 +1,17 @@
 """attention: softmax attention with the signature of transformers' ``AttentionInterface``.
 
-``(module, query[B, Hq, S, D], key[B, Hk, L, D], value[B, Hk, L, D], attention_mask, scaling=None, dropout=0.0, ...)
--> (output[B, S, Hq, D], weights or None)``. ``module`` holds ``num_key_value_groups``, ``is_causal`` and ``training``.
+``(module, query[B, Hq, S, D], key[B, Hk, L, D], value[B, Hk, L, Dv], attention_mask, scaling=None, dropout=0.0, ...)
+-> (output[B, S, Hq, Dv], weights or None)``. ``module`` holds ``num_key_value_groups``, ``is_causal`` and ``training``.
+
+What not every kernel computes is a feature, which a kernel declares in its spec or refuses:
+
+- ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (true is kept) or added to the scores;
+- ``padding_mask``: ``attention_mask[B, L]``, false at padding; what comes out at padding is zero;
+- ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, itself among them;
+- ``packed``: ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) keep sequences in a batch of one apart;
+- ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
+- ``sinks``: ``s_aux[Hq]`` joins each row's softmax as one more score, whose weight is dropped;
+- ``dropout``: of the weights.
 """
 
 from __future__ import annotations
@@ -33,26 +43,60 @@ def standard(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, with the softmax in float32.
 
     Key and value heads are shared by groups of query heads. A boolean mask keeps what is true, another one is added.
-    Without a mask the attention is causal where the module says so.
+    Without a dense mask the attention is causal where the module says so, the last query seeing all keys.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores.to(compute_dtype(query))
-    if attention_mask is None and module.is_causal and query.shape[2] > 1:
-        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attention_mask is not None:
-        if attention_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attention_mask, float("-inf"))
-        else:
-            scores = scores + attention_mask.to(scores.dtype)
-    weights = scores.softmax(dim=-1).to(query.dtype)
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    padding = None
+    if attention_mask is None or attention_mask.dim() == 2:
+        padding = attention_mask
+        attention_mask = visible(scores, module.is_causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
+        if padding is not None:
+            attention_mask = attention_mask & padding.bool()[:, None, None, :]
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    else:
+        scores = scores + attention_mask.to(scores.dtype)
+    if s_aux is not None:
+        sinks = s_aux.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
+    else:
+        weights = scores.softmax(dim=-1).to(query.dtype)
+    output = (weights @ value).transpose(1, 2).contiguous()
+    if padding is not None:
+        output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
+    return output, None
+
+
+def visible(
+    scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
+) -> Tensor:
+    """``[S, L]``, true where a query sees a key; a sequence's last query stands at its last key."""
+    ends = []
+    numbers = []
+    for length, bounds in zip(scores.shape[-2:], (query_bounds, key_bounds), strict=True):
+        positions = torch.arange(length, device=scores.device)
+        bounds = positions.new_tensor([0, length]) if bounds is None else bounds.long()
+        numbers.append(torch.bucketize(positions, bounds[1:], right=True))
+        ends.append(bounds[1:][numbers[-1]] - positions)
+    ahead = ends[0][:, None] - ends[1]
+    kept = numbers[0][:, None] == numbers[1]
+    kept = kept & (ahead <= 0) if causal else kept
+    return kept if window is None else kept & (ahead.abs() < window)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -67,14 +111,34 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("given scaling", (plain, *heads(1, 2, 2, 9, 64), None), {"scaling": 0.25})
     allowed = torch.ones(2, 1, 12, 12, dtype=torch.bool, device=device).tril()
     allowed[1, :, :, 8:] = False
-    yield Sample("boolean mask", (grouped, *heads(2, 4, 2, 12, 32), allowed))
+    yield Sample("boolean mask", (grouped, *heads(2, 4, 2, 12, 32), allowed), needs=("dense_mask",))
     added = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
-    yield Sample("added mask", (grouped, *heads(2, 4, 2, 12, 32), added))
+    yield Sample("added mask", (grouped, *heads(2, 4, 2, 12, 32), added), needs=("dense_mask",))
     not_causal = AttentionModule(1, is_causal=False)
     yield Sample("not causal", (not_causal, *heads(2, 2, 2, 11, 32), None))
     query, *_ = heads(2, 2, 2, 1, 32)
     _, key, value = heads(2, 2, 2, 6, 32)
     yield Sample("one query of many keys", (plain, query, key, value, None))
+    unpadded = torch.ones(2, 12, dtype=torch.bool, device=device)
+    unpadded[1, 9:] = False
+    yield Sample("padding mask", (grouped, *heads(2, 4, 2, 12, 32), unpadded), needs=("padding_mask",))
+    window = {"sliding_window": 5}
+    yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 32), None), window, needs=("sliding_window",))
+    bounds = torch.tensor([0, 5, 6, 9, 21], dtype=torch.int32, device=device)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 12, "max_length_k": 12}
+    yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 32), None), packed, needs=("packed",))
+    both = {**packed, **window}
+    needs = ("packed", "sliding_window")
+    fewer = torch.tensor([0, 3, 4, 7, 10], dtype=torch.int32, device=device)
+    query, *_ = heads(1, 4, 2, 10, 32)
+    _, key, value = heads(1, 4, 2, 21, 32)
+    last = {**packed, "cu_seq_lens_q": fewer, "max_length_q": 3}
+    yield Sample("packed, the last queries", (grouped, query, key, value, None), last, needs=("packed",))
+    yield Sample("packed, sliding window", (grouped, *heads(1, 4, 2, 21, 32), None), both, needs=needs)
+    capped = {"softcap": 2.0, "scaling": 1.0}
+    yield Sample("softcap", (grouped, *heads(2, 4, 2, 13, 32), None), capped, needs=("softcap",))
+    sinks = {"s_aux": leaf(draw.normal(4))}
+    yield Sample("sinks", (grouped, *heads(2, 4, 2, 13, 32), None), sinks, needs=("sinks",))
 
 
 VALUES = {

@@ -17,11 +17,16 @@ SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an op. Tensors that require gradients are the ones whose gradients are compared."""
+    """One call of an op. Tensors that require gradients are the ones whose gradients are compared.
+
+    ``needs`` names what the call asks for beyond what every kernel of the op computes: a kernel whose spec declares
+    all of these ``features`` must compute it, and any other must raise.
+    """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,23 +26,44 @@ class AttentionInterface:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         readers: dict[int, list[str]] = {}
         for path, module in model.named_modules():
-            if "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module))):
+            if reads_interface(module):
                 readers.setdefault(id(module.config), []).append(path)
         for config_id, paths in readers.items():
             owner = next(path for path, module in model.named_modules() if id(vars(module).get("config")) == config_id)
             current = model.get_submodule(owner).config._attn_implementation  # type: ignore[union-attr]
             evidence = f"{len(paths)} modules read the attention interface from this config; it says {current}"
-            yield Site("attention", owner, rule, "standard", evidence, own=str(current))
+            needs = tuple(_needs(model, paths))
+            yield Site("attention", owner, rule, "standard", evidence, own=str(current), needs=needs)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        shared: Any = model.get_submodule(site.path).config
-        name = "eager" if kernel is None else _interface_name(kernel)
-        if shared._attn_implementation == name:
-            return
-        own = copy.copy(shared)
-        own._attn_implementation_internal = name
-        for module in _holders(model, shared):
-            yield AttributeChange(module, "config", own)
+        return config_changes(model, site.path, "eager" if kernel is None else _interface_name(kernel))
+
+
+def config_changes(model: nn.Module, path: str, name: str) -> Iterator[Change]:
+    """A config of its own, set to the interface ``name``, for every module that shares the config at ``path``."""
+    shared: Any = model.get_submodule(path).config
+    if shared._attn_implementation == name:
+        return
+    own = copy.copy(shared)
+    own._attn_implementation_internal = name
+    for module in _holders(model, shared):
+        yield AttributeChange(module, "config", own)
+
+
+def reads_interface(module: nn.Module) -> bool:
+    """Whether ``module`` takes its attention from transformers' interface, by the name in its config."""
+    return "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module)))
+
+
+def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
+    """What the attention of these modules asks a kernel for in every call, as far as config and parameters tell."""
+    modules: list[Any] = [model.get_submodule(path) for path in paths]
+    if any(getattr(module.config, "attn_logit_softcapping", None) for module in modules):
+        yield "softcap"
+    if any("sinks" in dict(module.named_parameters(recurse=False)) for module in modules):
+        yield "sinks"
+    if any(getattr(module.config, "attention_dropout", 0.0) for module in modules):
+        yield "dropout"
 
 
 def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:

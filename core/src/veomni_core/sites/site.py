@@ -20,7 +20,7 @@ class Site:
     otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there. ``own`` names what
     runs there when nothing is bound, where the model can be set to something else than its eager code. ``examined``
     is whether what the site computes could be seen: without a variant it is then something else than every variant,
-    and otherwise an open question.
+    and otherwise an open question. ``needs`` are the features that a kernel must declare to run there.
     """
 
     op_name: str
@@ -32,6 +32,10 @@ class Site:
     detail: Mapping[str, Any] = field(default_factory=dict)
     own: str = EAGER
     examined: bool = True
+    needs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", tuple(self.needs))
 
 
 class Change(Protocol):

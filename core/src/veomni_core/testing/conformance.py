@@ -67,8 +67,12 @@ class _Check:
         self.parameters = list(inspect.signature(contract.reference).parameters)
 
     def cases(self) -> Iterator[CaseResult]:
-        names = [sample.name for sample in self._samples()]
-        for position, name in enumerate(names):
+        samples = [(sample.name, sample.needs) for sample in self._samples()]
+        for position, (name, needs) in enumerate(samples):
+            undeclared = [feature for feature in needs if feature not in self.spec.features]
+            if undeclared:
+                yield self._refusal(position, name, undeclared)
+                continue
             try:
                 yield self._case(position, name)
             except Exception as error:  # whatever a kernel raises on a legal input is a failure of the kernel
@@ -108,6 +112,17 @@ class _Check:
         if self.spec.deterministic:
             failures += _differences(run, self._run(self.kernel, self._sample(position), backward=self.spec.backward))
         return CaseResult(name, tuple(failures), worst_value, worst_gradient)
+
+    def _refusal(self, position: int, name: str, undeclared: list[str]) -> CaseResult:
+        """What a kernel does not declare, it must refuse: to ignore it would be a silently wrong result."""
+        sample = self._sample(position)
+        try:
+            self.kernel(*sample.args, **sample.kwargs)
+        except Exception:
+            return CaseResult(f"{name} (refused)", ())
+        return CaseResult(
+            name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",)
+        )
 
     def _run(self, kernel: Kernel, sample: Sample, backward: bool = True) -> _Run:
         inputs = dict(self._named_tensors(sample))
@@ -189,7 +204,8 @@ def _to_float64(sample: Sample) -> Sample:
             return type(value)(convert(item) for item in value)
         return value
 
-    return Sample(sample.name, convert(sample.args), {name: convert(value) for name, value in sample.kwargs.items()})
+    kwargs = {name: convert(value) for name, value in sample.kwargs.items()}
+    return Sample(sample.name, convert(sample.args), kwargs, sample.needs)
 
 
 def _upstream(result: Tensor) -> Tensor:

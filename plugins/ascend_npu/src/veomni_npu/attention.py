@@ -44,7 +44,8 @@ def standard(
     wait for the device in every layer. Gradients reach query, key and value.
 
     Raises:
-        ValueError: a softcap or sinks are asked for; or packed sequences with a sliding window, or in a batch.
+        ValueError: a softcap, sinks or a padding mask are asked for; a sliding window that no mask holds; or packed
+            sequences with a sliding window, or in a batch.
     """
     asked = [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]
     if asked:
@@ -52,6 +53,10 @@ def standard(
     causal = module.is_causal if is_causal is None else is_causal
     options = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "keep_prob": 1.0 - dropout}
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        if attention_mask is not None and attention_mask.dim() != 4:
+            raise ValueError(f"npu_fusion_attention takes a mask of 4 dimensions, not {attention_mask.dim()}")
+        if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
+            raise ValueError("npu_fusion_attention takes a sliding window in its mask, and there is none")
         return _dense(query, key, value, attention_mask, causal, options), None
     if sliding_window is not None or query.shape[0] != 1:
         raise ValueError("packed sequences are computed in a batch of one and without a sliding window")

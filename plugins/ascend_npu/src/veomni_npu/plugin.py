@@ -8,6 +8,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 
 _NPU = HardwareRequirement("npu", packages=("torch-npu>=2.9",))
 _PREFERENCE = 60
+_FEATURES = ("dense_mask", "dropout", "packed")
 _PRESET = {
     "attn_implementation": "npu_fusion_attention",
     "cross_entropy_loss_implementation": "npu",
@@ -41,12 +42,17 @@ def veomni_kernels() -> list[KernelSpec]:
         *_kernels("npu", "swiglu_mlp", ("standard",), "npu_swiglu, after a copy of gate and up into one tensor"),
         *_kernels("npu", "cross_entropy_loss", ("causal",), "one chunk of tokens at a time, differentiated at once"),
         *_kernels("fused_npu", "moe_experts", ("standard",), "npu_moe_token_permute, npu_grouped_matmul, npu_swiglu"),
-        *_kernels("npu_fusion_attention", "attention", ("standard",), "dense, causal and packed", deterministic=False),
+        *_kernels("npu_fusion_attention", "attention", ("standard",), "dense, causal and packed", False, _FEATURES),
     ]
 
 
 def _kernels(
-    name: str, op_name: str, variants: Iterable[str], description: str, deterministic: bool = True
+    name: str,
+    op_name: str,
+    variants: Iterable[str],
+    description: str,
+    deterministic: bool = True,
+    features: tuple[str, ...] = (),
 ) -> list[KernelSpec]:
     return [
         KernelSpec(
@@ -58,6 +64,7 @@ def _kernels(
             description=description,
             preference=_PREFERENCE,
             deterministic=deterministic,
+            features=features,
         )
         for variant in variants
     ]

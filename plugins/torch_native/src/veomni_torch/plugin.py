@@ -16,10 +16,11 @@ def veomni_kernels() -> list[KernelSpec]:
             name="sdpa",
             op_name="attention",
             variant="standard",
-            factory="transformers.integrations.sdpa_attention:sdpa_attention_forward",
+            factory="veomni_torch.attention:sdpa",
             description="torch.nn.functional.scaled_dot_product_attention, as transformers calls it",
             preference=_PREFERENCE,
             deterministic=False,
+            features=("dense_mask", "dropout"),
         ),
         *(
             KernelSpec(

@@ -63,7 +63,8 @@ class TrainSection(Section):
     """How to train. ``batch_size`` counts sequences per process and per accumulated micro-step.
 
     Checkpoints are kept every ``save_every`` steps and at the end, only at the ``end``, or ``never``; an interrupt
-    always leaves one. ``keep_checkpoints`` limits how many of the newest stay.
+    always leaves one. ``keep_checkpoints`` limits how many of the newest stay. ``sp_size`` processes share each
+    sequence (Ulysses sequence parallelism).
     """
 
     output_dir: str = Field(min_length=1)
@@ -84,6 +85,7 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     torch_compile: bool = False
     fsdp: bool = False
+    sp_size: int = Field(default=1, ge=1)
 
 
 class Job(Section):
@@ -99,4 +101,9 @@ class Job(Section):
             raise ValueError("train.validate_every has nothing to validate on without data.validation_fraction")
         if self.train.warmup > self.train.steps:
             raise ValueError(f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}")
+        if self.data.sequence_length % self.train.sp_size:
+            raise ValueError(
+                f"train.sp_size: {self.train.sp_size} processes can't share data.sequence_length "
+                f"{self.data.sequence_length} equally; write a multiple of {self.train.sp_size}"
+            )
         return self

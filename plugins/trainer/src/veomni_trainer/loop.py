@@ -14,6 +14,7 @@ from veomni_trainer.clock import StepClock
 from veomni_trainer.corpus import Corpus
 from veomni_trainer.memory import peak_memory, reset_peak
 from veomni_trainer.metrics import Row
+from veomni_trainer.shared_batches import SharedBatches
 
 Listener = Callable[[Row], None]
 
@@ -32,8 +33,9 @@ class JobTrainer(Trainer):
         corpus: Corpus,
         on_row: Listener,
         callbacks: list[TrainerCallback],
+        sp_size: int = 1,
     ) -> None:
-        self._clock = StepClock()
+        self._clock, self._sp_size = StepClock(), sp_size
         super().__init__(
             model,
             args,
@@ -51,8 +53,19 @@ class JobTrainer(Trainer):
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sp_size == 1:
+            return super()._get_train_sampler(*args, **kwargs)
+        return SharedBatches(self.train_dataset, self._train_batch_size, self._sp_size, self.args.data_seed or 0)
+
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Validation takes every sequence, also the last ones that don't fill a batch."""
+        """Validation takes every sequence, also the last ones that don't fill a batch.
+
+        Where processes share sequences, each group of them takes them all.
+        """
+        if self._sp_size > 1:
+            dataset: Any = self.eval_dataset
+            return DataLoader(dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
         self.args.dataloader_drop_last = False
         try:
             return super().get_eval_dataloader(*args, **kwargs)
@@ -74,7 +87,7 @@ class JobTrainer(Trainer):
         tokens = inputs["input_ids"].numel()
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
-            self._clock.count(tokens * self.args.world_size)
+            self._clock.count(tokens * self.args.world_size // self._sp_size)
             if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
                 self._aux_losses.append(aux_loss.detach())
         return (loss, outputs) if return_outputs else loss

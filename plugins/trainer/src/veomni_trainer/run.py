@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 import transformers
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, OpsConfig, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
+from veomni_core.sequence_parallel import apply_ulysses
 from veomni_trainer.arguments import training_arguments
 from veomni_trainer.checkpoints import CheckpointCallback, check_plan
 from veomni_trainer.command import INTERRUPTED
@@ -83,11 +85,13 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
-    _check_enough(corpus, arguments)
+    _check_enough(corpus, arguments, job.train.sp_size)
     set_seed(job.train.seed)
     model = build_model(job, ops, tokenizer, arguments.device, checkpoint)
     binding = binding_of(model)
     assert binding is not None
+    if job.train.sp_size > 1:
+        apply_ulysses(model, _sequence_parallel_group(job.train.sp_size, arguments))
     accepted = check_plan(checkpoint, binding.plan, accept_plan_change) if checkpoint else ()
     _say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
     for change in accepted:
@@ -119,7 +123,7 @@ def _fit(
     if _is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver])
+        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], job.train.sp_size)
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except torch.OutOfMemoryError as error:
@@ -150,12 +154,24 @@ def _starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) 
     return step, checkpoint
 
 
-def _check_enough(corpus: Corpus, arguments: TrainingArguments) -> None:
-    needed = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+def _sequence_parallel_group(sp_size: int, arguments: TrainingArguments) -> distributed.ProcessGroup:
+    """The processes that share this one's sequences: ``sp_size`` neighbours."""
+    if arguments.world_size % sp_size:
+        raise HostError(
+            f"train.sp_size is {sp_size}, and this job has {arguments.world_size} process(es). Start a multiple of "
+            f"{sp_size}: `torchrun --nproc_per_node={sp_size} -m veomni_core.cli train JOB.yaml`"
+        )
+    sizes = (arguments.world_size // sp_size, sp_size)
+    return init_device_mesh(arguments.device.type, sizes, mesh_dim_names=("dp", "sp"))["sp"].get_group()
+
+
+def _check_enough(corpus: Corpus, arguments: TrainingArguments, sp_size: int) -> None:
+    groups = max(arguments.world_size // sp_size, 1)
+    needed = arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
     if len(corpus.training) < needed:
         raise JobFileError(
             f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
-            "(train.batch_size x gradient_accumulation x processes); lower those, or data.sequence_length"
+            "(train.batch_size x gradient_accumulation x processes / sp_size); lower those, or data.sequence_length"
         )
 
 

@@ -1,0 +1,103 @@
+"""What a model is called with, cut into this rank's part; what concerns the whole sequence is kept beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from veomni_core.errors import ConfigError
+from veomni_core.sequence_parallel.exchange import ranks_of
+from veomni_core.sequence_parallel.slicing import slice_input_tensor
+
+_IGNORED = -100
+# They describe the whole sequence, or one number of it, and are passed on as they are.
+_WHOLE = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "logits_to_keep"}
+)
+
+
+@dataclass
+class WholeSequence:
+    """What one forward needs to know of the sequence beyond this rank's part of it.
+
+    ``padding[B, S]`` and ``position_ids[B, S]`` are the caller's, ``labels[B, S/n]`` are shifted and this rank's, and
+    ``items`` counts the labels of all ranks.
+    """
+
+    length: int
+    padding: Tensor | None = None
+    position_ids: Tensor | None = None
+    labels: Tensor | None = None
+    items: Tensor | None = None
+    loss_was_taken: bool = False
+
+
+def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str, Any], WholeSequence]:
+    """This rank's part of a causal language model's keyword arguments, and what concerns the whole.
+
+    Every rank of the group passes the same whole batch. Labels are shifted before they are cut, so the token at the
+    end of a part learns to predict the first of the next.
+
+    Raises:
+        ConfigError: the group's size doesn't divide the sequence, a cache is wanted, or something comes along of which
+            it isn't known how it belongs to the sequence.
+    """
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        raise ConfigError("a sequence-parallel model needs input_ids or inputs_embeds as a tensor")
+    whole = WholeSequence(length=tokens.shape[1])
+    _check(inputs, whole.length, group)
+    batch = tokens.shape[0]
+    mine: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if name in ("input_ids", "inputs_embeds", "labels"):
+            mine[name] = slice_input_tensor(value, 1, group)
+        elif name not in ("attention_mask", "position_ids", "shift_labels"):
+            mine[name] = value
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(whole.length, device=tokens.device).unsqueeze(0)
+    elif len(positions.shape) == 2:
+        whole.position_ids = positions
+    mine["position_ids"] = slice_input_tensor(positions, -1, group)
+    mask = inputs.get("attention_mask")
+    if mask is None or len(mask.shape) == 2:
+        # A mask as long as the whole sequence makes transformers plan the attention over all of it.
+        whole.padding = mask
+        mask = torch.ones(batch, whole.length, dtype=torch.bool, device=tokens.device) if mask is None else mask
+    mine["attention_mask"] = mask
+    labels = inputs.get("shift_labels")
+    if labels is None and "labels" in inputs:
+        labels = F.pad(inputs["labels"], (0, 1), value=_IGNORED)[..., 1:]
+    if labels is not None:
+        whole.labels = slice_input_tensor(labels, 1, group).contiguous()
+        whole.items = (labels != _IGNORED).sum().clamp_min(1)
+        mine.setdefault("labels", whole.labels)
+    mine["use_cache"] = False
+    return mine, whole
+
+
+def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
+    _, ranks, _ = ranks_of(group)
+    if length % ranks:
+        raise ConfigError(
+            f"a sequence of {length} can't be shared out over {ranks} sequence-parallel ranks. Pad the batch to a "
+            f"multiple of {ranks}, with labels of {_IGNORED}, or choose another sequence length"
+        )
+    if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+        raise ConfigError("a sequence-parallel model keeps no cache: call it without past_key_values and use_cache")
+    keep = inputs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise ConfigError("logits_to_keep counts from the sequence's end, which one rank alone holds; leave it out")
+    cut = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask"}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in cut | _WHOLE:
+            raise ConfigError(f"{name} can't be shared out over sequence-parallel ranks: it is not known how")
+        if name in cut and isinstance(value, dict):
+            raise ConfigError(f"{name} must be a tensor for a sequence-parallel model, not a mapping of several")

@@ -1,0 +1,246 @@
+"""Makes one bound model run on a part of the sequence per rank, and takes it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+
+from veomni_core.binding import binding_of
+from veomni_core.errors import BindingError, BoundModelPickleError, HostError
+from veomni_core.sequence_parallel.attention import Attention, packing_of, ulysses_attention, whole_mask
+from veomni_core.sequence_parallel.exchange import ranks_of
+from veomni_core.sequence_parallel.inputs import WholeSequence, split_inputs
+from veomni_core.sequence_parallel.losses import sum_over_ranks, whole_sequence
+from veomni_core.sequence_parallel.refusals import attention_site, balancing_sites
+from veomni_core.sites.attention import config_changes
+from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.site import AttributeChange, Change
+
+_IN_FORCE = "_veomni_sequence_parallel"
+_BALANCING = "load_balancing_loss_func"
+_NUMBERS = itertools.count(1)
+
+
+class SequenceParallel:
+    """One model that runs on a part of the sequence per rank. As a context manager it is undone on leaving."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, attention: str) -> None:
+        self.model, self.group, self.attention = model, group, attention
+        self._changes: list[Change] = []
+        self._whole: WholeSequence | None = None
+        self._batches_agree = False
+
+    def describe(self) -> str:
+        """For receipts: ``Ulysses, sp=4, over flash_attention_4``."""
+        return f"Ulysses, sp={self.group.size()}, over {self.attention}"
+
+    def whole(self) -> WholeSequence:
+        """The sequence of the forward that is running."""
+        if self._whole is None:
+            raise BindingError(
+                "a part of a sequence-parallel model was called on its own, outside of the model that "
+                "apply_ulysses was given"
+            )
+        return self._whole
+
+    def undo(self) -> None:
+        """Restore the model exactly as it was before.
+
+        Raises:
+            BindingError: already undone, or something replaced a changed attribute since, which undoing would lose.
+        """
+        if vars(self.model).get(_IN_FORCE) is not self:
+            raise BindingError("this sequence parallelism is not in force any more; it was undone before")
+        outermost = {change.place: change for change in self._changes}.values()
+        replaced = [what for change in outermost if (what := change.overridden())]
+        if replaced:
+            raise BindingError(f"undo would lose changes made since: {'; '.join(replaced)}. Take those back first")
+        self._revert()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if vars(self.model).get(_IN_FORCE) is self:
+            self.undo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        raise BindingError(
+            "a sequence-parallel model can't be copied, as a process group can't: copy it first, then apply_ulysses"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise BoundModelPickleError(
+            "a sequence-parallel model can't be pickled. Save model.state_dict() or model.save_pretrained(), or undo()"
+        )
+
+    def _apply(self, changes: Iterable[Change]) -> None:
+        try:
+            for change in changes:
+                change.apply()
+                self._changes.append(change)
+        except BaseException:
+            self._revert()
+            raise
+
+    def _revert(self) -> None:
+        while self._changes:
+            self._changes.pop().revert()
+
+
+def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> SequenceParallel:
+    """Let each rank of ``group`` run ``model`` on its part of the sequence, with whichever attention kernel is bound.
+
+    Call it after :func:`veomni_core.bind` (and before DDP or FSDP2). From then on every rank of the group calls the
+    model with the same whole batch (``input_ids[B, S]``, ``labels``, ``attention_mask``, ``position_ids``,
+    ``cu_seq_lens_q``); the model runs on ``[B, S/n]`` of it. ``loss`` and ``aux_loss`` are those of the whole sequence
+    on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's gradient is
+    the *mean* over the ranks, which DDP and FSDP2 over all ranks, data-parallel and sequence-parallel, take anyway.
+
+    Raises:
+        ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.
+        BindingError: it runs sequence-parallel already.
+    """
+    group, _, _ = ranks_of(group)
+    if _IN_FORCE in vars(model):
+        raise BindingError("this model is sequence-parallel already: undo() that first")
+    site = attention_site(model, group)
+    state = SequenceParallel(model, group, _kernel_name(model, site.own))
+    state._apply(_changes(model, state, site.path, site.own))
+    return state
+
+
+def _kernel_name(model: nn.Module, own: str) -> str:
+    """What the config calls the attention: a kernel that was bound, else what transformers is set to."""
+    binding = binding_of(model)
+    decisions = [d for op in binding.plan.ops if op.op_name == "attention" for d in op.sites] if binding else []
+    return next((decision.kernel for decision in decisions if decision.bound), own)
+
+
+def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> Iterator[Change]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    yield AttributeChange(model, _IN_FORCE, state)
+    name = f"veomni_ulysses_{next(_NUMBERS)}_{own}"
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
+    by_lengths = mask is flash_attention_mask
+    yield _Registered(ALL_ATTENTION_FUNCTIONS, name, ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], state.group))
+    yield _Registered(ALL_MASK_ATTENTION_FUNCTIONS, name, whole_mask(mask, state.whole, reads_positions=not by_lengths))
+    yield from config_changes(model, path, name)
+    for site in balancing_sites(model):
+        module = model.get_submodule(site.path)
+        forward = current_forward(module)
+        function = dict(global_functions(forward))[_BALANCING]
+        forward = with_globals(forward, {_BALANCING: _balancing(function, state)})
+        yield AttributeChange(module, "forward", MethodType(forward, module))
+    if "labels" in inspect.signature(type(model).forward).parameters:
+        yield AttributeChange(model, "_loss_function", _causal_loss(model.loss_function, state))  # type: ignore[arg-type]
+    yield AttributeChange(
+        model, "forward", MethodType(_whole_forward(current_forward(model), state, by_lengths), model)
+    )
+    if binding := binding_of(model):
+        receipt = dataclasses.replace(binding.receipt, sequence_parallel=state.describe())
+        yield AttributeChange(binding, "receipt", receipt)
+
+
+def _whole_forward(original: Callable[..., Any], state: SequenceParallel, by_lengths: bool) -> Callable[..., Any]:
+    _, *names = inspect.signature(original).parameters  # without self
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs, whole = split_inputs({**dict(zip(names, args, strict=False)), **kwargs}, state.group)
+        if not state._batches_agree and not torch.compiler.is_compiling():
+            _check_batches_agree(kwargs.get("input_ids", args[0] if args else None), state)
+        positions = whole.position_ids
+        packed = positions is not None and positions.shape[0] == 1 and whole.padding is None
+        if by_lengths and packed and "cu_seq_lens_q" not in inputs:
+            assert positions is not None
+            inputs |= packing_of(positions)
+        state._whole = whole
+        try:
+            output = original(self, **inputs)
+        finally:
+            state._whole = None
+        if whole.labels is not None and not whole.loss_was_taken:
+            raise BindingError(f"{type(self).__name__} computes its loss itself; it can't be made that of all ranks")
+        return output
+
+    return forward
+
+
+def _causal_loss(original: Callable[..., Any], state: SequenceParallel) -> Callable[..., Tensor]:
+    """The loss of the whole sequence: each rank's sum over its labels, by the number of labels on all ranks."""
+
+    def loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+        whole = state.whole()
+        whole.loss_was_taken = True
+        items = whole.items if num_items_in_batch is None else num_items_in_batch
+        kwargs |= {"num_items_in_batch": items, "shift_labels": whole.labels}
+        return sum_over_ranks(original(logits, labels, vocab_size, **kwargs), state.group)
+
+    return loss
+
+
+def _balancing(original: Callable[..., Any], state: SequenceParallel) -> Callable[..., Any]:
+    """The load-balancing loss of all ranks' tokens. It is no mean over tokens, so the router's logits are gathered."""
+
+    def loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any = None) -> Any:
+        if not isinstance(gate_logits, tuple):
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        whole = state.whole()
+        ranks = state.group.size()
+        layers = torch.stack([each.to(gate_logits[0].device) for each in gate_logits])
+        by_sequence = layers.unflatten(1, (-1, whole.length // ranks))
+        gathered = whole_sequence(by_sequence, 2, state.group).flatten(1, 2)
+        return original(tuple(gathered.unbind(0)), num_experts, top_k, whole.padding)
+
+    return loss
+
+
+def _check_batches_agree(ids: Any, state: SequenceParallel) -> None:
+    """Once: ranks of one group with different batches would train on a sequence that nobody wrote."""
+    state._batches_agree = True
+    if not isinstance(ids, Tensor):
+        return
+    weights = torch.arange(1, ids.numel() + 1, device=ids.device)
+    mine = (*ids.shape, int((ids.flatten() * weights).sum()))
+    answers: list[Any] = [None] * state.group.size()
+    distributed.all_gather_object(answers, mine, group=state.group)
+    if len(set(answers)) > 1:
+        raise HostError(
+            f"the {len(answers)} ranks of one sequence-parallel group were given different batches; each must call the "
+            "model with the same whole sequence. Let the data loader count data-parallel groups, not processes"
+        )
+
+
+class _Registered:
+    """A name in one of transformers' interfaces, for as long as a model uses it."""
+
+    def __init__(self, interface: Any, name: str, function: Attention) -> None:
+        self._interface, self._name, self._function = interface, name, function
+
+    def apply(self) -> None:
+        """Register."""
+        self._interface.register(self._name, self._function)
+
+    def revert(self) -> None:
+        """Take the name out again."""
+        self._interface._global_mapping.pop(self._name, None)
+
+    def overridden(self) -> str:
+        """Nobody else has a reason to register this name."""
+        return ""
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self._interface), self._name)

@@ -1,0 +1,152 @@
+"""What the FlashAttention libraries have in common: no mask, but lengths. From transformers' call to theirs, and back.
+
+A library gives two calls: one for a batch ``[B, S, H, D]`` of full sequences, and one for sequences of several lengths
+one after the other, ``[T, H, D]``, with their bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the scores go through. ``window`` is how many keys to each side a query sees, or ``None`` for all."""
+
+    scaling: float
+    causal: bool
+    window: int | None
+    softcap: float
+    dropout: float
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where sequences begin and end: int32 ``[sequences + 1]`` from 0, and the longest (or an upper bound of it)."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class Library(Protocol):
+    """One FlashAttention package. ``refuses`` gives sentences on what it can't compute of a call."""
+
+    name: str
+
+    def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
+        """Why not; empty where it can."""
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """``[B, S, Hq, D]``, ``[B, L, Hk, D]``, ``[B, L, Hk, Dv]`` to ``[B, S, Hq, Dv]``."""
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
+        """``[T, Hq, D]``, ``[U, Hk, D]``, ``[U, Hk, Dv]`` to ``[T, Hq, Dv]``."""
+
+
+def attend(
+    library: Library,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The op's call (:mod:`veomni_core.ops.attention`) by ``library``.
+
+    With ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, a batch of one whose
+    ``position_ids`` restart is packed too, which takes a look at them in every layer; and a padding mask is looked at.
+
+    Raises:
+        ValueError: the library can't compute what is asked for.
+    """
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    options = Options(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=module.is_causal if is_causal is None else is_causal,
+        window=None if sliding_window is None or sliding_window >= key.shape[1] else sliding_window - 1,
+        softcap=softcap or 0.0,
+        dropout=dropout,
+        sinks=s_aux,
+    )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"{library.name} takes a padding mask [batch, keys] or none, not one of {tuple(attention_mask.shape)}; for "
+            "masks of other shapes choose sdpa or flex_attention"
+        )
+    bounds = None
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        bounds = Bounds(
+            cu_seq_lens_q.int(),
+            cu_seq_lens_k.int(),
+            _longest(max_length_q, query.shape[1]),
+            _longest(max_length_k, key.shape[1]),
+        )
+    elif attention_mask is None:
+        bounds = _restarts(position_ids, query, key)
+    packed = bounds is not None or attention_mask is not None
+    if problems := library.refuses(query, value, options, packed):
+        raise ValueError(f"{library.name} does not compute {'; nor '.join(problems)}")
+    if bounds is not None:
+        if query.shape[0] != 1:
+            raise ValueError(f"packed sequences come in a batch of one, this one has {query.shape[0]}")
+        return library.packed(query[0], key[0], value[0], bounds, options).unsqueeze(0), None
+    if attention_mask is not None:
+        return _padded(library, query, key, value, attention_mask.bool(), options), None
+    return library.dense(query, key, value, options), None
+
+
+def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:
+    """Without its padding a batch is packed sequences; what comes out at padding is zero."""
+    batch, queries = query.shape[:2]
+    kept_queries = kept[:, -queries:]
+    (of_query,), (of_key,) = (torch.nonzero(each.flatten(), as_tuple=True) for each in (kept_queries, kept))
+    bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, key.shape[1])
+    query, key, value = (
+        each.flatten(0, 1)[index] for each, index in ((query, of_query), (key, of_key), (value, of_key))
+    )
+    output = library.packed(query, key, value, bounds, options)
+    whole = output.new_zeros(batch * queries, *output.shape[1:])
+    return whole.index_copy(0, of_query, output).unflatten(0, (batch, queries))  # type: ignore[no-any-return]
+
+
+def _bounds(kept: Tensor) -> Tensor:
+    return torch.nn.functional.pad(kept.sum(dim=-1).cumsum(0), (1, 0)).int()
+
+
+def _restarts(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Bounds | None:
+    """Bounds where positions don't count on, as transformers packs sequences; ``None`` for one sequence."""
+    flat = position_ids is not None and position_ids.dim() == 2 and position_ids.shape == query.shape[:2]
+    if not flat or query.shape[0] != 1 or query.shape[1] != key.shape[1] or query.shape[1] < 2:
+        return None
+    assert position_ids is not None
+    steps = torch.diff(position_ids[0])
+    inner = torch.nonzero(steps != 1).flatten() + 1
+    if not inner.numel():
+        return None
+    ends = inner.new_tensor([0, query.shape[1]])
+    bounds = torch.cat([ends[:1], inner, ends[1:]]).int()
+    return Bounds(bounds, bounds, query.shape[1], query.shape[1])
+
+
+def _longest(given: Any, most: int) -> int:
+    """The longest sequence's length; one that is still on the device is not waited for, as any upper bound does."""
+    return given if isinstance(given, int) else most

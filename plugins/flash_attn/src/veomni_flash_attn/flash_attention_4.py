@@ -1,0 +1,187 @@
+"""attention by FlashAttention 4 (the package flash-attn-4, in CuTe DSL), forward and backward as opaque operators.
+
+The library compiles a kernel at the first call of each shape class, which ``torch.compile`` can't trace; so both passes
+are operators of their own with fake implementations, and a graph that holds them doesn't break.
+
+Sinks are exact through the library's log-sum-exp, which has a gradient: a sink ``b`` in a row's softmax takes
+``exp(b) / (exp(b) + exp(lse))`` of its weight, so the output is multiplied by ``sigmoid(lse - b)``. The library's own
+``learnable_sink`` gives ``b`` no gradient (4.0.0b13).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch import Tensor
+
+from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_flash_attn.by_lengths import Bounds, Options, attend
+
+_WIDEST = 256
+
+
+class FlashAttention4:
+    """Heads of 8 to 256, in multiples of 8; bfloat16 and float16; forward and backward on SM90 and above."""
+
+    name = "flash_attention_4"
+
+    def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
+        problems = ["dropout"] if options.dropout else []
+        if options.softcap and packed:
+            problems.append("a softcap over packed or padded sequences, whose gradient the library doesn't have")
+        widths = (query.shape[-1], value.shape[-1])
+        if any(width % 8 or width > _WIDEST for width in widths):
+            problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            problems.append(f"{query.dtype}".removeprefix("torch."))
+        return problems
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        output, lse = _Attention.apply(query, key, value, None, None, 0, 0, *_numbers(options))
+        return _with_sinks(output, lse.transpose(-1, -2), options)
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
+        lengths = (bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key)
+        output, lse = _Attention.apply(query, key, value, *lengths, *_numbers(options))
+        return _with_sinks(output, lse.transpose(-1, -2), options)
+
+
+def _numbers(options: Options) -> tuple[float, bool, int, float]:
+    return options.scaling, options.causal, -1 if options.window is None else options.window, options.softcap
+
+
+def _with_sinks(output: Tensor, lse: Tensor, options: Options) -> Tensor:
+    """``output[..., S, H, D]`` and ``lse[..., S, H]``."""
+    if options.sinks is None:
+        return output
+    kept = torch.sigmoid(lse - options.sinks.float())
+    return (output * kept.unsqueeze(-1)).to(output.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        output, lse = _forward(query, key, value, *settings)
+        query_bounds, key_bounds, *ctx.numbers = settings
+        ctx.save_for_backward(query, key, value, output, lse, query_bounds, key_bounds)
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, query_bounds, key_bounds = ctx.saved_tensors
+        upstream, upstream_lse = gradients
+        upstream = torch.zeros_like(output) if upstream is None else upstream.contiguous()
+        upstream_lse = None if upstream_lse is None else upstream_lse.contiguous()
+        results = _backward(
+            query, key, value, output, lse, upstream, upstream_lse, query_bounds, key_bounds, *ctx.numbers
+        )
+        return *results, *(None,) * 8
+
+
+@torch.library.custom_op("veomni_flash_attn::flash_attention_4", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    longest_query: int,
+    longest_key: int,
+    scaling: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    return _flash_attn_fwd(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        **_lengths(query_bounds, key_bounds, longest_query, longest_key),
+        softmax_scale=scaling,
+        causal=causal,
+        softcap=softcap or None,
+        **_windows(window),
+        return_lse=True,
+    )
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, query_bounds: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    *batch, length, heads = query.shape[:-1]
+    return output, query.new_empty(*batch, heads, length, dtype=torch.float32)
+
+
+@torch.library.custom_op("veomni_flash_attn::flash_attention_4_backward", mutates_args=())
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    upstream: Tensor,
+    upstream_lse: Tensor | None,
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    longest_query: int,
+    longest_key: int,
+    scaling: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _flash_attn_bwd(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        output,
+        upstream,
+        lse,
+        softmax_scale=scaling,
+        causal=causal,
+        softcap=softcap,
+        **_windows(window),
+        **_lengths(query_bounds, key_bounds, longest_query, longest_key),
+        dlse=upstream_lse,
+    )
+
+
+@_backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _windows(window: int) -> dict[str, int | None]:
+    """A window to both sides; a causal call has none to the right, whatever is said here."""
+    reach = None if window < 0 else window
+    return {"window_size_left": reach, "window_size_right": reach}
+
+
+def _lengths(query_bounds: Tensor | None, key_bounds: Tensor | None, query: int, key: int) -> dict[str, Any]:
+    if query_bounds is None:
+        return {}
+    return {
+        "cu_seqlens_q": query_bounds,
+        "cu_seqlens_k": key_bounds,
+        "max_seqlen_q": query,
+        "max_seqlen_k": key,
+    }
+
+
+_LIBRARY = FlashAttention4()
+
+
+def standard(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
+
+    Options, and what is raised: :func:`veomni_flash_attn.by_lengths.attend`. Gradients reach query, key, value, sinks.
+    """
+    return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
+
+
+setattr(standard, MASK_INTERFACE, "flash_attention_2")

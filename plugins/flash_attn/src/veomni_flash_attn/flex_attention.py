@@ -1,0 +1,152 @@
+"""attention by torch's FlexAttention: any mask, window, packing, softcap and sinks, compiled into one kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from veomni_core.sites.attention import MASK_INTERFACE
+
+# (batch, head, query, key) of positions to whether the query sees the key.
+Keeps = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def standard(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
+
+    ``attention_mask`` is the ``BlockMask`` that transformers builds for this interface, which holds window and packing;
+    or a mask ``[B, 1 or Hq, S, L]``, boolean or added; or one of padding, ``[B, L]``. Gradients reach query, key, value
+    and sinks, not an added mask. D is at least 16.
+
+    Raises:
+        ValueError: dropout is asked for, or packed sequences come in a batch.
+    """
+    if dropout:
+        raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
+    if cu_seq_lens_q is not None and query.shape[0] != 1:
+        raise ValueError(f"packed sequences come in a batch of one, this one has {query.shape[0]}")
+    padding = added = None
+    blocks: BlockMask | None
+    if isinstance(attention_mask, BlockMask):
+        blocks = attention_mask
+    else:
+        keeps = []
+        if attention_mask is None or attention_mask.dim() == 2:
+            causal = module.is_causal if is_causal is None else is_causal
+            keeps.append(_by_position(causal, sliding_window, key.shape[2] - query.shape[2]))
+            if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+                lengths = (query.shape[2], key.shape[2])
+                keeps.append(_same_sequence(*map(_numbered, (cu_seq_lens_q, cu_seq_lens_k), lengths)))
+            if attention_mask is not None:
+                padding = attention_mask.bool()
+                keeps.append(_unpadded(padding))
+        elif attention_mask.dtype == torch.bool:
+            keeps.append(_chosen(attention_mask))
+        else:
+            added = attention_mask
+        blocks = _blocks(keeps, query, key) if keeps else None
+    output, aux = _compiled()(
+        query,
+        key,
+        value,
+        score_mod=_score(softcap, added),
+        block_mask=blocks,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    output = output.transpose(1, 2)
+    if s_aux is not None:  # one more score in each row's softmax; its share is taken off
+        kept = torch.sigmoid(aux.lse.transpose(1, 2) - s_aux.float())
+        output = (output * kept.unsqueeze(-1)).to(output.dtype)
+    if padding is not None:
+        output = output * padding[:, -output.shape[1] :, None, None]
+    return output.contiguous(), None
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    """The operator, compiled once for all; in a graph that is being compiled it is traced into that."""
+    compiled = torch.compile(flex_attention)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (flex_attention if torch.compiler.is_compiling() else compiled)(*args, **kwargs)
+
+    return call
+
+
+def _blocks(keeps: list[Keeps], query: Tensor, key: Tensor) -> BlockMask:
+    def kept(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        result = keeps[0](batch, head, q, k)
+        for each in keeps[1:]:
+            result = result & each(batch, head, q, k)
+        return result
+
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return create_block_mask(kept, *sizes, device=query.device)
+
+
+def _by_position(causal: bool, window: int | None, offset: int) -> Keeps:
+    """The last query stands at the last key."""
+
+    def keeps(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        behind = q + offset - k
+        kept = behind >= 0 if causal else behind == behind
+        return kept if window is None else kept & (behind.abs() < window)
+
+    return keeps
+
+
+def _numbered(bounds: Tensor, length: int) -> Tensor:
+    """The number of the sequence that each position belongs to."""
+    return torch.bucketize(torch.arange(length, device=bounds.device), bounds[1:], right=True)
+
+
+def _same_sequence(of_query: Tensor, of_key: Tensor) -> Keeps:
+    return lambda batch, head, q, k: of_query[q] == of_key[k]
+
+
+def _unpadded(padding: Tensor) -> Keeps:
+    return lambda batch, head, q, k: padding[batch, k]
+
+
+def _chosen(mask: Tensor) -> Keeps:
+    shared = mask.shape[1] == 1
+    return lambda batch, head, q, k: mask[batch, 0 if shared else head, q, k]
+
+
+def _score(softcap: float | None, added: Tensor | None) -> Callable[..., Tensor] | None:
+    if softcap is None and added is None:
+        return None
+
+    def score(value: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            value = softcap * torch.tanh(value / softcap)
+        if added is not None:
+            value = value + added[batch, 0 if added.shape[1] == 1 else head, q, k]
+        return value
+
+    return score
+
+
+setattr(standard, MASK_INTERFACE, "flex_attention")

@@ -1,0 +1,69 @@
+"""Describes the kernels to veomni-core. Imports neither torch nor a FlashAttention package."""
+
+from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+_HALVES = ("bfloat16", "float16")
+_BY_LENGTHS = ("padding_mask", "sliding_window", "packed", "softcap")
+
+
+@hookimpl
+def veomni_kernels() -> list[KernelSpec]:
+    """One kernel per library, for attention alone; each in a file of its name.
+
+    Preferences follow the measurements on an H200 as far as there are any: FlashAttention 4 before sdpa.
+    """
+    return [
+        _kernel(
+            "flash_attention_2",
+            HardwareRequirement("cuda", min_compute_capability=80, packages=("flash-attn>=2.6,<3",)),
+            "dense, padded and packed",
+            preference=50,
+            features=(*_BY_LENGTHS, "dropout"),
+        ),
+        _kernel(
+            "flash_attention_3",
+            HardwareRequirement("cuda", 90, 90, packages=("flash-attn-3>=3.0.0b1,<4",)),
+            "dense, padded and packed",
+            preference=55,
+            features=_BY_LENGTHS,
+        ),
+        _kernel(
+            "flash_attention_4",
+            HardwareRequirement("cuda", min_compute_capability=90, packages=("flash-attn-4>=4.0.0b13,<4.1",)),
+            "dense, padded and packed; sinks with their gradient",
+            preference=60,
+            features=(*_BY_LENGTHS, "sinks"),
+        ),
+        _kernel(
+            "flex_attention",
+            HardwareRequirement("cuda", min_compute_capability=80),
+            "any mask, compiled by torch into one kernel",
+            preference=20,
+            dtypes=("float32", *_HALVES),
+            features=("dense_mask", *_BY_LENGTHS, "sinks"),
+        ),
+    ]
+
+
+def _kernel(
+    name: str,
+    hardware: HardwareRequirement,
+    description: str,
+    preference: int,
+    features: tuple[str, ...],
+    dtypes: tuple[str, ...] = _HALVES,
+) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        op_name="attention",
+        variant="standard",
+        factory=f"veomni_flash_attn.{name}:standard",
+        hardware=hardware,
+        description=description,
+        preference=preference,
+        deterministic=False,  # their backward adds dQ with atomics
+        dtypes=dtypes,
+        features=features,
+    )

@@ -1,0 +1,21 @@
+"""Ulysses sequence parallelism under any attention kernel. It lives in veomni-core, where all of them can use it."""
+
+from veomni_core.sequence_parallel import (
+    apply_ulysses,
+    gather_heads_scatter_seq,
+    gather_outputs,
+    gather_seq_scatter_heads,
+    slice_input_tensor,
+    sp_pad_and_slice,
+    unpad_tensor,
+)
+
+__all__ = [
+    "apply_ulysses",
+    "gather_heads_scatter_seq",
+    "gather_outputs",
+    "gather_seq_scatter_heads",
+    "slice_input_tensor",
+    "sp_pad_and_slice",
+    "unpad_tensor",
+]

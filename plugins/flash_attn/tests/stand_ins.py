@@ -1,0 +1,146 @@
+"""Modules in the place of the FlashAttention packages, with their signatures, computing on the CPU.
+
+They let the adapters be tested without a GPU: layouts, bounds, windows, sinks and gradients. What the libraries
+themselves compute is tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.attention import visible
+
+
+@dataclass
+class _Attention:
+    """``[B, S, H, D]`` or, with bounds, ``[T, H, D]``, in float32, with the heads before the positions."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bounds: Any
+    scale: float
+    causal: bool
+    window: int
+    softcap: float
+
+    def __post_init__(self) -> None:
+        assert self.q.shape[-1] % 8 == 0 and self.q.dtype in (torch.bfloat16, torch.float16)
+        groups = self.q.shape[-2] // self.k.shape[-2]
+        heads = [each.movedim(-2, -3).float() for each in (self.q, self.k, self.v)]
+        self.query, self.key, self.value = (heads[0], *(each.repeat_interleave(groups, -3) for each in heads[1:]))
+        scores = self.query @ self.key.transpose(-1, -2) * self.scale
+        self.slope = torch.ones_like(scores)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+            self.slope = 1 - (scores / self.softcap) ** 2
+        assert self.bounds is None or all(each.dtype == torch.int32 for each in self.bounds)
+        window = self.window + 1 if self.window >= 0 else None
+        kept = visible(scores, self.causal, window, *(self.bounds or (None, None)))
+        scores = scores.masked_fill(~kept, float("-inf"))
+        self.lse = scores.logsumexp(-1)
+        self.weights = scores.softmax(-1)
+
+    def output(self) -> Tensor:
+        return (self.weights @ self.value).movedim(-3, -2).to(self.q.dtype).contiguous()
+
+    def backward(self, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
+        upstream = dout.movedim(-2, -3).float()
+        dvalue = self.weights.transpose(-1, -2) @ upstream
+        dweights = upstream @ self.value.transpose(-1, -2)
+        delta = (dweights * self.weights).sum(-1, keepdim=True) - (0 if dlse is None else dlse.unsqueeze(-1))
+        dscores = self.weights * (dweights - delta) * self.slope * self.scale
+        dkey = dscores.transpose(-1, -2) @ self.query
+        dquery = dscores @ self.key
+        shared = (each.unflatten(-3, (self.k.shape[-2], -1)).sum(-3) for each in (dkey, dvalue))
+        return tuple(each.movedim(-3, -2).to(self.q.dtype).contiguous() for each in (dquery, *shared))
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+    return _Attention(q, k, v, *settings).output()
+
+
+def _two(q: Any, k: Any, v: Any, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+    assert window_size[0] == window_size[1] and not dropout_p
+    return _exact(q, k, v, None, softmax_scale, causal, window_size[0], softcap)
+
+
+def _two_packed(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0,
+):  # fmt: skip
+    assert isinstance(max_seqlen_q, int) and max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    assert isinstance(max_seqlen_k, int) and max_seqlen_k >= int(cu_seqlens_k.diff().max())
+    return _exact(q, k, v, (cu_seqlens_q, cu_seqlens_k), softmax_scale, causal, window_size[0], softcap)
+
+
+def _three(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+    return _two(q, k, v, 0.0, softmax_scale, causal, window_size, softcap)
+
+
+def _three_packed(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+):  # fmt: skip
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _two_packed(q, k, v, *lengths, 0.0, softmax_scale, causal, window_size, softcap)
+
+
+def _four_forward(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+    causal=False, softcap=None, window_size_left=None, window_size_right=None, return_lse=False,
+):  # fmt: skip
+    assert return_lse and window_size_left == window_size_right and softcap != 0.0
+    bounds = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    window = -1 if window_size_left is None else window_size_left
+    attention = _Attention(q, k, v, bounds, softmax_scale, causal, window, softcap or 0.0)
+    return attention.output(), attention.lse
+
+
+def _four_backward(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dlse=None,
+):  # fmt: skip
+    assert softcap is not None and not (softcap and cu_seqlens_q is not None)
+    bounds = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    window = -1 if window_size_left is None else window_size_left
+    attention = _Attention(q, k, v, bounds, softmax_scale, causal, window, softcap)
+    assert torch.equal(attention.output(), out) and torch.equal(attention.lse, lse)
+    return attention.backward(dout, dlse)
+
+
+_MODULES = {
+    "flash_attn": {"flash_attn_func": _two, "flash_attn_varlen_func": _two_packed},
+    "flash_attn.cute": {},
+    "flash_attn.cute.interface": {"_flash_attn_fwd": _four_forward, "_flash_attn_bwd": _four_backward},
+    "flash_attn_interface": {"flash_attn_func": _three, "flash_attn_varlen_func": _three_packed},
+}
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """The stand-ins can be imported."""
+    before = {name: sys.modules.get(name) for name in _MODULES}
+    for name, attributes in _MODULES.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        vars(module).update(attributes)
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module

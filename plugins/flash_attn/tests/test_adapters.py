@@ -1,0 +1,214 @@
+"""The adapters on the CPU, over stand-ins with the libraries' signatures; test_on_a_gpu.py runs the libraries."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import stand_ins
+import torch
+
+from models import build, step, tokens
+from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
+from veomni_core.discovery import CORE
+from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecError
+from veomni_core.ops.attention import AttentionModule, standard
+from veomni_core.registry import PluginRecord, build_registry
+from veomni_core.testing import check_kernel
+from veomni_flash_attn.plugin import veomni_kernels
+
+NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+SPECS = {spec.name: spec for spec in veomni_kernels()}
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the libraries themselves are tested on a GPU")
+
+
+def registry(anywhere: bool = False, conflicts=()):
+    kernels = tuple(replace(spec, hardware=HardwareRequirement()) if anywhere else spec for spec in SPECS.values())
+    ours = PluginRecord("flash", "veomni-flash-attn", "0", "veomni_flash_attn.plugin", kernels=kernels)
+    return build_registry([CORE, ours], dict(conflicts))
+
+
+@pytest.fixture(params=NAMES)
+def kernel(request):
+    """The adapter of each library, bound to the stand-in for it."""
+    with stand_ins.installed():
+        module = importlib.import_module(f"veomni_flash_attn.{request.param}")
+    return module.standard
+
+
+def heads(batch=1, length=12, q_heads=4, k_heads=2, width=16, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    shapes = ((batch, count, length, width) for count in (q_heads, k_heads, k_heads))
+    return [torch.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+@without_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dtype):
+    name = kernel.__module__.rpartition(".")[2]
+    report = check_kernel(SPECS[name], "cpu", dtype)
+    report.raise_if_failed()
+    refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
+    wanted = {"boolean mask (refused)", "added mask (refused)", "sinks (refused)"}
+    assert refused == wanted - {"sinks (refused)"} if name == "flash_attention_4" else refused == wanted
+
+
+@without_gpu
+def test_positions_that_restart_pack_a_batch_of_one(kernel):
+    inputs = heads(length=9)
+    bounds = torch.tensor([0, 4, 9])
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    by_positions, _ = kernel(AttentionModule(2), *inputs, None, position_ids=positions)
+    by_bounds, _ = kernel(AttentionModule(2), *inputs, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    assert torch.equal(by_positions, by_bounds)
+    alone, _ = kernel(AttentionModule(2), *inputs, None, position_ids=torch.arange(9)[None])
+    assert not torch.equal(alone[:, 4:], by_bounds[:, 4:])
+
+
+@without_gpu
+def test_left_padding_and_all_padding(kernel):
+    inputs = heads(batch=3, length=7)
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    mask[2] = 0
+    found, _ = kernel(AttentionModule(2), *inputs, mask)
+    assert not found[2].any() and not found[0, :3].any()
+    wanted, _ = standard(AttentionModule(2), *(each[:1, :, 3:].float() for each in inputs), None)
+    torch.testing.assert_close(found[0, 3:].float(), wanted[0], rtol=2e-2, atol=2e-2)
+    found.float().square().sum().backward()
+    assert all(not each.grad[2].any() and torch.isfinite(each.grad).all() for each in inputs)
+
+
+@without_gpu
+def test_what_a_library_can_not_compute_is_refused_with_what_it_was(kernel):
+    module = AttentionModule(2)
+    name = kernel.__module__.rpartition(".")[2]
+    inputs = heads()
+    with pytest.raises(
+        ValueError, match="takes a padding mask .* not one of .1, 1, 12, 12.; .* sdpa or flex_attention"
+    ):
+        kernel(module, *inputs, torch.ones(1, 1, 12, 12))
+    bounds = torch.tensor([0, 12])
+    with pytest.raises(ValueError, match="batch of one, this one has 2"):
+        kernel(module, *heads(batch=2), None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    with pytest.raises(ValueError, match="heads of 264"):
+        kernel(module, *heads(width=264), None)
+    if name != "flash_attention_2":
+        with pytest.raises(ValueError, match=f"{name} does not compute dropout"):
+            kernel(module, *inputs, None, dropout=0.1)
+    if name == "flash_attention_4":
+        with pytest.raises(ValueError, match="softcap over packed"):
+            kernel(module, *inputs, None, softcap=2.0, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+        with pytest.raises(ValueError, match="does not compute float32"):
+            kernel(module, *heads(dtype=torch.float32), None)
+
+
+@without_gpu
+def test_a_model_trains_on_it_as_on_sdpa_and_its_graph_does_not_break():
+    with stand_ins.installed():
+        importlib.import_module("veomni_flash_attn.flash_attention_4")
+    ids = tokens(2, 12)
+    wanted, wanted_gradients = step(build("llama", dtype=torch.bfloat16, attn_implementation="sdpa"), ids)
+    model = build("llama", dtype=torch.bfloat16)
+    with bind(model, {"preset": "eager", "attn_implementation": "flash_attention_4"}, registry=registry(anywhere=True)):
+        assert "flash_attention_4" in model.config._attn_implementation
+        found, gradients = step(model, ids)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(loss, found, rtol=1e-2, atol=1e-2)
+    for name, gradient in wanted_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 0.05 * gradient.norm(), name
+    assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+def plan(family, kernel, ours=None, hardware="h200", **config):
+    ours = ours or registry()
+    ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": kernel}, ours)
+    with torch.device("meta"):
+        model = build(family, dtype=torch.bfloat16, **config)
+    return make_plan(find_sites(model, ours), ops, hardware=ours.named_hardware(hardware), registry=ours)
+
+
+@pytest.mark.parametrize("kernel", [*NAMES, "flex_attention"])
+def test_an_h200_plans_each_by_the_name_of_the_seeds(kernel):
+    found = plan("llama", kernel)
+    assert found.ops[0].chosen == (kernel,)
+    assert found.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "hardware", "reason"),
+    [
+        ("flash_attention_4", "a100", "needs compute capability >= 9.0, this GPU is 8.0"),
+        ("flash_attention_3", "b200", "needs compute capability <= 9.0, this GPU is 10.0"),
+        ("flash_attention_2", "cpu", "needs device type cuda"),
+    ],
+)
+def test_other_hardware_is_refused_with_the_reason(kernel, hardware, reason):
+    with pytest.raises(KernelUnavailableError, match=reason):
+        plan("llama", kernel, hardware=hardware)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "config", "reason"),
+    [
+        ("gpt_oss", "flash_attention_2", {}, "does not compute sinks"),
+        ("llama", "flash_attention_4", {"attention_dropout": 0.1}, "does not compute dropout"),
+        ("llama", "flex_attention", {"attention_dropout": 0.1}, "does not compute dropout"),
+    ],
+)
+def test_what_the_model_asks_for_in_every_call_is_refused_before_a_weight_is_loaded(family, kernel, config, reason):
+    with pytest.raises(KernelUnavailableError, match=reason):
+        plan(family, kernel, **config)
+    plan(family, "flash_attention_2" if "dropout" in reason else "flash_attention_4", **config)
+
+
+def test_two_packages_that_claim_one_kernel_are_refused_both():
+    claimed = {SPECS["flash_attention_2"].key: ("rival-attention 1.0", "veomni-flash-attn 0.1.0")}
+    with pytest.raises(KernelUnavailableError, match=r"claimed by rival-attention 1.0 and veomni-flash-attn 0.1.0"):
+        plan("llama", "flash_attention_2", registry(conflicts=claimed))
+
+
+def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch):
+    here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
+    monkeypatch.setattr("veomni_core.hardware._installed_version", {"flash-attn": "1.0.9"}.get)
+    assert SPECS["flash_attention_2"].hardware.unmet(here) == ("needs flash-attn>=2.6,<3, 1.0.9 is installed",)
+    (missing,) = SPECS["flash_attention_4"].hardware.unmet(here)
+    assert missing == "needs flash-attn-4>=4.0.0b13,<4.1, which is not installed"
+
+
+@without_gpu
+def test_a_package_that_can_not_be_imported_is_named():
+    before = sys.modules.pop("veomni_flash_attn.flash_attention_2", None)
+    try:
+        with pytest.raises(KernelLoadError, match="veomni_flash_attn.flash_attention_2:standard failed: .*flash_attn"):
+            SPECS["flash_attention_2"].load()
+    finally:
+        if before is not None:
+            sys.modules["veomni_flash_attn.flash_attention_2"] = before
+
+
+def test_float32_is_not_declared_by_the_libraries():
+    with pytest.raises(SpecError, match="does not declare float32"):
+        check_kernel(SPECS["flash_attention_4"], "cpu", "float32")
+
+
+def test_describing_them_imports_neither_torch_nor_a_library():
+    code = """
+import sys, veomni_flash_attn.plugin as plugin
+plugin.veomni_kernels()
+sys.exit("torch" in sys.modules or "flash_attn" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_helpers_of_sequence_parallelism_have_their_names_here_too():
+    from veomni_core import sequence_parallel as home
+    from veomni_flash_attn import sequence_parallel
+
+    assert all(getattr(sequence_parallel, name) is getattr(home, name) for name in sequence_parallel.__all__)

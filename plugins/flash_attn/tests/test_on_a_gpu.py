@@ -1,0 +1,102 @@
+"""The libraries themselves, on a GPU: the contract, whole graphs, no wait for the device, and real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_adapters import SPECS, heads, registry
+
+from models import build, step, tokens
+from veomni_core import Hardware, bind
+from veomni_core.ops.attention import AttentionModule, standard
+from veomni_core.testing import check_kernel
+
+pytestmark = pytest.mark.gpu
+KERNELS = [(name, dtype) for name, spec in SPECS.items() for dtype in spec.dtypes]
+
+
+def usable(name):
+    """The kernel, or a skip with what it lacks here."""
+    if unmet := SPECS[name].hardware.unmet(Hardware.detect()):
+        pytest.skip("; ".join(unmet))
+    return SPECS[name].load()
+
+
+def on_gpu(inputs):
+    return [each.detach().cuda().requires_grad_() for each in inputs]
+
+
+def close(found, wanted, bound=2e-2):
+    assert (found.float() - wanted.float()).norm() <= bound * wanted.float().norm()
+
+
+@pytest.mark.parametrize(("name", "dtype"), KERNELS)
+def test_the_contract(name, dtype):
+    usable(name)
+    check_kernel(SPECS[name], "cuda", dtype).raise_if_failed()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_graph_does_not_break_and_has_the_same_gradients(name):
+    kernel = usable(name)
+    bounds = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
+    for options in ({}, {"sliding_window": 64}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}):
+
+        def call(q, k, v, kernel=kernel, options=options):
+            return kernel(AttentionModule(2), q, k, v, None, **options)[0]
+
+        inputs = on_gpu(heads(length=256, width=64))
+        results = [call(*inputs), torch.compile(call, fullgraph=True)(*inputs)]
+        close(*results, 5e-3)
+        gradients = [torch.autograd.grad(result.float().square().sum(), inputs) for result in results]
+        for eager, compiled in zip(*gradients, strict=True):
+            close(compiled, eager, 2e-2)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
+def test_bounds_that_are_given_make_nothing_wait_for_the_gpu(name):
+    kernel = usable(name)
+    bounds = torch.tensor([0, 100, 101, 256], dtype=torch.int32, device="cuda")
+    inputs = on_gpu(heads(length=256, width=64))
+    options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": bounds.diff().max()}
+    kernel(AttentionModule(2), *inputs, None, **options)[0].sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(AttentionModule(2), *inputs, None, **options)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("shape", [(2, 1024, 32, 8, 128), (1, 777, 16, 16, 64), (1, 512, 8, 1, 256)], ids=str)
+def test_real_shapes(name, shape):
+    kernel = usable(name)
+    batch, length, q_heads, k_heads, width = shape
+    inputs = on_gpu(heads(batch, length, q_heads, k_heads, width))
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    for options in ({}, {"sliding_window": 200}):
+        found, _ = kernel(AttentionModule(q_heads // k_heads), *inputs, None, **options)
+        wanted, _ = standard(AttentionModule(q_heads // k_heads), *exact, None, **options)
+        close(found, wanted, 1e-2)
+        upstream = torch.randn_like(found)
+        for mine, theirs in zip(
+            torch.autograd.grad(found, inputs, upstream),
+            torch.autograd.grad(wanted, exact, upstream.double()),
+            strict=True,
+        ):
+            close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+def test_a_model_trains_on_it_as_on_sdpa(name, family):
+    usable(name)
+    ids = tokens(2, 64).cuda()
+    config = {"hidden_size": 128, "head_dim": 32}
+    models = [build(family, dtype=torch.bfloat16, attn_implementation="sdpa", **config).cuda() for _ in range(2)]
+    wanted, wanted_gradients = step(models[0], ids)
+    bind(models[1], {"preset": "eager", "attn_implementation": name}, registry=registry())
+    found, gradients = step(models[1], ids)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    whole, exact = (torch.cat([each.flatten().float() for each in g.values()]) for g in (gradients, wanted_gradients))
+    close(whole, exact, 5e-2)

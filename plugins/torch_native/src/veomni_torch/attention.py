@@ -1,0 +1,45 @@
+"""attention by ``torch.nn.functional.scaled_dot_product_attention``, as transformers calls it.
+
+transformers' function passes over what it doesn't compute; here that is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+def sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
+
+    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]``, and a mask ``[B, 1 or Hq, S, L]``, boolean or
+    added, which also holds a sliding window and keeps packed sequences apart. Gradients reach query, key and value.
+
+    Raises:
+        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds.
+    """
+    masked = attention_mask is not None
+    refused = {
+        "a softcap": softcap is not None,
+        "sinks": s_aux is not None,
+        "a mask of two dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
+        "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
+        "packed sequences without a mask": cu_seq_lens_q is not None and not masked,
+    }
+    if any(refused.values()):
+        asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
+        raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]

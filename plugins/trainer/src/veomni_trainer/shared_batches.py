@@ -1,0 +1,34 @@
+"""The order of training sequences where several processes share each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import Sampler
+
+
+class SharedBatches(Sampler[int]):
+    """Every batch ``sp_size`` times in a row, in the order that a single process with this seed would take them.
+
+    accelerate deals batches out to processes in turn, so the ``sp_size`` processes of a group get the same one.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, sp_size: int, seed: int) -> None:
+        self._order = SeedableRandomSampler(dataset, data_seed=seed)
+        self._batch_size, self._sp_size = batch_size, sp_size
+
+    def __iter__(self) -> Iterator[int]:
+        order = iter(self._order)
+        while len(batch := list(islice(order, self._batch_size))) == self._batch_size:
+            for _ in range(self._sp_size):
+                yield from batch
+
+    def __len__(self) -> int:
+        return len(self._order) // self._batch_size * self._batch_size * self._sp_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle anew, as a function of seed and epoch."""
+        self._order.set_epoch(epoch)
