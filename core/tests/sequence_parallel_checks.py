@@ -21,11 +21,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
-from veomni_core import KernelSpec, Registry, bind, binding_of
+from veomni_core import KernelSpec, bind, binding_of
 from veomni_core.discovery import CORE
 from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, HostError
 from veomni_core.ops.attention import AttentionModule, standard
-from veomni_core.registry import build_registry
+from veomni_core.registry import Registry, build_registry
 from veomni_core.sequence_parallel import (
     apply_ulysses,
     gather_heads_scatter_seq,
@@ -36,6 +36,7 @@ from veomni_core.sequence_parallel import (
     sp_pad_and_slice,
     unpad_tensor,
 )
+from veomni_core.sites.attention import MASK_INTERFACE
 
 CHECKS: dict[str, Callable[[], None]] = {}
 LENGTH = 16
@@ -173,13 +174,27 @@ def the_exchange_traces_without_a_graph_break() -> None:
 # Whole models
 
 
+def by_lengths(*args: Any, **kwargs: Any) -> Any:
+    """The contract's reference, given lengths and padding as a FlashAttention is, and no mask."""
+    assert args[4] is None or args[4].dim() == 2
+    return standard(*args, **kwargs)
+
+
+setattr(by_lengths, MASK_INTERFACE, "flash_attention_2")
+
+
 def registry() -> Registry:
-    """The counting kernels, and transformers' sdpa."""
-    sdpa = KernelSpec(
-        "sdpa", "attention", "standard", "transformers.integrations.sdpa_attention:sdpa_attention_forward"
+    """The counting kernels, transformers' sdpa, and a kernel that takes lengths."""
+    factories = {
+        "sdpa": "transformers.integrations.sdpa_attention:sdpa_attention_forward",
+        "by_lengths": f"{__name__}:by_lengths",
+    }
+    features = ("dense_mask", "padding_mask", "sliding_window", "packed", "sinks")
+    attention = (
+        KernelSpec(name, "attention", "standard", factory, features=features) for name, factory in factories.items()
     )
     counting = next(plugin for plugin in counting_registry("one").plugins if plugin.kernels)
-    kernels = (*counting.kernels, sdpa)
+    kernels = (*counting.kernels, *attention)
     return build_registry([CORE, dataclasses.replace(counting, kernels=kernels)], {})
 
 
@@ -282,6 +297,21 @@ def every_other_kernel_bound_too() -> None:
     compare("qwen3_moe", causal_batch(), ops, torch.float32, router_aux_loss_coef=1.0)
     assert any(key[0] == "cross_entropy_loss" for key in calls)
     assert any(key[0] == "load_balancing_loss" for key in calls)
+
+
+@check
+def a_kernel_that_takes_lengths_and_sinks() -> None:
+    ops = {"preset": "eager", "attn_implementation": "by_lengths"}
+    batch = causal_batch(1)
+    positions = torch.cat([torch.arange(length) for length in (5, 1, 3, 7)])[None]
+    compare("llama", {**batch, "position_ids": positions}, ops)
+    padded = causal_batch()
+    mask = torch.ones_like(padded["input_ids"])
+    mask[1, LENGTH - 5 :] = 0
+    padded["labels"][1, LENGTH - 5 :] = -100
+    compare("llama", {**padded, "attention_mask": mask}, ops)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+    compare("gpt_oss", causal_batch(), ops, attn_implementation="eager", **experts)
 
 
 @check

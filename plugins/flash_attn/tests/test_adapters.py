@@ -15,7 +15,7 @@ from models import build, step, tokens
 from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
 from veomni_core.discovery import CORE
 from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecError
-from veomni_core.ops.attention import AttentionModule, standard
+from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_core.registry import PluginRecord, build_registry
 from veomni_core.testing import check_kernel
 from veomni_flash_attn.plugin import veomni_kernels
@@ -54,6 +54,23 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
     wanted = {"boolean mask (refused)", "added mask (refused)", "sinks (refused)"}
     assert refused == wanted - {"sinks (refused)"} if name == "flash_attention_4" else refused == wanted
+
+
+@without_gpu
+def test_flex_attention_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention as operator
+
+    from veomni_flash_attn import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: operator)  # on a CPU it runs without being compiled too
+    for sample in CONTRACTS["standard"].samples(torch.device("cpu"), torch.float32):
+        with torch.no_grad():
+            args = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample.args]
+            options = {key: each.detach() if key == "s_aux" else each for key, each in sample.kwargs.items()}
+            found, _ = flex_attention.standard(*args, **options)
+            torch.testing.assert_close(found, standard(*args, **options)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="flex_attention does not compute dropout"):
+        flex_attention.standard(AttentionModule(2), *heads(), None, dropout=0.1)
 
 
 @without_gpu

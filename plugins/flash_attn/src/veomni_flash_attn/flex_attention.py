@@ -53,10 +53,10 @@ def standard(
         keeps = []
         if attention_mask is None or attention_mask.dim() == 2:
             causal = module.is_causal if is_causal is None else is_causal
-            keeps.append(_by_position(causal, sliding_window, key.shape[2] - query.shape[2]))
             if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-                lengths = (query.shape[2], key.shape[2])
-                keeps.append(_same_sequence(*map(_numbered, (cu_seq_lens_q, cu_seq_lens_k), lengths)))
+                keeps.append(_in_sequence(causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k, query, key))
+            else:
+                keeps.append(_by_position(causal, sliding_window, key.shape[2] - query.shape[2]))
             if attention_mask is not None:
                 padding = attention_mask.bool()
                 keeps.append(_unpadded(padding))
@@ -108,22 +108,34 @@ def _blocks(keeps: list[Keeps], query: Tensor, key: Tensor) -> BlockMask:
 
 def _by_position(causal: bool, window: int | None, offset: int) -> Keeps:
     """The last query stands at the last key."""
+    return lambda batch, head, q, k: _reaches(q + offset - k, causal, window)
+
+
+def _in_sequence(
+    causal: bool, window: int | None, query_bounds: Tensor, key_bounds: Tensor, query: Tensor, key: Tensor
+) -> Keeps:
+    """Of one sequence, whose last query stands at its last key."""
+    (of_query, query_left), (of_key, key_left) = (
+        _numbered(bounds.long(), heads.shape[2]) for bounds, heads in ((query_bounds, query), (key_bounds, key))
+    )
 
     def keeps(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        behind = q + offset - k
-        kept = behind >= 0 if causal else behind == behind
-        return kept if window is None else kept & (behind.abs() < window)
+        return (of_query[q] == of_key[k]) & _reaches(key_left[k] - query_left[q], causal, window)
 
     return keeps
 
 
-def _numbered(bounds: Tensor, length: int) -> Tensor:
-    """The number of the sequence that each position belongs to."""
-    return torch.bucketize(torch.arange(length, device=bounds.device), bounds[1:], right=True)
+def _reaches(behind: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether a query sees a key that is so many positions behind it."""
+    kept = behind >= 0 if causal else behind == behind
+    return kept if window is None else kept & (behind.abs() < window)
 
 
-def _same_sequence(of_query: Tensor, of_key: Tensor) -> Keeps:
-    return lambda batch, head, q, k: of_query[q] == of_key[k]
+def _numbered(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """For each position: the number of its sequence, and how many positions of that are left from it on."""
+    positions = torch.arange(length, device=bounds.device)
+    numbers = torch.bucketize(positions, bounds[1:], right=True)
+    return numbers, bounds[1:][numbers] - positions
 
 
 def _unpadded(padding: Tensor) -> Keeps:
