@@ -17,6 +17,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,9 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def compare(model_type: str) -> Found:
-    runs = {way: run_apart(model_type, way) for way in (*WAYS, "float32")}
+    ways = (*WAYS, "float32")
+    with ThreadPoolExecutor() as pool:  # of processes, which spend most of their time on imports
+        runs = dict(zip(ways, pool.map(partial(run_apart, model_type), ways), strict=True))
     eager, exact = runs["eager"], runs["float32"]
     return {
         way: {

@@ -180,6 +180,8 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The table: one line per model, length and contender."""
     for model, contenders in data["models"].items():
         baseline = contenders[THEIRS]
+        if "failed" in baseline:
+            continue
         for length in map(str, SEQUENCES):
             for name, found in contenders.items():
                 if length not in found:
@@ -207,12 +209,13 @@ def plot(data: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, (model, contenders) in zip(figure.subplots(1, len(data["models"])), data["models"].items(), strict=True):
+    panels = figure.subplots(1, len(data["models"]), squeeze=False)[0]
+    for axes, (model, contenders) in zip(panels, data["models"].items(), strict=True):
         for name, found in contenders.items():
             if "losses" in found:
                 axes.plot(found["losses"], label=name, linewidth=1)
         axes.set(title=model, xlabel="step", ylabel="loss")
-    axes.legend()
+        axes.legend()
     figure.savefig(path)
 
 
@@ -251,13 +254,13 @@ def main() -> None:
     if options.once:
         print(json.dumps(measure(*options.once, options.sequences)))
         return
-    data: dict[str, Any] = {"machine": machine(), "models": {model: {} for model in options.models}}
-    for contender in (name for name in CONTENDERS if name not in options.skip):
-        for model in options.models:
+    data: dict[str, Any] = {"machine": machine(), "models": {}}
+    for model in options.models:
+        contenders = data["models"].setdefault(model, {})
+        for contender in (name for name in CONTENDERS if name not in options.skip):
             # Compiling takes a minute per length, so it is done for the first alone.
             sequences = options.sequences[:1] if contender == "transformers, compiled" else options.sequences
-            found = measure_in_a_process(model, contender, sequences, options.limit)
-            data["models"][model][contender] = found
+            found = contenders[contender] = measure_in_a_process(model, contender, sequences, options.limit)
             print(
                 f"{model}, {contender}: { {key: value for key, value in found.items() if key != 'losses'} }", flush=True
             )

@@ -73,8 +73,7 @@ def main() -> None:
         memory_bound.measure(
             name,
             SHAPE,
-            # Transposed here: what is made before a capture can't be differentiated within it.
-            lambda function=function: function(*(leaf.transpose(1, 2) for leaf in leaves), *arguments[2:]),
+            lambda function=function: function(*arguments),
             lambda results: torch.autograd.backward(results, upstream),
             leaves,
             traffic=4 * (q.nbytes + k.nbytes),

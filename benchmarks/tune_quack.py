@@ -2,8 +2,9 @@
 
     python benchmarks/tune_quack.py [--shapes qwen3-30b-a3b …] [--products gated …] [--keep 3]
 
-Only the configurations that QuACK lists for the GPU and that can gather are tried, each once: a search that ends. The
-default, which the kernels use, is printed with them. Most of the time goes into compiling, which QuACK keeps on disk.
+Only the configurations that QuACK lists for the GPU and that can gather are tried, each once: a search that ends. What
+the kernels use, and QuACK's default, are printed with them. Most of the time goes into compiling, which QuACK keeps on
+disk.
 """
 
 from __future__ import annotations
@@ -68,10 +69,12 @@ def configurations(product: str) -> list[Any]:
 
 
 def tune(product: str, flop: float, call: Callable[[], Any], keep: int) -> None:
-    """Print the default's speed, and the fastest configurations'."""
+    """Print the speed of what is in use, the default's, and the fastest configurations'."""
+    time = timing(call, rep=50)
+    print(f"{product}: in use {flop / time.median / 1e9:.0f} TFLOP/s, {time}", flush=True)
     found = []
     for config in configurations(product):
-        grouped_gemm._configuration = lambda operand, config=config: config
+        grouped_gemm._configuration = lambda operand, config=config, **_: config
         try:
             time = timing(call, rep=50)
         except Exception as error:

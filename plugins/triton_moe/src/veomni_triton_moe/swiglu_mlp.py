@@ -15,9 +15,8 @@ from torch.autograd import Function
 
 from veomni_triton_moe.gated_kernels import backward_kernel, forward_kernel
 
-# Sixteen bytes a load for four warps. Shorter and longer stretches are no faster by 1 % on an H200
-# (`benchmarks/triton_swiglu_mlp.py --tune`).
-COLUMNS, NUM_WARPS = 1024, 4
+# Within 1 % of the fastest that `benchmarks/triton_swiglu_mlp.py --tune` found on an H200 in either pass.
+COLUMNS, NUM_WARPS = 4096, 8
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
