@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,15 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "Liger's own patch": _liger,
     "preset: gpu, flash_attention_4": _bound(preset="gpu", attn_implementation="flash_attention_4"),
     "preset: auto": _bound(preset="auto"),
+    "preset: auto, fused_quack": _bound(preset="auto", moe_implementation="fused_quack"),
+    "preset: auto, fused_triton": _bound(preset="auto", moe_implementation="fused_triton"),
 }
+
+
+def contenders_of(model: str, skipped: Iterable[str]) -> list[str]:
+    """By name; those that choose the experts' kernel only where there are experts."""
+    has_experts = hasattr(MODELS[model](), "num_experts")
+    return [name for name in CONTENDERS if name not in skipped and (has_experts or "fused_" not in name)]
 
 
 def build(name: str) -> PreTrainedModel:
@@ -257,7 +265,7 @@ def main() -> None:
     data: dict[str, Any] = {"machine": machine(), "models": {}}
     for model in options.models:
         contenders = data["models"].setdefault(model, {})
-        for contender in (name for name in CONTENDERS if name not in options.skip):
+        for contender in contenders_of(model, options.skip):
             # Compiling takes a minute per length, so it is done for the first alone.
             sequences = options.sequences[:1] if contender == "transformers, compiled" else options.sequences
             found = contenders[contender] = measure_in_a_process(model, contender, sequences, options.limit)
