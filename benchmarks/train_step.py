@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
     parser.add_argument("--sequences", nargs="+", type=int, default=list(SEQUENCES))
-    parser.add_argument("--limit", type=int, default=180, help="seconds for one contender")
+    parser.add_argument("--limit", type=int, default=400, help="seconds for one contender")
     parser.add_argument("--name", default="train_step_h200")
     parser.add_argument("--once", nargs=2, metavar=("MODEL", "CONTENDER"), help="print one's figures as JSON")
     options = parser.parse_args()

@@ -134,8 +134,9 @@ def _reaches(behind: Tensor, causal: bool, window: int | None) -> Tensor:
 def _numbered(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """For each position: the number of its sequence, and how many positions of that are left from it on."""
     positions = torch.arange(length, device=bounds.device)
-    numbers = torch.bucketize(positions, bounds[1:], right=True)
-    return numbers, bounds[1:][numbers] - positions
+    # Of the bounds whole, since Inductor 2.11 can't take a slice of them here.
+    numbers = torch.bucketize(positions, bounds, right=True) - 1
+    return numbers, bounds[numbers + 1] - positions
 
 
 def _unpadded(padding: Tensor) -> Keeps:
