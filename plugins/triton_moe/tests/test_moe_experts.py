@@ -47,7 +47,7 @@ def test_conformance(spec):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU, 16-bit operands take this path of themselves")
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.preference > 0], ids=str)
 def test_conformance_by_descriptors(spec, monkeypatch):
     monkeypatch.setattr(layer, "can_be_described", lambda tensor: tensor.stride(-1) == 1)
     check_kernel(spec, DEVICE, "float32").raise_if_failed()
