@@ -4,7 +4,7 @@
 
 Every contender runs in one process on the same tensors. Its result and gradients are compared first with the contract's
 reference in float64. TFLOP/s counts the useful work, 18·T·K·H·I for forward and backward. Peak memory is what a step
-takes beyond its inputs and the gradients that it leaves. Writes ``docs/benchmarks/<name>.json`` and ``.md``.
+takes beyond its inputs, the gradients that it leaves among it. Writes ``docs/benchmarks/<name>.json`` and ``.md``.
 """
 
 from __future__ import annotations

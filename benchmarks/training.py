@@ -109,6 +109,8 @@ def main() -> None:
             }
             data["jobs"][job.stem] = {"runs": runs, "changes": options.changes}
             rows += [row(job, setting, runs) for setting in runs]
+            if options.changes:
+                notes.append(f"`{job.stem}` was run with `{'`, `'.join(options.changes)}`.")
             notes.append(receipt_text(job, runs[AUTO.name]["receipt"]))
     columns = ("job", "kernels", "tokens/s", "step", "peak memory", "last loss", "largest loss difference")
     write_results(

@@ -208,6 +208,23 @@ def test_what_a_kernel_does_not_promise_is_not_asked_of_it():
     assert check_kernel(spec(has_no_gradient, "swiglu_mlp", "standard", backward=False)).ok
 
 
+def test_a_feature_that_is_not_declared_must_be_refused_and_one_that_is_must_be_computed():
+    # It passes over sinks, over packing, and over a window that no mask holds.
+    ignores = KernelSpec(
+        name="ignores",
+        op_name="attention",
+        variant="standard",
+        factory="transformers.integrations.sdpa_attention:sdpa_attention_forward",
+        deterministic=False,
+        features=("dense_mask", "sliding_window"),
+    )
+    failed = {case.sample: case.failures for case in check_kernel(ignores).cases if case.failures}
+    assert failed["sinks"] == ("does not declare sinks, but computes something instead of raising",)
+    assert failed["packed sequences"] == ("does not declare packed, but computes something instead of raising",)
+    assert failed["sliding window"][0].startswith("the result is off")
+    assert "boolean mask" not in failed
+
+
 def test_what_cannot_be_checked_is_an_error():
     with pytest.raises(SpecError, match="does not declare float64"):
         check_kernel(spec(wants_rows, "swiglu_mlp", "standard"), "cpu", "float64")

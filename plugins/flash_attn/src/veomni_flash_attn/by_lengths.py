@@ -38,7 +38,9 @@ class Bounds:
 class Library(Protocol):
     """One FlashAttention package. ``refuses`` gives sentences on what it can't compute of a call."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The kernel's."""
 
     def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
         """Why not; empty where it can."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from torch import Tensor
+from torch import Tensor, library
 
 from veomni_core.sites.attention import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend
@@ -81,7 +81,7 @@ class _Attention(torch.autograd.Function):
         return *results, *(None,) * 8
 
 
-@torch.library.custom_op("veomni_flash_attn::flash_attention_4", mutates_args=())
+@library.custom_op("veomni_flash_attn::flash_attention_4", mutates_args=())
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -115,7 +115,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, query_bounds: Tensor | None, *_
     return output, query.new_empty(*batch, heads, length, dtype=torch.float32)
 
 
-@torch.library.custom_op("veomni_flash_attn::flash_attention_4_backward", mutates_args=())
+@library.custom_op("veomni_flash_attn::flash_attention_4_backward", mutates_args=())
 def _backward(
     query: Tensor,
     key: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_liger.chunks import chunk_multiple
-from veomni_liger.library import part
+from veomni_liger.loading import part
 
 _linear_cross_entropy = part("fused_linear_cross_entropy", "fused_linear_cross_entropy_forward")
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")

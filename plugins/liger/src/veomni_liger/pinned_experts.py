@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from veomni_liger.library import part
+from veomni_liger.loading import part
 
 Configuration = Mapping[str, int]
-# The fastest that `benchmarks/adapters_liger.py --tune` found on an H200 for Qwen3-30B-A3B, T = 16384: 14.3 ms a step,
+# The fastest that `benchmarks/liger_adapters.py --tune` found on an H200 for Qwen3-30B-A3B, T = 16384: 14.3 ms a step,
 # which takes 17.8 ms with what the library pins when its search is switched off.
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},

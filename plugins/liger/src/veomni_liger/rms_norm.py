@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from veomni_liger.library import part
+from veomni_liger.loading import part
 
 _apply = part("rms_norm", "LigerRMSNormFunction").apply
 _IN_PLACE = False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_liger.library import part
+from veomni_liger.loading import part
 
 _rope_forward, _rope_backward = part("rope", "rope_forward"), part("rope", "rope_backward")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_liger.library import part
+from veomni_liger.loading import part
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "silu": (part("swiglu", "swiglu_forward"), part("swiglu", "swiglu_backward")),

@@ -1,8 +1,8 @@
 """What veomni-liger's calls cost beside Liger's own, in bf16 on one GPU: forward and backward, time and peak memory.
 
-    python benchmarks/adapters_liger.py --name adapters_liger_h200
-    python benchmarks/adapters_liger.py --tune      # the experts' configurations, for pinned_experts.py
-    python benchmarks/adapters_liger.py --search    # beside Liger's own search, which takes minutes
+    python benchmarks/liger_adapters.py --name liger_adapters_h200
+    python benchmarks/liger_adapters.py --tune      # the experts' configurations, for pinned_experts.py
+    python benchmarks/liger_adapters.py --search    # beside Liger's own search, which takes minutes
 
 Our calls keep what Liger's own overwrite: gate and up, queries and keys, incoming gradients. A line of Liger's that
 copies them too shows what is the copy and what is ours. Linear cross entropy is measured at several sizes of chunks.
