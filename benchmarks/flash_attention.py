@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from attention_flops import causal_flops
 from gpu import peak_mib, product_tflop_per_second, relative_error, timing
@@ -24,10 +25,15 @@ COLUMNS = ("input", "kernel", "forward+backward ms (20 to 80 %)", "TFLOP/s", "of
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def adapter(name: str, **options: Any) -> Attention:
+def adapter(name: str, mask: BlockMask | None = None, **options: Any) -> Attention:
     kernel = next(spec for spec in veomni_kernels() if spec.name == name).load()
     module = AttentionModule(Q_HEADS // K_HEADS)
-    return lambda q, k, v: kernel(module, *(each.transpose(1, 2) for each in (q, k, v)), None, **options)[0]
+    return lambda q, k, v: kernel(module, *(each.transpose(1, 2) for each in (q, k, v)), mask, **options)[0]
+
+
+def causal_blocks() -> BlockMask:
+    """As transformers makes it, once for all layers."""
+    return create_block_mask(lambda batch, head, q, k: q >= k, None, None, LENGTH, LENGTH, device="cuda")
 
 
 def library(**options: Any) -> Attention:
@@ -99,10 +105,12 @@ def main() -> None:
             "flash_attention_4": adapter("flash_attention_4"),
             "sdpa": sdpa,
             "flex_attention": adapter("flex_attention"),
+            "flex_attention, its mask given": adapter("flex_attention", causal_blocks()),
         },
         packed: {
             "flash-attn-4 itself": library(**packing),
             "flash_attention_4": adapter("flash_attention_4", **packing),
+            "flex_attention": adapter("flex_attention", **packing),
         },
     }
     figures = []

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,167 +28,9 @@ from gpu import (
     timing,
     training_step,
 )
+from moe_contenders import Kernel, contenders
+from moe_problems import SHAPES, Problem, Shape
 from results import machine, write_results
-from veomni_core.ops import moe_experts as contract
-
-Kernel = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Tokens, hidden size, intermediate size, experts, experts per token."""
-
-    tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    k: int
-
-    @property
-    def forward_flop(self) -> float:
-        """The useful work of a forward; a backward has twice as much."""
-        return 6.0 * self.tokens * self.k * self.hidden * self.intermediate
-
-
-PEERS = ("liger-kernel", "sonic-moe", "quack-kernels")
-SHAPES = {
-    "qwen3-30b-a3b": Shape(16384, 2048, 768, 128, 8),
-    "olmoe": Shape(16384, 2048, 1024, 64, 8),
-    "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2),
-    "deepseek-v3 shard": Shape(16384, 7168, 2048, 8, 1),
-    "qwen3-30b-a3b, T=2048": Shape(2048, 2048, 768, 128, 8),
-    "512 experts of 512, K=10": Shape(16384, 2048, 512, 512, 10),
-}
-
-
-class Problem:
-    """Random operands of one shape; the experts of a token are the best of random scores, as a router takes them."""
-
-    def __init__(self, shape: Shape) -> None:
-        torch.manual_seed(0)
-        scores = torch.randn(shape.tokens, shape.experts, device="cuda").softmax(dim=-1)
-        weights, self.index = scores.topk(shape.k, dim=-1)
-        self.hidden = self._leaf(torch.randn(shape.tokens, shape.hidden, device="cuda"))
-        self.weights = self._leaf(weights / weights.sum(dim=-1, keepdim=True))
-        width = 2 * shape.intermediate
-        self.gate_up = self._leaf(0.02 * torch.randn(shape.experts, width, shape.hidden, device="cuda"))
-        self.down = self._leaf(0.02 * torch.randn(shape.experts, shape.hidden, shape.intermediate, device="cuda"))
-        self.upstream = torch.randn_like(self.hidden)
-
-    @staticmethod
-    def _leaf(values: Tensor) -> Tensor:
-        return values.to(torch.bfloat16).requires_grad_()
-
-    @property
-    def leaves(self) -> dict[str, Tensor]:
-        """The tensors whose gradients are taken."""
-        return {"hidden": self.hidden, "weights": self.weights, "gate_up": self.gate_up, "down": self.down}
-
-    def forget_gradients(self) -> None:
-        """Give back the memory of the gradients; one kernel would add to them instead of giving its own."""
-        for tensor in self.leaves.values():
-            tensor.grad = None
-
-    def arguments(self) -> tuple[Tensor, ...]:
-        """The contract's call."""
-        return (self.hidden, self.index, self.weights, self.gate_up, self.down)
-
-    def exact(self) -> dict[str, Tensor]:
-        """The result and the gradients in float64, rounded to float32 to be kept."""
-        leaves = [tensor.detach().double().requires_grad_() for tensor in self.leaves.values()]
-        hidden, weights, gate_up, down = leaves
-        result = contract.standard(hidden, self.index, weights, gate_up, down)
-        gradients = torch.autograd.grad(result, leaves, self.upstream.double())
-        named = zip(("result", *self.leaves), (result.detach(), *gradients), strict=True)
-        return {name: value.float() for name, value in named}
-
-
-def contenders() -> Iterator[tuple[str, Kernel]]:
-    """Every kernel that can be imported here, by name; what can't is said."""
-    from veomni_torch.moe_experts import standard as grouped
-    from veomni_triton_moe.moe_experts import standard, standard_accumulating, standard_recomputing
-
-    yield "veomni fused_triton", standard
-    yield "veomni fused_triton, recomputing", standard_recomputing
-    yield "veomni fused_triton, accumulating", standard_accumulating
-    yield "veomni grouped_mm", grouped
-    for name, make in (
-        ("veomni fused_quack", _fused_quack),
-        ("transformers eager", _transformers_eager),
-        ("transformers grouped_mm", _transformers_grouped_mm),
-        ("transformers grouped_mm, compiled", lambda: torch.compile(_transformers_grouped_mm(), dynamic=False)),
-        ("Liger fused MoE", _liger),
-        ("SonicMoE", _sonic),
-    ):
-        try:
-            yield name, make()
-        except ImportError as error:
-            print(f"{name} is left out: {error}")
-
-
-def _fused_quack() -> Kernel:
-    from veomni_quack.moe_experts.kernel import standard
-
-    return standard
-
-
-class _Experts:
-    """What transformers' experts functions read of a module."""
-
-    has_bias, is_transposed, has_gate, is_concatenated, config = False, False, True, True, None
-
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
-        self.num_experts, self.gate_up_proj, self.down_proj = len(gate_up), gate_up, down
-
-    @staticmethod
-    def act_fn(gate: Tensor) -> Tensor:
-        return torch.nn.functional.silu(gate)
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
-
-
-def _transformers_eager() -> Kernel:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    eager = Qwen3MoeExperts.forward
-    eager = getattr(eager, "__wrapped__", eager)
-    return lambda hidden, index, weights, gate_up, down: eager(_Experts(gate_up, down), hidden, index, weights)
-
-
-def _transformers_grouped_mm() -> Kernel:
-    from transformers.integrations.moe import grouped_mm_experts_forward as grouped
-
-    return lambda hidden, index, weights, gate_up, down: grouped(_Experts(gate_up, down), hidden, index, weights)
-
-
-def _liger() -> Kernel:
-    from liger_kernel.ops import LigerFusedMoEFunction
-
-    return lambda hidden, index, weights, gate_up, down: LigerFusedMoEFunction.apply(
-        hidden, gate_up, down, index.to(torch.int32), weights
-    )
-
-
-def _sonic() -> Kernel:
-    import quack.autotuner
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_general_routing_inputs
-
-    # Its search takes minutes per shape, so it runs with its default configurations.
-    quack.autotuner.Autotuner.__call__ = lambda self, *args, **kwargs: self.fn(*args, **{**kwargs, "config": None})
-
-    def sonic(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        tokens, k = index.shape
-        token = torch.arange(tokens, device=hidden.device, dtype=torch.int32).repeat_interleave(k)
-        stream = torch.cuda.current_stream().cuda_stream
-        routes = (weights.float().reshape(-1), token, index.reshape(-1).to(torch.int32))
-        experts = (gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, len(down))
-        found = moe_general_routing_inputs(hidden, *routes, *experts, stream, ActivationType.SWIGLU, False, True)
-        return found[0] if isinstance(found, tuple) else found
-
-    return sonic
 
 
 def errors(kernel: Kernel, problem: Problem, exact: dict[str, Tensor]) -> dict[str, float]:
@@ -316,19 +157,11 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
     parser.add_argument("--name", default="moe_h200")
     options = parser.parse_args()
-    peers = {name: importlib.metadata.version(name) for name in PEERS if _has(name)}
-    data: dict[str, Any] = {"machine": machine() | peers, "ceilings": ceilings(), "shapes": {}}
+    data: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(), "shapes": {}}
     kernels = [(name, kernel) for name, kernel in contenders() if name not in options.skip]
     for shape_name in options.shapes:
         data["shapes"][shape_name] = measure_shape(shape_name, kernels)
         write(options.name, data)
-
-
-def _has(distribution: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 if __name__ == "__main__":

@@ -11,6 +11,15 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
+_VERSIONS = (
+    "torch",
+    "transformers",
+    "triton",
+    "liger-kernel",
+    "flash-attn-4",
+    "quack-kernels",
+    "sonic-moe",
+)
 
 
 def machine() -> dict[str, Any]:
@@ -19,7 +28,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "triton")},
+        **{name: _version(name) for name in _VERSIONS},
     }
     try:
         import torch
@@ -43,14 +52,18 @@ def write_results(
     """Write ``name.json`` with all of ``data`` and ``name.md`` with the table, and print the table."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    table = "\n".join(lines)
+    text_of_rows = table(columns, rows)
     facts = ", ".join(f"{key} {value}" for key, value in data.get("machine", {}).items())
     source = f"Script: `benchmarks/{script or f'{name}.py'}`; raw figures: [{name}.json]({name}.json)."
     text = f"# {title}\n\nMeasured on: {facts}. {source}\n"
-    (FOLDER / f"{name}.md").write_text(f"{text}\n{table}\n" + (f"\n{note}\n" if note else ""))
-    print(f"{title}\n{table}\n{note}")
+    (FOLDER / f"{name}.md").write_text(f"{text}\n{text_of_rows}\n" + (f"\n{note}\n" if note else ""))
+    print(f"{title}\n{text_of_rows}\n{note}")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown, without a line's end."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def _version(distribution: str) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from gpu import timing
-from moe import SHAPES, Problem, Shape
+from moe_problems import SHAPES, Problem, Shape
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.gate_up import gate_up_product
 from veomni_triton_moe.moe_experts.launch import Launch

@@ -19,7 +19,7 @@ from quack.gemm_config import get_all_configs
 from quack.gemm_interface import default_config
 
 from gpu import timing
-from moe import SHAPES, Problem, Shape
+from moe_problems import SHAPES, Problem, Shape
 from veomni_quack.moe_experts import grouped_gemm
 from veomni_quack.moe_experts.routing import route
 from veomni_quack.moe_experts.token_sums import rows_with_a_zero

@@ -50,7 +50,7 @@ def standard(
     if isinstance(attention_mask, BlockMask):
         blocks = attention_mask
     else:
-        keeps = []
+        keeps, batch, heads = [], 1, 1
         if attention_mask is None or attention_mask.dim() == 2:
             causal = module.is_causal if is_causal is None else is_causal
             if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -58,14 +58,15 @@ def standard(
             else:
                 keeps.append(_by_position(causal, sliding_window, key.shape[2] - query.shape[2]))
             if attention_mask is not None:
-                padding = attention_mask.bool()
+                padding, batch = attention_mask.bool(), attention_mask.shape[0]
                 keeps.append(_unpadded(padding))
         elif attention_mask.dtype == torch.bool:
+            batch, heads = attention_mask.shape[:2]
             keeps.append(_chosen(attention_mask))
         else:
             added = attention_mask
-        blocks = _blocks(keeps, query, key) if keeps else None
-    output, aux = _compiled()(
+        blocks = _blocks(keeps, batch, heads, query, key) if keeps else None
+    output, aux = _compiled(flex_attention)(
         query,
         key,
         value,
@@ -85,25 +86,27 @@ def standard(
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
-    """The operator, compiled once for all; in a graph that is being compiled it is traced into that."""
-    compiled = torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, compiled once for all; in a graph that is being compiled it is traced into that."""
+    compiled = torch.compile(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (flex_attention if torch.compiler.is_compiling() else compiled)(*args, **kwargs)
+        return (function if torch.compiler.is_compiling() else compiled)(*args, **kwargs)
 
     return call
 
 
-def _blocks(keeps: list[Keeps], query: Tensor, key: Tensor) -> BlockMask:
+def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tensor) -> BlockMask:
+    """For as many sequences and heads as differ. Compiled, or it would write out int64 positions for every pair."""
+
     def kept(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         result = keeps[0](batch, head, q, k)
         for each in keeps[1:]:
             result = result & each(batch, head, q, k)
         return result
 
-    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return create_block_mask(kept, *sizes, device=query.device)
+    make = _compiled(create_block_mask)
+    return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)  # type: ignore[no-any-return]
 
 
 def _by_position(causal: bool, window: int | None, offset: int) -> Keeps:

@@ -1,8 +1,8 @@
 """cross_entropy_loss by Liger: the causal loss one chunk of tokens at a time, the classifier's on a copy of its logits.
 
-Both take their gradients in forward, over the logits that they then no longer need, and as sums: backward divides them
-by the number of items, in one pass that also applies the incoming gradient. Liger itself scales in place, so that a
-second backward would scale twice, and asks the host whether it must. Forward reads the number of labels on the host
+Both take their gradients in forward, over the logits that they then no longer need, and as sums: backward multiplies a
+copy of them by the incoming gradient over the number of items. Liger itself scales in place, so that a second backward
+would scale twice, and asks the host whether it must. Forward reads the number of labels on the host
 (so no CUDA graph holds it); nothing here needs that number, but the library's functions take it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
@@ -19,6 +20,8 @@ from veomni_liger.loading import part
 
 _linear_cross_entropy = part("fused_linear_cross_entropy", "fused_linear_cross_entropy_forward")
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")
+_multiply_in_place = part("utils", "element_mul_kernel")
+_WIDEST_BLOCK = 32768
 IGNORED = -100
 
 
@@ -59,11 +62,6 @@ def _counted(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum().clamp_min(1)
 
 
-def _scaled(gradient: Tensor, dtotal: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in float32, rounded once; a factor without dimensions would be rounded to the gradient's dtype."""
-    return torch.mul(gradient, dtotal.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
-
-
 class _CausalSum(Function):
     @staticmethod
     def forward(
@@ -84,7 +82,7 @@ class _CausalSum(Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        gradients = [_scaled(gradient, dtotal, gradient.dtype) if wanted else None for gradient, wanted in saved]
+        gradients = [_scaled(gradient, dtotal) if wanted else None for gradient, wanted in saved]
         return *gradients, None, None, None
 
 
@@ -99,7 +97,7 @@ class _ClassSum(Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         (dlogits,) = ctx.saved_tensors
-        return _scaled(dlogits, dtotal, ctx.dtype), None, None
+        return (dlogits * dtotal).to(ctx.dtype), None, None
 
 
 # Operators that ``torch.compile`` keeps whole. They can't give ``None``: what isn't wanted is an empty tensor.
@@ -111,6 +109,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "class_sum(Tensor logits, Tensor labels, int ignore_index, bool train) -> (Tensor total, Tensor dlogits)"
 )
+_LIBRARY.define("scaled(Tensor gradient, Tensor factor) -> Tensor")
 
 
 def _causal_sum_of(
@@ -170,11 +169,32 @@ def _class_sum_like(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return dlogits.new_empty(()), dlogits
 
 
+def _scaled_of(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The product in float32, rounded once.
+
+    torch rounds a factor without dimensions to the gradient's dtype, and for one with a dimension it leaves its
+    vectorized kernel: 1.3 ms for 128256 x 2048 on an H200.
+    """
+    product = gradient.clone(memory_format=torch.contiguous_format)
+    rows, width = product.numel() // max(product.shape[-1], 1), product.shape[-1]
+    if rows:
+        with torch.cuda.device_of(product):
+            block = min(triton.next_power_of_2(width), _WIDEST_BLOCK)
+            _multiply_in_place[(rows,)](product, width, factor, width, BLOCK_SIZE=block, num_warps=8)
+    return product
+
+
+def _scaled_like(gradient: Tensor, _: Tensor) -> Tensor:
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
 for _name, _implementation, _fake in (
     ("causal_sum", _causal_sum_of, _causal_sum_like),
     ("class_sum", _class_sum_of, _class_sum_like),
+    ("scaled", _scaled_of, _scaled_like),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     library.register_fake(f"veomni_liger::{_name}", _fake, lib=_LIBRARY)
 _causal_sum = torch.ops.veomni_liger.causal_sum.default
 _class_sum = torch.ops.veomni_liger.class_sum.default
+_scaled = torch.ops.veomni_liger.scaled.default

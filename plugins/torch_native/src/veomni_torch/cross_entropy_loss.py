@@ -92,8 +92,13 @@ class _ChunkLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if saved is None else (saved * dloss).to(saved.dtype) for saved in ctx.saved_tensors]
+        gradients = [None if saved is None else _scaled(saved, dloss) for saved in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The product in float32, rounded once; a GPU rounds a factor without dimensions to the gradient's dtype first."""
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 
 def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:

@@ -1,0 +1,95 @@
+"""The models whose steps are measured, and what is done to them before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+
+MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama-1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=128256,
+        max_position_embeddings=32768,
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        norm_topk_prob=True,
+        output_router_logits=True,
+        max_position_embeddings=32768,
+    ),
+}
+THEIRS = "transformers"
+
+
+def _unchanged(model: PreTrainedModel) -> None:
+    """As transformers builds it."""
+
+
+def _liger(model: PreTrainedModel) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    # Its experts search for minutes before their first step, so the model keeps its own.
+    experts = {"swiglu": False} if model.config.model_type == "qwen3_moe" else {}
+    _apply_liger_kernel_to_instance(model, **experts)
+
+
+def _bound(**ops: str) -> Callable[[PreTrainedModel], None]:
+    def bind_model(model: PreTrainedModel) -> None:
+        from veomni_core import bind
+
+        print(bind(model, ops).receipt.table(), file=sys.stderr)
+
+    return bind_model
+
+
+def _then_compiled(change: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
+    def change_and_compile(model: PreTrainedModel) -> None:
+        change(model)
+        model.compile()
+
+    return change_and_compile
+
+
+# The GPU preset asks for flash_attention_2, which is not built for every version of PyTorch.
+CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
+    THEIRS: _unchanged,
+    "transformers, compiled": _then_compiled(_unchanged),
+    "Liger's own patch": _liger,
+    "preset: gpu, flash_attention_4": _bound(preset="gpu", attn_implementation="flash_attention_4"),
+    "preset: auto": _bound(preset="auto"),
+    "preset: auto, compiled": _then_compiled(_bound(preset="auto")),
+    "preset: auto, fused_quack": _bound(preset="auto", moe_implementation="fused_quack"),
+    "preset: auto, fused_triton": _bound(preset="auto", moe_implementation="fused_triton"),
+}
+
+
+def contenders_of(model: str, skipped: Iterable[str]) -> list[str]:
+    """By name; those that choose the experts' kernel only where there are experts."""
+    has_experts = hasattr(MODELS[model](), "num_experts")
+    return [name for name in CONTENDERS if name not in skipped and (has_experts or "fused_" not in name)]
+
+
+def build(name: str) -> PreTrainedModel:
+    """The model with weights of one seed, attention by ``sdpa``."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.train()
