@@ -1,8 +1,9 @@
 """What veomni-liger's calls cost beside Liger's own, in bf16 on one GPU: forward and backward, time and peak memory.
 
-    python benchmarks/liger_adapters.py --name liger_adapters_h200
-    python benchmarks/liger_adapters.py --tune      # the experts' configurations, for pinned_experts.py
-    python benchmarks/liger_adapters.py --search    # beside Liger's own search, which takes minutes
+    python benchmarks/liger_adapters.py --search --name liger_adapters_h200
+
+With ``--search`` Liger's experts search for their configurations too, which takes minutes; what they find is printed as
+``pinned_experts.py`` has it.
 
 Our calls keep what Liger's own overwrite: gate and up, queries and keys, incoming gradients. A line of Liger's that
 copies them too shows what is the copy and what is ours. Linear cross entropy is measured at several sizes of chunks.
@@ -19,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from liger_kernel.ops import fused_moe
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from gpu import peak_mib, timing
 from results import machine, write_results
@@ -159,7 +159,7 @@ def experts(search: bool) -> Comparison:
         OWN: partial(own, pinned_experts().apply),
     }
     if search:
-        calls[OWN + ", searched"] = partial(own, LigerFusedMoEFunction.apply)
+        calls[OWN + ", searched"] = partial(own, fused_moe.LigerFusedMoEFunction.apply)
     return Comparison("moe_experts", f"T={tokens} H={hidden} I={intermediate} E={count} K={k}", inputs, calls)
 
 
@@ -207,58 +207,20 @@ def rows(figures: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def candidates(name: str) -> Iterator[dict[str, int]]:
-    """A part of what Liger searches, which takes minutes for all: the larger tiles, with more or fewer stages."""
-    if "BLOCK_H" in CONFIGURATIONS[name]:
-        for height, count, warps in itertools.product((256, 512), (4, 8), (4, 8)):
-            yield {"BLOCK_H": height, "BLOCK_K": count, "num_warps": warps, "num_stages": 4}
-    elif "BLOCK_M" in CONFIGURATIONS[name]:
-        for rows, columns, warps in itertools.product((64, 128), (64, 128), (4, 8)):
-            yield {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": 32, "num_warps": warps, "num_stages": 2}
-    else:
-        for columns, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4)):
-            yield {"BLOCK_N": columns, "BLOCK_K": 64, "num_warps": warps, "num_stages": stages}
-
-
-def tune() -> None:
-    """One kernel after the other, the fastest configuration of a whole step while the others keep theirs."""
-    comparison, best = experts(search=False), dict(CONFIGURATIONS)
-    x, weights, gate_up, down = comparison.inputs
-    index = torch.rand(x.shape[0], gate_up.shape[0], device="cuda").topk(weights.shape[1]).indices.int()
-    upstream = torch.randn_like(x)
-
-    def milliseconds(configurations: Any) -> float:
-        function = pinned_experts(configurations).apply
-
-        def step() -> None:
-            function(x, gate_up, down, index, weights).backward(upstream)
-            for tensor in comparison.inputs:
-                tensor.grad = None
-
-        try:
-            return timing(step, rep=60).median
-        except OutOfResources as error:
-            print(f"not possible: {error}", flush=True)
-            return float("inf")
-
+def print_found_configurations() -> None:
+    """What Liger's kernels found for each key that they search by."""
     for name in CONFIGURATIONS:
-        tried = [{**best, name: candidate} for candidate in (best[name], *candidates(name))]
-        times = [milliseconds(configurations) for configurations in tried]
-        best = tried[times.index(min(times))]
-        print(f'    "{name}": {best[name]},  # {times[0]:.2f} -> {min(times):.2f} ms a step', flush=True)
+        for key, found in getattr(fused_moe, name).cache.items():
+            print(f'    "{name}": {found.all_kwargs()},  # for {key}', flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="find the experts' configurations instead")
     parser.add_argument("--search", action="store_true", help="measure Liger's experts after their own search as well")
     parser.add_argument("--only", nargs="*", metavar="OP", help="comparisons whose op starts so")
     parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
     options = parser.parse_args()
     torch.manual_seed(0)
-    if options.tune:
-        tune()
-        return
     makers = {
         "rms_norm": norms,
         "rotary_pos_emb": rotations,
@@ -269,6 +231,8 @@ def main() -> None:
     }
     chosen = [make for name, make in makers.items() if not options.only or name.startswith(tuple(options.only))]
     figures = [found for make in chosen for found in measure(make())]
+    if options.search:
+        print_found_configurations()
     columns = ("op", "shape", "call", "forward+backward ms (20 to 80 %)", "share of Liger's own", "peak MiB")
     note = (
         "Peak memory is beyond the inputs; the gradients are part of it. The share's line of Liger's own copies what "

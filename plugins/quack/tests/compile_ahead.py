@@ -54,10 +54,13 @@ def experts(dtype: torch.dtype) -> None:
 
 
 def head(dtype: torch.dtype) -> None:
-    """The head's weight gradient, written and added to, from rows that are padded to 16 bytes."""
-    dlogits = torch.empty(TOKENS, 104, dtype=dtype)[:, :101]
+    """The head's weight gradient, written, added to and scaled, from rows that are padded to 16 bytes."""
+    dlogits, hidden = torch.empty(TOKENS, 104, dtype=dtype)[:, :101], torch.empty(TOKENS, HIDDEN, dtype=dtype)
+    so_far = torch.empty(101, HIDDEN)
     for first in (True, False):
-        library_calls.add_product(dlogits, torch.empty(TOKENS, HIDDEN, dtype=dtype), torch.empty(101, HIDDEN), first)
+        library_calls.add_product(dlogits, hidden, so_far, first)
+    for given in (so_far, None):
+        library_calls.scaled_sum(dlogits, hidden, given, torch.ones(()), torch.empty(101, HIDDEN, dtype=dtype))
 
 
 def losses(dtype: torch.dtype, vocabulary: int) -> None:

@@ -1,4 +1,4 @@
-"""The three calls of the loss in plain PyTorch: what its composition is tested with."""
+"""The four calls of the loss in plain PyTorch: what its composition is tested with."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ def add_product(dlogits, hidden, out, first):
     out.copy_(product if first else out + product)
 
 
+def scaled_sum(dlogits, hidden, so_far, factor, out):
+    assert dlogits.stride(0) % 8 == 0 and hidden.stride(0) % 8 == 0 and out.stride(0) % 8 == 0
+    assert so_far is None or so_far.shape == out.shape
+    product = dlogits.float().T @ hidden.float()
+    out.copy_(factor * (product if so_far is None else so_far + product))
+
+
 class CALLS:
     losses, losses_and_gradient = staticmethod(losses), staticmethod(losses_and_gradient)
-    add_product = staticmethod(add_product)
+    add_product, scaled_sum = staticmethod(add_product), staticmethod(scaled_sum)
 
 
 class _Loss(torch.autograd.Function):
@@ -37,12 +44,14 @@ class _Loss(torch.autograd.Function):
         wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
         total, *found = chunks.loss_and_gradients(*operands, ignore_index, softcap, scale, *wants, calls=CALLS)
-        ctx.found, ctx.dtype = found, weight.dtype
+        ctx.found, ctx.hidden, ctx.vocabulary = found, operands[0], len(weight)
         return total
 
     @staticmethod
     def backward(ctx, dtotal):
-        dhidden, dweight, dbias = ((gradient.float() * dtotal).to(ctx.dtype) for gradient in ctx.found)
+        dhidden, so_far, dbias, last = ctx.found
+        dweight = chunks.weight_gradient(ctx.hidden, ctx.vocabulary, so_far, last, dtotal, CALLS)
+        dhidden, dbias = ((gradient.float() * dtotal).to(ctx.hidden.dtype) for gradient in (dhidden, dbias))
         return dhidden, dweight, None, dbias if dbias.numel() else None, None, None, None
 
 

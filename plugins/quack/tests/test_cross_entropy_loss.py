@@ -72,7 +72,7 @@ def test_only_what_is_wanted_is_computed():
     for wants in [(a, b) for a in wanted for b in wanted]:
         some = found(*wants)
         assert torch.equal(some[0], full[0])
-        for one, whole, want in zip(some[1:], full[1:], (wants[0], wants[1], wants[1]), strict=True):
+        for one, whole, want in zip(some[1:], full[1:], (wants[0], *3 * [wants[1]]), strict=True):
             assert torch.equal(one, whole) if want else one.numel() == 0
 
 
@@ -150,6 +150,6 @@ def test_the_memory_of_a_large_vocabulary():
     before = torch.cuda.memory_allocated()
     found = gradients(kernel(*arguments), arguments)
     torch.cuda.synchronize()
-    # Beyond the gradients: the weight's in float32, and no chunk of logits beside it when the last one is written.
+    # Beyond the gradients: the weight's in float32, and one chunk of logits (QuACK's own chunks are twice as long).
     held = sum(tensor.nbytes for tensor in found)
-    assert torch.cuda.max_memory_allocated() - before - held <= 1.5 * 2**30
+    assert torch.cuda.max_memory_allocated() - before - held <= 1.8 * 2**30

@@ -16,16 +16,15 @@ from typing import Any
 from veomni_liger.loading import part
 
 Configuration = Mapping[str, int]
-# The fastest that `benchmarks/liger_adapters.py --tune` found on an H200 for Qwen3-30B-A3B, T = 16384: 14.3 ms a step,
-# which takes 17.8 ms with what the library pins when its search is switched off.
+# What Liger's own search finds on an H200 for Qwen3-30B-A3B, T = 16384 (`benchmarks/liger_adapters.py --search`).
 CONFIGURATIONS: Mapping[str, Configuration] = {
-    "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
-    "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
-    "_token_gather_weighted_sum_kernel": {"BLOCK_H": 512, "BLOCK_K": 8, "num_warps": 4, "num_stages": 4},
-    "_moe_bwd_down_proj_kernel": {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
-    "_moe_bwd_dX_expanded_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
-    "_moe_bwd_dW1_kernel": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
-    "_moe_bwd_dW2_kernel": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2},
+    "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
+    "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    "_token_gather_weighted_sum_kernel": {"BLOCK_H": 512, "BLOCK_K": 1, "num_warps": 4, "num_stages": 4},
+    "_moe_bwd_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 5},
+    "_moe_bwd_dX_expanded_kernel": {"BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 4},
+    "_moe_bwd_dW1_kernel": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
+    "_moe_bwd_dW2_kernel": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
 }
 
 

@@ -1,7 +1,9 @@
-"""The loss and its gradients, put together chunk by chunk. Knows no library: the three calls are handed in.
+"""The loss and its gradients, put together chunk by chunk. Knows no library: the four calls are handed in.
 
 Per chunk of tokens: the logits, QuACK's kernel that replaces them by their gradient and gives the losses, the rows of
-the gradient of ``hidden``, and what the chunk adds to the gradient of ``weight``.
+the gradient of ``hidden``, and what the chunk adds to the gradient of ``weight``. The last chunk adds its part in
+backward, where one product can also scale the sum and round it, as QuACK's own function does; a pass of its own over
+the float32 sum took 1.1 of 26 ms at V = 151936 on an H200.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ class LibraryCalls(Protocol):
     def add_product(self, dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:
         """``out[V, H] += dlogits[T, V].T @ hidden[T, H]`` in float32; the first time ``out`` is overwritten."""
 
+    def scaled_sum(self, dlogits: Tensor, hidden: Tensor, so_far: Tensor | None, factor: Tensor, out: Tensor) -> None:
+        """``out[V, H] = factor * (so_far[V, H] + dlogits[T, V].T @ hidden[T, H])``, added in float32, rounded once."""
+
 
 def loss_and_gradients(
     hidden: Tensor,
@@ -43,21 +48,21 @@ def loss_and_gradients(
     wants_hidden: bool,
     wants_weights: bool,
     calls: LibraryCalls,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients by ``hidden[T, H]``, ``weight[V, H]`` and ``bias[V]``.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sum of the losses; its gradients by ``hidden[T, H]``, by ``weight`` so far, and by ``bias[V]``.
 
-    Those of ``weight`` and ``bias`` are float32. What is not wanted is empty.
+    The last result is the gradient by the last chunk's logits ``[rows, V]``, whose part of the weight's gradient is
+    left to :func:`weight_gradient`; both have columns that only align them. Gradients of ``weight`` and ``bias`` are
+    float32. What is not wanted is empty, and so is the weight's where there is one chunk.
     """
     tokens, width = hidden.shape
     vocabulary = len(weight)
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     dhidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
-    dweight = _float32(hidden, (vocabulary, _round_up(width, _ALIGNMENT)) if wants_weights else (0, 0))
+    dweight = _float32(hidden, sum_shape(tokens, width, vocabulary) if wants_weights else (0, 0))
     dbias = _float32(hidden, (vocabulary if wants_weights and bias is not None else 0,)).zero_()
-    if tokens == 0:
-        dweight.zero_()
     rows = chunk_tokens(tokens, vocabulary)
-    buffer = hidden.new_empty(rows, _round_up(vocabulary, _ALIGNMENT))
+    buffer = hidden.new_empty(rows, round_up(vocabulary))
     for start in range(0, tokens, rows):
         part, wanted, given = (tensor[start : start + rows] for tensor in (hidden, labels, losses))
         padded = buffer[: len(part)]
@@ -71,11 +76,34 @@ def loss_and_gradients(
         _through_bounds(logits, slope, scale)
         if wants_hidden:
             torch.mm(logits, weight, out=dhidden[start : start + rows])
-        if wants_weights:
-            calls.add_product(logits, F.pad(part, (0, -width % _ALIGNMENT)), dweight, first=start == 0)
+        if wants_weights and start + rows < tokens:
+            calls.add_product(logits, _aligned(part), dweight, first=start == 0)
         if dbias.numel():
             dbias += logits.sum(0, dtype=torch.float32)
-    return losses.sum(), dhidden, dweight[:, :width].contiguous(), dbias
+    return losses.sum(), dhidden, dweight, dbias, buffer[: last_rows(tokens, rows) if wants_weights else 0]
+
+
+def weight_gradient(
+    hidden: Tensor, vocabulary: int, so_far: Tensor, last_dlogits: Tensor, factor: Tensor, calls: LibraryCalls
+) -> Tensor:
+    """What :func:`loss_and_gradients` left of the gradient of ``weight[V, H]``, times ``factor``, in hidden's dtype."""
+    tokens, width = hidden.shape
+    if not tokens:
+        return hidden.new_zeros(vocabulary, width)
+    gradient = hidden.new_empty(vocabulary, round_up(width))
+    last = _aligned(hidden[tokens - len(last_dlogits) :])
+    calls.scaled_sum(last_dlogits[:, :vocabulary], last, so_far if so_far.numel() else None, factor, gradient)
+    return gradient[:, :width].contiguous()
+
+
+def sum_shape(tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
+    """Of the weight's gradient by all chunks but the last."""
+    return (vocabulary, round_up(width)) if tokens > chunk_tokens(tokens, vocabulary) else (0, 0)
+
+
+def last_rows(tokens: int, rows: int) -> int:
+    """How many tokens the last chunk has, where each of the others has ``rows``."""
+    return tokens - (tokens - 1) // rows * rows if tokens else 0
 
 
 def chunk_tokens(tokens: int, vocabulary: int) -> int:
@@ -113,5 +141,10 @@ def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+def _aligned(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, -rows.shape[1] % _ALIGNMENT))
+
+
+def round_up(size: int) -> int:
+    """To whole 16 bytes of 16-bit values."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

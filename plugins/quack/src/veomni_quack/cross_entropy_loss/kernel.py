@@ -26,7 +26,8 @@ def causal(
     gradients. bfloat16 and float16; logits are rounded to that, everything after them is float32.
 
     Gradients reach ``hidden``, ``weight`` and ``bias``; they are computed together with the loss, so that the logits
-    are computed once, and scaled in backward. Until then the weight's gradient is held in float32, ``V * H`` values.
+    are computed once, and scaled in backward. Until then the weight's gradient is held in float32, ``V * H`` values,
+    and the gradient of the last chunk's logits.
 
     Raises:
         TypeError: hidden and weight are not both of one of these dtypes.

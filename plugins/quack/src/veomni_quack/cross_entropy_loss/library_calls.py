@@ -31,3 +31,10 @@ def add_product(dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> No
     config = default_config(out.device)
     with first_call("weight gradient of the head", dlogits.dtype, first):
         gemm_tuned.fn(dlogits.T, hidden, out, add_to_output=not first, config=config)
+
+
+def scaled_sum(dlogits: Tensor, hidden: Tensor, so_far: Tensor | None, factor: Tensor, out: Tensor) -> None:
+    """``factor * (dlogits.T @ hidden + so_far)``, the factor read on the device."""
+    scale, config = factor.float().reshape(1), default_config(out.device)
+    with first_call("scaled weight gradient of the head", dlogits.dtype, so_far is not None):
+        gemm_tuned.fn(dlogits.T, hidden, out, so_far, alpha=scale, beta=scale, config=config)

@@ -21,8 +21,8 @@ def forward(
     scale: float | None,
     wants_hidden: bool,
     wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients by hidden, weight and bias; empty ones where they aren't wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`veomni_quack.cross_entropy_loss.chunks.loss_and_gradients` gives."""
     operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
     return chunks.loss_and_gradients(
         *operands, ignore_index, softcap, scale, wants_hidden, wants_weights, calls=library_calls
@@ -40,16 +40,29 @@ def _(
     scale: float | None,
     wants_hidden: bool,
     wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def float32(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=torch.float32)
 
+    (tokens, width), vocabulary = hidden.shape, len(weight)
+    last = chunks.last_rows(tokens, chunks.chunk_tokens(tokens, vocabulary)) if wants_weights else 0
     return (
         float32(),
         hidden.new_empty(hidden.shape if wants_hidden else 0),
-        float32(*weight.shape) if wants_weights else float32(0, 0),
-        float32(len(weight) if wants_weights and bias is not None else 0),
+        float32(*chunks.sum_shape(tokens, width, vocabulary)) if wants_weights else float32(0, 0),
+        float32(vocabulary if wants_weights and bias is not None else 0),
+        hidden.new_empty(last, chunks.round_up(vocabulary)),
     )
+
+
+@library.custom_op("veomni_quack::head_gradient", mutates_args=())
+def _weight_gradient(hidden: Tensor, vocabulary: int, so_far: Tensor, last_dlogits: Tensor, factor: Tensor) -> Tensor:
+    return chunks.weight_gradient(hidden, vocabulary, so_far, last_dlogits, factor, calls=library_calls)
+
+
+@_weight_gradient.register_fake
+def _(hidden: Tensor, vocabulary: int, *_: Tensor) -> Tensor:
+    return hidden.new_empty(vocabulary, hidden.shape[1])
 
 
 @library.custom_op("veomni_quack::scaled", mutates_args=())
@@ -64,25 +77,24 @@ def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, _, bias, *_ = inputs
-    _, *gradients = output
-    ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
-    ctx.save_for_backward(*gradients)
-    ctx.mark_non_differentiable(*gradients)
+    hidden, weight, _, bias, *_ = inputs
+    _, *found = output
+    ctx.vocabulary, ctx.bias_dtype = len(weight), None if bias is None else bias.dtype
+    ctx.save_for_backward(hidden, *found)
+    ctx.mark_non_differentiable(*found)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dtotal: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    dhidden, dweight, dbias = ctx.saved_tensors
-    weight_dtype, bias_dtype = ctx.dtypes
-    given = []
-    for gradient, dtype, wanted in (
-        (dhidden, dhidden.dtype, ctx.needs_input_grad[0]),
-        (dweight, weight_dtype, ctx.needs_input_grad[1]),
-        (dbias, bias_dtype, ctx.needs_input_grad[3]),
-    ):
-        given.append(_scaled(gradient, dtotal, dtype) if wanted else None)
-    return given[0], given[1], None, given[2], None, None, None, None, None
+    hidden, dhidden, so_far, dbias, last_dlogits = ctx.saved_tensors
+    for_hidden, for_weight, _, for_bias, *_ = ctx.needs_input_grad
+    return (
+        _scaled(dhidden, dtotal, hidden.dtype) if for_hidden else None,
+        _weight_gradient(hidden, ctx.vocabulary, so_far, last_dlogits, dtotal) if for_weight else None,
+        None,
+        _scaled(dbias, dtotal, ctx.bias_dtype) if for_bias else None,
+        *(None,) * 5,
+    )
 
 
 forward.register_autograd(_gradients, setup_context=_save)
