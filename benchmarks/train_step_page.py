@@ -81,4 +81,4 @@ def plot(contenders: dict[str, Any], path: Path) -> None:
             axes.plot(found["losses"], label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
