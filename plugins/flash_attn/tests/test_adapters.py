@@ -57,6 +57,26 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
 
 
 @without_gpu
+def test_a_build_that_gives_the_log_sum_exp_too_gives_the_same(monkeypatch):
+    with stand_ins.installed():
+        module = importlib.import_module("veomni_flash_attn.flash_attention_3")
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    calls = ({}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds})
+
+    def results():
+        return [module.standard(AttentionModule(2), *heads(), None, **options)[0] for options in calls]
+
+    alone, library = results(), module._LIBRARY
+
+    def paired(function):
+        return lambda *args, **options: (function(*args, **options), None)
+
+    full, packed = map(paired, (library.of_full_sequences, library.of_packed_sequences))
+    monkeypatch.setattr(module, "_LIBRARY", replace(library, of_full_sequences=full, of_packed_sequences=packed))
+    assert all(torch.equal(one, other) for one, other in zip(alone, results(), strict=True))
+
+
+@without_gpu
 def test_flex_attention_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
     from veomni_flash_attn import flex_attention
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from veomni_flash_attn.by_lengths import Bounds, Options
 
 _WIDEST = 256
+Result = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class PublicFunctions:
     """Heads of at most 256, equally wide in queries, keys and values; bfloat16 and float16."""
 
     name: str
-    of_full_sequences: Callable[..., Tensor]
-    of_packed_sequences: Callable[..., Tensor]
+    of_full_sequences: Callable[..., Result]
+    of_packed_sequences: Callable[..., Result]
     drops_out: bool
 
     def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
@@ -33,19 +34,16 @@ class PublicFunctions:
         return problems
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        return self.of_full_sequences(query, key, value, **self._keywords(options))
+        return _output(self.of_full_sequences(query, key, value, **self._keywords(options)))
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
-        return self.of_packed_sequences(
-            query,
-            key,
-            value,
-            cu_seqlens_q=bounds.queries,
-            cu_seqlens_k=bounds.keys,
-            max_seqlen_q=bounds.longest_query,
-            max_seqlen_k=bounds.longest_key,
-            **self._keywords(options),
-        )
+        lengths = {
+            "cu_seqlens_q": bounds.queries,
+            "cu_seqlens_k": bounds.keys,
+            "max_seqlen_q": bounds.longest_query,
+            "max_seqlen_k": bounds.longest_key,
+        }
+        return _output(self.of_packed_sequences(query, key, value, **lengths, **self._keywords(options)))
 
     def _keywords(self, options: Options) -> dict[str, Any]:
         reach = -1 if options.window is None else options.window
@@ -56,3 +54,8 @@ class PublicFunctions:
             "window_size": (reach, reach),
             "softcap": options.softcap,
         }
+
+
+def _output(result: Result) -> Tensor:
+    """The first builds of FlashAttention 3, versioned as later ones are, give the log-sum-exp with the output."""
+    return result if isinstance(result, Tensor) else result[0]
