@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
-from pathlib import Path
 
 import pytest
 
+import ulysses_groups
+import ulysses_models
+import ulysses_pieces
+import ulysses_refusals
 from distributed import run_ranks
+from ulysses_ranks import CHECKS
 
-CHECKS = re.findall(r"@check\ndef (\w+)", (Path(__file__).parent / "sequence_parallel_checks.py").read_text())
+MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals)
 
 
 @functools.cache
 def outcomes(processes: int) -> dict[str, str]:
     """What each check said, from one start of the processes for all of them."""
-    outputs = run_ranks("import sequence_parallel_checks; sequence_parallel_checks.run_all()", processes)
+    names = ", ".join(module.__name__ for module in MODULES)
+    outputs = run_ranks(f"import {names}, ulysses_ranks; ulysses_ranks.run_all()", processes)
     return dict(ast.literal_eval(line) for line in outputs[0].splitlines() if line.startswith("("))
 
 

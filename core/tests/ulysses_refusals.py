@@ -1,0 +1,81 @@
+"""What is undone without a trace, and what is refused."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+from models import EVERY_KERNEL, build, tokens
+from ulysses_models import LENGTH, registry
+from ulysses_ranks import check, raises, rank, size
+from veomni_core import bind, binding_of
+from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, HostError
+from veomni_core.sequence_parallel import apply_ulysses
+
+
+@check
+def undo_restores_the_model_and_transformers() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    interfaces = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    names = [set(interface.valid_keys()) for interface in interfaces]
+    model = build("qwen3_moe", attn_implementation="sdpa")
+    binding = bind(model, {**EVERY_KERNEL, "attn_implementation": "sdpa"}, registry=registry())
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    receipt = binding.receipt
+    applied = apply_ulysses(model)
+    assert binding_of(model) is binding and binding.plan is receipt.plan
+    assert f"Ulysses, sp={size()}, over sdpa" in binding.receipt.table()
+    assert binding.receipt.to_dict()["sequence_parallel"]
+    raises(BindingError, "already", lambda: apply_ulysses(model))
+    raises(BindingError, "Take those back first", binding.undo)
+    raises(BindingError, "can't be copied", lambda: __import__("copy").deepcopy(model))
+    raises(BoundModelPickleError, "can't be pickled", lambda: __import__("pickle").dumps(applied))
+    applied.undo()
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+    assert binding.receipt is receipt
+    assert [set(interface.valid_keys()) for interface in interfaces] == names
+    raises(BindingError, "not in force", applied.undo)
+    binding.undo()
+
+
+@check
+def models_that_it_would_compute_wrongly_are_refused() -> None:
+    for config, text in (
+        ({"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}, "does not divide 3 query heads"),
+        ({"hidden_size": 36, "num_attention_heads": 12, "num_key_value_heads": 3}, "neither divides the other"),
+        ({"attn_implementation": "eager"}, "its attention is eager"),
+    ):
+        model = build("llama", **{"attn_implementation": "sdpa", **config})
+        before = dict(vars(model))
+        raises(ConfigError, text, lambda model=model: apply_ulysses(model))
+        assert dict(vars(model)) == before
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    classifier = AutoModelForSequenceClassification.from_config(LlamaConfig(**small, attn_implementation="sdpa"))
+    raises(ConfigError, "not that of a causal language model", lambda: apply_ulysses(classifier))
+    with torch.device("meta"):
+        for family, text in (("mamba", "found 0: none"), ("qwen3_next", "linear_attention"), ("bloom", "found 0")):
+            raises(ConfigError, text, lambda family=family: apply_ulysses(build(family, num_hidden_layers=4)))
+
+
+@check
+def inputs_that_it_would_cut_wrongly_are_refused_on_every_rank() -> None:
+    model = build("llama", attn_implementation="sdpa")
+    apply_ulysses(model)
+    ids = tokens(2, LENGTH)
+    raises(ConfigError, f"a sequence of {LENGTH + 1} can't be shared", lambda: model(tokens(2, LENGTH + 1)))
+    raises(ConfigError, "keeps no cache", lambda: model(ids, use_cache=True))
+    raises(ConfigError, "logits_to_keep", lambda: model(ids, logits_to_keep=1))
+    raises(ConfigError, "pixel_values", lambda: model(ids, pixel_values=torch.zeros(1, 3)))
+    raises(BindingError, "outside of the model", lambda: model.model(ids))
+    other = build("llama", attn_implementation="sdpa")
+    apply_ulysses(other)
+    raises(HostError, "different batches", lambda: other(tokens(2, LENGTH, seed=rank())))
+    other(ids)
