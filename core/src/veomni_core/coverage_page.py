@@ -13,7 +13,7 @@ _ELSEWHERE = (
     "",
     "- none is bound wrongly: `pytest tests/test_every_model_type.py` trains a tiny model of each type that can be "
     "made small, bound and eager, and compares the loss and every gradient in float32 and bfloat16; "
-    "`pytest core/tests/test_lookalikes.py` holds what only looks like a variant against the proofs",
+    "`pytest core/tests -k lookalikes` holds what only looks like a variant against the proofs",
     "- every load-balancing function in transformers' models, vision-language and encoder-decoder ones too, is a "
     "variant: `pytest tests/test_load_balancing_functions.py`",
     "- the time for all types is the last line of `veomni coverage`; for one model it is in "
