@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import stand_ins
@@ -92,6 +93,42 @@ def test_flex_attention_gives_the_contract_s_values_where_it_has_no_gradients(mo
 
 
 @without_gpu
+def test_flex_attention_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch):
+    from veomni_flash_attn import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
+    ids, bounds = tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    model = build("llama")
+    bind(model, {"preset": "eager", "attn_implementation": "flex_attention"}, registry=registry(anywhere=True))
+    with torch.no_grad():
+        packed = model(ids, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
+        alone = [model(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+
+
+@without_gpu
+def test_flex_attention_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
+    from veomni_flash_attn import flex_attention
+
+    compiled = []
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    flex_attention._compiled.cache_clear()
+    inputs = [each.detach().float() for each in heads(length=24)]
+    for window in range(2, 14):  # torch gives up after eight
+        before = len(compiled)
+        found, _ = flex_attention.standard(AttentionModule(2), *inputs, None, sliding_window=window)
+        wanted, _ = standard(AttentionModule(2), *inputs, None, sliding_window=window)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert window > 3 or len(compiled) > before
+    flex_attention._compiled.cache_clear()
+
+
+@without_gpu
 def test_positions_that_restart_pack_a_batch_of_one(kernel):
     inputs = heads(length=9)
     bounds = torch.tensor([0, 4, 9])
@@ -131,14 +168,31 @@ def test_what_a_library_can_not_compute_is_refused_with_what_it_was(kernel):
         kernel(module, *heads(batch=2), None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     with pytest.raises(ValueError, match="heads of 264"):
         kernel(module, *heads(width=264), None)
+    with pytest.raises(ValueError, match="need cu_seq_lens_q and cu_seq_lens_k; cu_seq_lens_k is missing"):
+        kernel(module, *inputs, None, cu_seq_lens_q=bounds)
+    with pytest.raises(ValueError, match=f"{name} takes a padding mask or packed sequences, not both"):
+        kernel(module, *inputs, torch.ones(1, 12), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    with pytest.raises(ValueError, match="heads of 20"):
+        kernel(module, *heads(width=20), None)
+    with pytest.raises(ValueError, match=f"{name} does not compute float32"):
+        kernel(module, *heads(dtype=torch.float32), None)
     if name != "flash_attention_2":
         with pytest.raises(ValueError, match=f"{name} does not compute dropout"):
             kernel(module, *inputs, None, dropout=0.1)
     if name == "flash_attention_4":
         with pytest.raises(ValueError, match="softcap over packed"):
             kernel(module, *inputs, None, softcap=2.0, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
-        with pytest.raises(ValueError, match="does not compute float32"):
-            kernel(module, *heads(dtype=torch.float32), None)
+
+
+@without_gpu
+def test_under_autocast_float32_heads_take_its_dtype(kernel):
+    inputs = heads(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = kernel(AttentionModule(2), *inputs, None)
+        found.float().sum().backward()
+    wanted, _ = kernel(AttentionModule(2), *(each.bfloat16() for each in inputs), None)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)  # the stand-in's own products take it too
+    assert all(each.grad.dtype == torch.float32 for each in inputs)
 
 
 @without_gpu
@@ -212,7 +266,7 @@ def test_two_packages_that_claim_one_kernel_are_refused_both():
 def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch):
     here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
     monkeypatch.setattr("veomni_core.hardware._installed_version", {"flash-attn": "1.0.9"}.get)
-    assert SPECS["flash_attention_2"].hardware.unmet(here) == ("needs flash-attn>=2.6,<3, 1.0.9 is installed",)
+    assert SPECS["flash_attention_2"].hardware.unmet(here) == ("needs flash-attn>=2.7,<3, 1.0.9 is installed",)
     (missing,) = SPECS["flash_attention_4"].hardware.unmet(here)
     assert missing == "needs flash-attn-4>=4.0.0b13,<4.1, which is not installed"
 

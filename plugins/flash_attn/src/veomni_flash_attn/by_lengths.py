@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from veomni_flash_attn.packing import packing
+
 
 @dataclass(frozen=True)
 class Options:
@@ -74,13 +76,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The op's call (:mod:`veomni_core.ops.attention`) by ``library``.
 
-    With ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, a batch of one whose
+    Under autocast, float32 queries, keys and values (as a rotary embedding in float32 leaves them) take its dtype. With
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, a batch of one whose
     ``position_ids`` restart is packed too, which takes a look at them in every layer; and a padding mask is looked at.
 
     Raises:
         ValueError: the library can't compute what is asked for.
     """
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    query, key, value = (_in_autocast_dtype(each.transpose(1, 2)) for each in (query, key, value))
     options = Options(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=module.is_causal if is_causal is None else is_causal,
@@ -89,31 +92,37 @@ def attend(
         dropout=dropout,
         sinks=s_aux,
     )
+    given = packing(query, cu_seq_lens_q, cu_seq_lens_k)
+    if given is not None and attention_mask is not None:
+        raise ValueError(
+            f"{library.name} takes a padding mask or packed sequences, not both; leave the padding out of the packing"
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"{library.name} takes a padding mask [batch, keys] or none, not one of {tuple(attention_mask.shape)}; for "
             "masks of other shapes choose sdpa or flex_attention"
         )
     bounds = None
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        bounds = Bounds(
-            cu_seq_lens_q.int(),
-            cu_seq_lens_k.int(),
-            _longest(max_length_q, query.shape[1]),
-            _longest(max_length_k, key.shape[1]),
-        )
+    if given is not None:
+        longest = (_longest(max_length_q, query.shape[1]), _longest(max_length_k, key.shape[1]))
+        bounds = Bounds(given[0].int(), given[1].int(), *longest)
     elif attention_mask is None:
         bounds = _restarts(position_ids, query, key)
     packed = bounds is not None or attention_mask is not None
     if problems := library.refuses(query, value, options, packed):
         raise ValueError(f"{library.name} does not compute {'; nor '.join(problems)}")
     if bounds is not None:
-        if query.shape[0] != 1:
-            raise ValueError(f"packed sequences come in a batch of one, this one has {query.shape[0]}")
         return library.packed(query[0], key[0], value[0], bounds, options).unsqueeze(0), None
     if attention_mask is not None:
         return _padded(library, query, key, value, attention_mask.bool(), options), None
     return library.dense(query, key, value, options), None
+
+
+def _in_autocast_dtype(heads: Tensor) -> Tensor:
+    device = heads.device.type
+    if heads.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return heads.to(torch.get_autocast_dtype(device))
+    return heads
 
 
 def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_flash_attn.packing import packing
 
+_MOST_VARIANTS = 256
 # (batch, head, query, key) of positions to whether the query sees the key.
 Keeps = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -34,27 +37,30 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
-    ``attention_mask`` is the ``BlockMask`` that transformers builds for this interface, which holds window and packing;
-    or a mask ``[B, 1 or Hq, S, L]``, boolean or added; or one of padding, ``[B, L]``. Gradients reach query, key, value
-    and sinks, not an added mask. D is at least 16.
+    ``attention_mask`` is the ``BlockMask`` that transformers builds for this interface, which holds the window and what
+    position ids say of packing; or a mask ``[B, 1 or Hq, S, L]``, boolean or added; or one of padding, ``[B, L]``.
+    Gradients reach query, key, value and sinks, not an added mask. D is at least 16.
 
     Raises:
-        ValueError: dropout is asked for, or packed sequences come in a batch.
+        ValueError: dropout is asked for, packed sequences come in a batch, or with lengths of queries or keys alone.
     """
     if dropout:
         raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
-    if cu_seq_lens_q is not None and query.shape[0] != 1:
-        raise ValueError(f"packed sequences come in a batch of one, this one has {query.shape[0]}")
+    bounds = packing(query, cu_seq_lens_q, cu_seq_lens_k)
+    causal = module.is_causal if is_causal is None else is_causal
     padding = added = None
     blocks: BlockMask | None
     if isinstance(attention_mask, BlockMask):
         blocks = attention_mask
+        if bounds is not None:
+            keeps = [attention_mask.mask_mod, _in_sequence(causal, sliding_window, bounds, query, key)]
+            batch, heads = attention_mask.shape[:2]
+            blocks = _blocks(keeps, batch, heads, query, key)
     else:
         keeps, batch, heads = [], 1, 1
         if attention_mask is None or attention_mask.dim() == 2:
-            causal = module.is_causal if is_causal is None else is_causal
-            if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-                keeps.append(_in_sequence(causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k, query, key))
+            if bounds is not None:
+                keeps.append(_in_sequence(causal, sliding_window, bounds, query, key))
             else:
                 keeps.append(_by_position(causal, sliding_window, key.shape[2] - query.shape[2]))
             if attention_mask is not None:
@@ -87,11 +93,18 @@ def standard(
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, compiled once for all; in a graph that is being compiled it is traced into that."""
-    compiled = torch.compile(function)
+    """``function``, compiled once for all; in a graph that is being compiled it is traced into that.
+
+    It is compiled anew for every kind of mask and for new sizes. After eight torch would run ``function`` as it is,
+    which holds every pair of positions; with ``fullgraph`` it raises instead, and the limit is ours.
+    """
+    compiled = torch.compile(function, fullgraph=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if torch.compiler.is_compiling() else compiled)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with dynamo_config.patch(recompile_limit=_MOST_VARIANTS):
+            return compiled(*args, **kwargs)
 
     return call
 
@@ -114,12 +127,10 @@ def _by_position(causal: bool, window: int | None, offset: int) -> Keeps:
     return lambda batch, head, q, k: _reaches(q + offset - k, causal, window)
 
 
-def _in_sequence(
-    causal: bool, window: int | None, query_bounds: Tensor, key_bounds: Tensor, query: Tensor, key: Tensor
-) -> Keeps:
+def _in_sequence(causal: bool, window: int | None, bounds: tuple[Tensor, Tensor], query: Tensor, key: Tensor) -> Keeps:
     """Of one sequence, whose last query stands at its last key."""
     (of_query, query_left), (of_key, key_left) = (
-        _numbered(bounds.long(), heads.shape[2]) for bounds, heads in ((query_bounds, query), (key_bounds, key))
+        _numbered(each.long(), heads.shape[2]) for each, heads in zip(bounds, (query, key), strict=True)
     )
 
     def keeps(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:

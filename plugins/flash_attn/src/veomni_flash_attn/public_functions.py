@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from veomni_flash_attn.by_lengths import Bounds, Options
@@ -16,7 +17,7 @@ Result = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class PublicFunctions:
-    """Heads of at most 256, equally wide in queries, keys and values; bfloat16 and float16."""
+    """Heads of 8 to 256 in multiples of 8, equally wide in queries, keys and values; bfloat16 and float16."""
 
     name: str
     of_full_sequences: Callable[..., Result]
@@ -29,8 +30,11 @@ class PublicFunctions:
             problems.append("dropout")
         if options.dropout and options.softcap:
             problems.append("a softcap together with dropout")
-        if query.shape[-1] > _WIDEST or query.shape[-1] != value.shape[-1]:
-            problems.append(f"heads of {query.shape[-1]} in queries and {value.shape[-1]} in values")
+        widths = (query.shape[-1], value.shape[-1])
+        if widths[0] > _WIDEST or widths[0] % 8 or widths[0] != widths[1]:
+            problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            problems.append(f"{query.dtype}".removeprefix("torch."))
         return problems
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
