@@ -131,6 +131,36 @@ def test_nothing_is_written_and_a_second_backward_gives_the_same(function, shape
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)  # the experts' router sums by atomics
 
 
+@pytest.mark.parametrize("label", [50, -1])
+def test_a_label_beyond_the_vocabulary_is_refused(label):
+    labels = torch.tensor([0, label, -100])
+    with pytest.raises(RuntimeError, match=r"a label is neither in \[0, 11\) nor -100"):
+        cross_entropy_loss.causal(_leaf(3, 8), _leaf(11, 8), labels)
+
+
+def test_no_gradient_is_computed_where_none_is_recorded(monkeypatch):
+    asked = []
+    whole = cross_entropy_loss._linear_cross_entropy
+
+    def watched(*args, **options):
+        asked.append((options["compute_gradients"], options["weight_requires_grad"]))
+        return whole(*args, **options)
+
+    monkeypatch.setattr(cross_entropy_loss, "_linear_cross_entropy", watched)
+    arguments = (_leaf(3, 8), _leaf(11, 8), torch.tensor([0, 5, -100]))
+    with torch.no_grad():
+        quiet = cross_entropy_loss.causal(*arguments)
+    assert torch.equal(quiet, cross_entropy_loss.causal(*arguments).detach())
+    assert asked == [(False, False), (True, True)]
+
+
+def test_a_classifier_without_rows_has_no_loss():
+    logits = torch.randn(0, 5, requires_grad=True)
+    loss = cross_entropy_loss.seq_cls(logits, torch.empty(0, dtype=torch.long))
+    loss.backward()
+    assert loss == 0 and logits.grad.shape == (0, 5)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize("variant", ["standard", "cast_after", "offset"])
 def test_a_norm_whose_weight_has_another_dtype_gives_the_references_dtype(variant, dtypes):

@@ -100,7 +100,7 @@ def test_the_plugin_describes_itself_without_the_library_and_says_what_to_do_whe
 CALLED = """
 from veomni_liger import cross_entropy_loss, moe_experts, pinned_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 
-print(rms_norm._apply.__self__, cross_entropy_loss._linear_cross_entropy, cross_entropy_loss._cross_entropy)
+print(rms_norm._apply.__self__.__base__, cross_entropy_loss._linear_cross_entropy, cross_entropy_loss._cross_entropy)
 print(rotary_pos_emb._rope_forward, rotary_pos_emb._rope_backward, *swiglu_mlp._KERNELS.values())
 for name in pinned_experts.CONFIGURATIONS:
     print(name, moe_experts._apply.__self__.forward.__wrapped__.__globals__[name]._configuration)

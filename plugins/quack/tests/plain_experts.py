@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_quack.moe_experts import layer
 from veomni_quack.moe_experts.alignment import padded, readable
 
@@ -89,6 +90,7 @@ class _Experts(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx, dresult):
         hidden, weights, gate_up_proj, down_proj, pre = ctx.saved_tensors
         operands = (readable(dresult), readable(hidden), weights, readable(gate_up_proj), readable(down_proj))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_quack.cross_entropy_loss import chunks
 
 
@@ -48,6 +49,7 @@ class _Loss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx, dtotal):
         dhidden, so_far, dbias, last = ctx.found
         dweight = chunks.weight_gradient(ctx.hidden, ctx.vocabulary, so_far, last, dtotal, CALLS)

@@ -76,6 +76,15 @@ def test_only_what_is_wanted_is_computed():
             assert torch.equal(one, whole) if want else one.numel() == 0
 
 
+def test_a_frozen_head_leaves_no_chunk_behind():
+    hidden, weight, labels, _ = problem(9, 8, 17)
+    with torch.no_grad():
+        *_, last = chunks.loss_and_gradients(
+            hidden, weight, labels, None, -100, None, None, True, False, plain_loss.CALLS
+        )
+    assert last.untyped_storage().nbytes() == 0
+
+
 @pytest.mark.parametrize("vocabulary,tokens", [(151936, 2048), (128256, 2560), (32000, 8192), (10**9, 256), (50, 8192)])
 def test_a_chunk_is_whole_tiles_within_the_budget(vocabulary, tokens):
     assert chunks.chunk_tokens(8192, vocabulary) == tokens

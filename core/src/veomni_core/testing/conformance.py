@@ -2,7 +2,8 @@
 
 Every sample is compared, in values and in each gradient, with the contract's reference on float64 copies on the CPU.
 Besides: no write into an input or an incoming gradient, no result that shares memory with an input, no missing
-gradient, the reference's dtypes and shapes, and, where the kernel promises it, the same bits on every run.
+gradient, second derivatives right or refused, the reference's dtypes and shapes, and, where the kernel promises it, the
+same bits on every run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from veomni_core.spec import KernelSpec, OpSpec
 from veomni_core.testing.report import CaseResult, ConformanceReport
 
 Kernel = Callable[..., Any]
+# A norm error: terms that are left out make it about 1, and 16-bit rounding, squared, a few hundredths.
+_SECOND_DERIVATIVES = 0.2
 
 
 def check_kernel(
@@ -77,6 +80,9 @@ class _Check:
                 yield self._case(position, name)
             except Exception as error:  # whatever a kernel raises on a legal input is a failure of the kernel
                 yield CaseResult(name, (f"raised {type(error).__name__}: {error}",))
+        computed = [position for position, (_, needs) in enumerate(samples) if set(needs) <= set(self.spec.features)]
+        if self.spec.backward and computed:
+            yield self._second_derivatives(computed[0])
 
     def _samples(self) -> Iterator[Sample]:
         return self.contract.samples(self.device, self.dtype)
@@ -123,6 +129,22 @@ class _Check:
         return CaseResult(
             name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",)
         )
+
+    def _second_derivatives(self, position: int) -> CaseResult:
+        """Autograd takes what a kernel computes in backward for constants, unless that raises."""
+        exact = _penalty_gradients(self.contract, self.contract.reference, _to_float64(self._sample(position)))
+        try:
+            found = _penalty_gradients(self.contract, self.kernel, self._sample(position))
+        except Exception:
+            return CaseResult("second derivatives (refused)", ())
+        errors = [
+            float((mine.cpu().double() - wanted).norm() / wanted.norm())
+            for mine, wanted in zip(found, exact, strict=True)
+            if bool(wanted.any())
+        ]
+        wrong = [error for error in errors if not error <= _SECOND_DERIVATIVES]
+        problem = (f"they are off, and nothing was raised: norm error {max(wrong):.1e}",) if wrong else ()
+        return CaseResult("second derivatives", problem)
 
     def _run(self, kernel: Kernel, sample: Sample, backward: bool = True) -> _Run:
         inputs = dict(self._named_tensors(sample))
@@ -192,6 +214,21 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _tensors(item, f"{name}[{index}]")
+
+
+def _penalty_gradients(contract: Contract, kernel: Kernel, sample: Sample) -> list[Tensor]:
+    """The gradients of the gradients' squares, zeros where there is none.
+
+    The results are squared first, or the gradients of a linear kernel would be constants.
+    """
+    values = (*sample.args, *sample.kwargs.values())
+    inputs = [tensor for value in values for _, tensor in _tensors(value, "") if tensor.requires_grad]
+    results = [result for result in contract.primary(kernel(*sample.args, **sample.kwargs)) if result.requires_grad]
+    squares = [(result.double().square() * _upstream(result)).sum() for result in results]
+    gradients = torch.autograd.grad(squares, inputs, create_graph=True, allow_unused=True)
+    penalties = [each.double().square().sum() for each in gradients if each is not None and each.requires_grad]
+    found = torch.autograd.grad(penalties, inputs, allow_unused=True) if penalties else [None] * len(inputs)
+    return [torch.zeros_like(x) if second is None else second for x, second in zip(inputs, found, strict=True)]
 
 
 def _to_float64(sample: Sample) -> Sample:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
 IGNORED = -100
 # Bytes of float32 logits held at a time; not tuned, for no NPU was at hand.
 CHUNK_BYTES = 1 << 30
@@ -82,6 +84,7 @@ class _SumOfLosses(Function):
         return total
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [
             None if gradient is None else (gradient * dtotal).to(dtype)

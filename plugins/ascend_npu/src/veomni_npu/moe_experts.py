@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_npu.grouped_products import grouped_outer, grouped_product
 from veomni_npu.operators import npu
 
@@ -53,6 +54,7 @@ class _Experts(Function):
         return npu.npu_moe_token_unpermute(outputs, place, weights)  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         hidden, index, weights, gate_up, down, pre, place, ends = ctx.saved_tensors
         # Sorting is stable, so these rows lie as the forward's did.

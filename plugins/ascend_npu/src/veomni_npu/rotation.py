@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_npu.operators import npu
 
 
@@ -31,6 +32,7 @@ class _Rotation(Function):
         return _rotate(x, cos, sin)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(dy, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None

@@ -16,6 +16,7 @@ import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor, library
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend
 
@@ -70,6 +71,7 @@ class _Attention(torch.autograd.Function):
         return output, lse
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse, query_bounds, key_bounds = ctx.saved_tensors
         upstream, upstream_lse = gradients

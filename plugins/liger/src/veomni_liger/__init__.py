@@ -1,1 +1,1 @@
-"""Liger-Kernel's kernels; ``plugin`` describes them, ``library`` loads the library, one file per op calls it."""
+"""Liger-Kernel's kernels; ``plugin`` describes them, ``loading`` loads the library, one file per op calls it."""

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.loading import part
 
@@ -41,10 +42,13 @@ def causal(
     ``softcap * tanh(logits / softcap)``. With ``num_items_in_batch`` the sum is divided by it. Where no label counts,
     the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias
     are summed over chunks in their own dtype, as by Liger.
+
+    Raises:
+        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
     """
     if scale is not None:
         hidden = hidden * scale
-    total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap)
+    total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap, torch.is_grad_enabled())
     items = _counted(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
     return total / items  # type: ignore[no-any-return]
 
@@ -55,7 +59,8 @@ def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tens
     Raises:
         AssertionError: a label is neither a class nor ``ignore_index``.
     """
-    return _ClassSum.apply(logits, labels, ignore_index) / _counted(labels, ignore_index)  # type: ignore[no-any-return]
+    total = _ClassSum.apply(logits, labels, ignore_index, torch.is_grad_enabled())
+    return total / _counted(labels, ignore_index)  # type: ignore[no-any-return]
 
 
 def _counted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -72,32 +77,36 @@ class _CausalSum(Function):
         labels: Tensor,
         ignore_index: int,
         softcap: float | None,
+        learns: bool,
     ) -> Tensor:
-        ctx.wanted = ctx.needs_input_grad[:3]
+        # What needs a gradient is said of the inputs under no_grad too.
+        ctx.wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
         train = any(ctx.wanted)
         total, *gradients = _causal_sum(hidden, weight, bias, labels, ignore_index, softcap, train, ctx.wanted[1])
         ctx.save_for_backward(*gradients)
         return total  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         gradients = [_scaled(gradient, dtotal) if wanted else None for gradient, wanted in saved]
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 class _ClassSum(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        total, dlogits = _class_sum(logits, labels, ignore_index, ctx.needs_input_grad[0])
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, learns: bool) -> Tensor:
+        total, dlogits = _class_sum(logits, labels, ignore_index, learns and ctx.needs_input_grad[0])
         ctx.save_for_backward(dlogits)
         ctx.dtype = logits.dtype
         return total  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         (dlogits,) = ctx.saved_tensors
-        return (dlogits * dtotal).to(ctx.dtype), None, None
+        return (dlogits * dtotal).to(ctx.dtype), None, None, None
 
 
 # Operators that ``torch.compile`` keeps whole. They can't give ``None``: what isn't wanted is an empty tensor.
@@ -123,6 +132,8 @@ def _causal_sum_of(
     train_weight: bool,
 ) -> tuple[Tensor, ...]:
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
+    torch._assert_async(known.all(), f"a label is neither in [0, {vocabulary}) nor {ignore_index}")
     if not tokens:  # Liger divides by the size of its chunks, of which there are none
         return tuple(x.zero_() for x in _causal_sum_like(hidden, weight, bias, labels, 0, None, train, train_weight))
     with torch.no_grad(), torch.cuda.device_of(hidden):
@@ -158,6 +169,8 @@ def _causal_sum_like(
 
 def _class_sum_of(logits: Tensor, labels: Tensor, ignore_index: int, train: bool) -> tuple[Tensor, Tensor]:
     dlogits = logits.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if not len(logits):  # Liger asks for the largest label
+        return dlogits.new_zeros(()), dlogits
     dlogits.requires_grad_(train)  # asks for the gradient, which takes the copy's place
     with torch.no_grad(), torch.cuda.device_of(logits):
         total, *_ = _cross_entropy(dlogits, labels, None, ignore_index, 0.0, 0.0, "sum", None, False)

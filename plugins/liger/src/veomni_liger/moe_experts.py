@@ -1,7 +1,8 @@
 """moe_experts by ``LigerFusedMoEFunction``, in pinned configurations instead of a search of minutes at first use.
 
 Liger knows no route to nowhere, and would write outside of its buffers for one. So a dropped route goes to expert 0
-with a weight of zero: it adds nothing to the result or to any gradient, and costs what a route costs.
+with a weight of zero: it adds nothing to the result or to any gradient while expert 0 stays finite for that token
+(where that overflows, zero times infinity is no number), and costs what a route costs.
 
 Inputs are made contiguous; transposed weights are copied whole. The number of tiles is read on the host, so a step
 waits for the routing, no CUDA graph holds it, and ``torch.compile`` breaks the graph here.
@@ -12,10 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_liger.functions import first_derivative_of
 from veomni_liger.pinned_experts import pinned_experts
 
 _GRAPH_BREAK = "fused_liger reads the number of its tiles on the host"
-_apply = pinned_experts().apply
+_apply = first_derivative_of(pinned_experts()).apply
 
 
 @torch.compiler.disable(reason=_GRAPH_BREAK)  # type: ignore[untyped-decorator]

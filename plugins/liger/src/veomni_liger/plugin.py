@@ -12,7 +12,7 @@ _LIBRARY = "liger-kernel>=0.8.5,<0.9"
 # Liger runs on ROCm and XPU too, and has kernels of its own for Ascend. None of that was tried, so none is declared.
 _GPU = HardwareRequirement("cuda", min_compute_capability=80, packages=(_LIBRARY,))
 # Ranked by docs/benchmarks on an H200, among all plugins: the head first, rows behind veomni-triton-moe's and QuACK's,
-# the experts, unsearched, behind veomni-torch's products (10).
+# the experts behind veomni-torch's products (10).
 _HEAD, _ROWS, _EXPERTS = 60, 40, 5
 
 

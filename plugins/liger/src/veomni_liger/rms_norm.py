@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_liger.functions import first_derivative_of
 from veomni_liger.loading import part
 
-_apply = part("rms_norm", "LigerRMSNormFunction").apply
+_apply = first_derivative_of(part("rms_norm", "LigerRMSNormFunction")).apply
 _IN_PLACE = False
 
 

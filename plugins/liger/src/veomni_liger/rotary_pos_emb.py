@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_liger.loading import part
 
 _rope_forward, _rope_backward = part("rope", "rope_forward"), part("rope", "rope_backward")
@@ -63,6 +64,7 @@ class _RotaryPosEmb(Function):
         return _turn(q, k, cos, sin, positions_dim, rotary_width, False)  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         return *_turn(dq, dk, *ctx.saved_tensors, *ctx.layout, True), None, None, None, None
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_liger.loading import part
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -40,6 +41,7 @@ class _GatedActivation(Function):
         return _forward(gate, up, activation)  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(dy, *ctx.saved_tensors, ctx.activation), None
 

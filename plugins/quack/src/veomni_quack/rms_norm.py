@@ -14,6 +14,7 @@ import torch
 from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from torch import Tensor
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_quack.compiling import check_target
 
 check_target()
@@ -53,6 +54,7 @@ class _RMSNorm(torch.autograd.Function):
         return result.reshape(x.shape)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         dx, dweight, *_ = rmsnorm_bwd(_rows(x), weight, _rows(dresult), rstd)

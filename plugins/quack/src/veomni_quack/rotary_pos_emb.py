@@ -13,6 +13,7 @@ import torch
 from quack.rotary import apply_rotary
 from torch import Tensor
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_quack.compiling import check_target
 
 check_target()
@@ -34,45 +35,51 @@ def _all(angles: Tensor) -> Tensor:
     return angles
 
 
-def _rotation(pick: Pick, neighbours: bool = False, backwards: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A variant: which entries of ``cos`` and ``sin`` count, whether neighbours are pairs, and the direction."""
+def _rotation(
+    pick: Pick, neighbours: bool = False, backwards: bool = False, whole: bool = True
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A variant: which entries of ``cos`` and ``sin`` count, whether neighbours are pairs, the direction, and whether
+    whole heads are turned.
+    """
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         """``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` turned by ``cos[B, S, R]`` and ``sin``; in ``[B, S, H, D]`` where
         ``unsqueeze_dim`` is 2. Dimensions beyond the turned ones pass through. Angles get no gradient.
 
         Raises:
-            ValueError: a head's width, or its turned part, is no multiple of 8, or it is wider than 512.
+            ValueError: a head's width, or its turned part, is no multiple of 8, or it is wider than 512; ``cos`` turns
+                only a part where the variant turns whole heads; ``unsqueeze_dim`` is neither 1 nor 2.
         """
-        angles = _Angles(pick(cos), pick(sin), neighbours, backwards)
+        angles = _Angles(pick(cos), pick(sin), neighbours, backwards, whole)
         return angles.turn(q, unsqueeze_dim), angles.turn(k, unsqueeze_dim)
 
     return rotate
 
 
 full = _rotation(_first_half)
-partial = _rotation(_first_half)
+partial = _rotation(_first_half, whole=False)
 sign_flipped = _rotation(_first_half, backwards=True)
 half_width = _rotation(_all)
 pairwise = _rotation(_every_other, neighbours=True)
-pairwise_partial = _rotation(_every_other, neighbours=True)
+pairwise_partial = _rotation(_every_other, neighbours=True, whole=False)
 interleaved = _rotation(_first_half, neighbours=True)
-interleaved_partial = _rotation(_first_half, neighbours=True)
+interleaved_partial = _rotation(_first_half, neighbours=True, whole=False)
 
 
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """:func:`full` of one tensor (Gemma 4)."""
-    return _Angles(_first_half(cos), _first_half(sin), neighbours=False, backwards=False).turn(x, unsqueeze_dim)
+    angles = _Angles(_first_half(cos), _first_half(sin), neighbours=False, backwards=False, whole=True)
+    return angles.turn(x, unsqueeze_dim)
 
 
 class _Angles:
     """``cos`` and ``sin`` ``[B or 1, S, pairs]`` as QuACK reads them."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, neighbours: bool, backwards: bool) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, neighbours: bool, backwards: bool, whole: bool) -> None:
         batch, length, self.pairs = cos.shape
         self.cos, self.sin = (angles.detach().reshape(batch * length, self.pairs) for angles in (cos, sin))
         self.starts = length * torch.arange(batch, dtype=torch.int32, device=cos.device) if batch > 1 else None
-        self.neighbours, self.backwards = neighbours, backwards
+        self.neighbours, self.backwards, self.whole = neighbours, backwards, whole
 
     def turn(self, x: Tensor, unsqueeze_dim: int) -> Tensor:
         """``x``, turned; in the layout in which it came."""
@@ -82,6 +89,10 @@ class _Angles:
                 f"quack turns heads whose width, at most {_WIDEST_HEAD}, and turned part are multiples of {_UNIT}; "
                 f"this head has {width} dimensions, {turned} of them turned. Choose another rotary_pos_emb kernel."
             )
+        if self.whole and turned != width:
+            raise ValueError(f"cos turns {turned} of a head's {width} dimensions; this variant turns all of them")
+        if unsqueeze_dim not in (1, 2):
+            raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
         heads_first = unsqueeze_dim == 1
         by_position = x.transpose(1, 2) if heads_first else x
         result: Tensor = _Turn.apply(by_position, self.cos, self.sin, self.starts, self.neighbours, self.backwards)
@@ -98,6 +109,7 @@ class _Turn(torch.autograd.Function):
         return _turned(x, cos, sin, starts, neighbours, backwards)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, starts = ctx.saved_tensors
         gradient = _turned(dresult, cos, sin, starts, ctx.neighbours, not ctx.backwards)

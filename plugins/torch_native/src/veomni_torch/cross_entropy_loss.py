@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
 IGNORED = -100
 # Bytes of float32 logits held at a time. On a CPU (benchmarks/chunk_sizes.py: 2 cores, T=2048, H=256, V=32000) 16, 32,
 # 64 and 128 MiB took 0.71, 0.65, 0.63 and 0.70 of the time of transformers' loss, and 11, 17, 30 and 54 % of its
@@ -91,6 +93,7 @@ class _ChunkLoss(Function):
         return total / divisor
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [None if saved is None else _scaled(saved, dloss) for saved in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None

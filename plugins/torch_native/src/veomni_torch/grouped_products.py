@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
 
 def _has_grouped_mm(rows: Tensor) -> bool:
     return (
@@ -81,6 +83,7 @@ def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@first_derivatives_only
 def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
     drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
 
 def standard(
     gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
@@ -74,6 +76,7 @@ class _LoadBalancing(Function):
         return num_experts * (share * (probability / tokens)).sum()
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dprobability, counted, *gate_logits = ctx.saved_tensors
         dprobability = dprobability * dloss

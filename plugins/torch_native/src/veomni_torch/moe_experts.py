@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_torch.grouped_products import grouped_linear, grouped_outer, grouped_product
 
 
@@ -157,6 +158,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
     ctx.set_materialize_grads(False)  # zeros as large as the pre-activations would be made for their missing gradient
 
 
+@first_derivatives_only
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     dhidden, dweights, dgate_up, ddown = _backward(dresult.contiguous(), *ctx.saved_tensors)
     return dhidden, None, dweights, dgate_up, ddown

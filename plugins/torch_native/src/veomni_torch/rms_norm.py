@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
 
 def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` with ``x / rms(x)`` rounded to x's dtype first; shapes ``[..., H]`` and ``[H]``."""
@@ -52,6 +54,7 @@ class _Unweighted(Function):
         return x * reciprocal.to(x.dtype) if round_scale else _rounded(x32 * reciprocal, x.dtype)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         x, reciprocal = ctx.saved_tensors
         return _input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None, None
@@ -69,6 +72,7 @@ class _Weighted(Function):
         return _rounded((weight.float() + added) * normalised, x.dtype)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, reciprocal = ctx.saved_tensors
         normalised, dy = x.float() * reciprocal, dy.float()

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; shapes ``[..., I]``."""
@@ -32,6 +34,7 @@ class _SiluMul(Function):
         return F.silu(gate) * up
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)

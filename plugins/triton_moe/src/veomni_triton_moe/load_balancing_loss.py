@@ -15,6 +15,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
 from veomni_triton_moe.multiprocessors import multiprocessors
 
@@ -56,6 +57,7 @@ class _LoadBalancing(Function):
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         slope, mask, *gate_logits = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.rotary_kernels import rotate_kernel
 
 
@@ -48,6 +49,7 @@ class _RotaryPosEmb(Function):
         return _rotate(q, k, cos, sin, unsqueeze_dim, transposed)  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return *_RotaryPosEmb.apply(dq, dk, cos, sin, ctx.unsqueeze_dim, not ctx.transposed), None, None, None, None

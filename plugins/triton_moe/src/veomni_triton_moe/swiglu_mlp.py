@@ -13,6 +13,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.gated_kernels import backward_kernel, forward_kernel
 
 # Within 1 % of the fastest that `benchmarks/triton_swiglu_mlp.py --tune` found on an H200 in either pass.
@@ -49,6 +50,7 @@ class _GatedActivation(Function):
         return _forward(gate, up, tanh)  # type: ignore[no-any-return]
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         return *_backward(dresult, *ctx.saved_tensors, ctx.tanh), None
 

@@ -80,7 +80,8 @@ def loss_and_gradients(
             calls.add_product(logits, _aligned(part), dweight, first=start == 0)
         if dbias.numel():
             dbias += logits.sum(0, dtype=torch.float32)
-    return losses.sum(), dhidden, dweight, dbias, buffer[: last_rows(tokens, rows) if wants_weights else 0]
+    kept = buffer[: last_rows(tokens, rows)] if wants_weights else buffer.new_empty(0, buffer.shape[1])
+    return losses.sum(), dhidden, dweight, dbias, kept
 
 
 def weight_gradient(

@@ -31,6 +31,7 @@ def causal(
 
     Raises:
         TypeError: hidden and weight are not both of one of these dtypes.
+        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
     """
     check_dtypes("quack", hidden, weight)
     learns = torch.is_grad_enabled()

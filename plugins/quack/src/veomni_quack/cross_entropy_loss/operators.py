@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_quack.cross_entropy_loss import chunks, library_calls
 
 
@@ -23,6 +24,8 @@ def forward(
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`veomni_quack.cross_entropy_loss.chunks.loss_and_gradients` gives."""
+    known = ((labels >= 0) & (labels < len(weight))) | (labels == ignore_index)
+    torch._assert_async(known.all(), f"a label is neither in [0, {len(weight)}) nor {ignore_index}")
     operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
     return chunks.loss_and_gradients(
         *operands, ignore_index, softcap, scale, wants_hidden, wants_weights, calls=library_calls
@@ -85,6 +88,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
+@first_derivatives_only
 def _gradients(ctx: Any, dtotal: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     hidden, dhidden, so_far, dbias, last_dlogits = ctx.saved_tensors
     for_hidden, for_weight, _, for_bias, *_ = ctx.needs_input_grad

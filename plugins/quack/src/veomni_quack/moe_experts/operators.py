@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_quack.moe_experts import grouped_gemm, layer
 from veomni_quack.moe_experts.alignment import readable
 from veomni_quack.moe_experts.routing import Routing
@@ -88,6 +89,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
     ctx.set_materialize_grads(False)  # zeros as large as the pre-activations would be made for their missing gradient
 
 
+@first_derivatives_only
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     projections = any(ctx.needs_input_grad[3:5])
     dhidden, dweights, dgate_up, ddown = _backward(dresult, *ctx.saved_tensors, projections)

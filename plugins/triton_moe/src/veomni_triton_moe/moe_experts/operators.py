@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.layer import ExpertsLayer
 from veomni_triton_moe.moe_experts.routing import routing_size
@@ -129,6 +130,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)  # zeros as large as the pre-activations would be made for their missing gradient
 
 
+@first_derivatives_only
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, pre, routing = ctx.saved_tensors
     projections = any(ctx.needs_input_grad[_PROJECTION_INPUTS])

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.rms_norm.operators import rms_norm_forward, rms_norm_gradients, rms_norm_input_gradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ class _RmsNorm(Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, reciprocal = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
