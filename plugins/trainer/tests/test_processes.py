@@ -39,13 +39,20 @@ def _train(command: list[str], job: Path, run: Path, *changes: str) -> tuple[Cur
     result = _veomni(command, "train", job, *sets)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    keys = ("loss", "grad_norm", "validation_loss")
+    keys = ("loss", "aux_loss", "grad_norm", "validation_loss")
     return {key: [row[key] for row in rows if key in row] for key in keys}, result.stdout
 
 
 def _assert_same(found: Curve, wanted: Curve) -> None:
     for key, values in wanted.items():
         assert found[key] == pytest.approx(values, rel=1e-5), key
+
+
+@pytest.fixture
+def moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, Any]:
+    """A mixture of experts whose load-balancing loss is a part of the loss that shows."""
+    config = {**qwen3_moe, "router_aux_loss_coef": 0.5}
+    return {**job_data, "model": {**job_data["model"], "config": config}}
 
 
 def test_two_processes_train_save_and_resume_as_one_job(
@@ -66,15 +73,32 @@ def test_two_processes_train_save_and_resume_as_one_job(
     assert losses(run) == whole
 
 
+def test_two_processes_balance_experts_as_one(moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
+    job = write_job(moe_data)
+    found, _ = _train(TWO, job, tmp_path / "run")
+    # One process takes the same batches one after the other, and adds the load-balancing loss for each.
+    alone, _ = _train(
+        ALONE,
+        job,
+        tmp_path / "single",
+        "train.gradient_accumulation=2",
+        "model.config.router_aux_loss_coef=0.25",
+    )
+    assert len(alone["aux_loss"]) == 4
+    _assert_same(found, alone)
+
+
+@pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
 def test_two_processes_that_share_each_sequence_train_as_one(
-    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+    job_data: dict[str, Any], moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, is_moe: bool
 ) -> None:
-    job_data["model"]["ops_implementation"] = {"preset": "eager", "attn_implementation": "sdpa"}
-    job_data["data"]["validation_fraction"] = 0.1  # seventeen sequences, and batches of two
-    job_data["train"] |= {"steps": 6, "gradient_accumulation": 2}
-    job = write_job(job_data)
+    data = moe_data if is_moe else job_data
+    data["model"]["ops_implementation"] = {"preset": "eager", "attn_implementation": "sdpa"}
+    data["data"]["validation_fraction"] = 0.1  # seventeen sequences, and batches of two
+    data["train"] |= {"steps": 6, "gradient_accumulation": 2}
+    job = write_job(data)
     shared, printed = _train(TWO, job, tmp_path / "run", "train.sp_size=2")
     assert "sequence-parallel: Ulysses, sp=2, over sdpa" in printed
     alone, _ = _train(ALONE, job, tmp_path / "single")
-    assert (len(alone["loss"]), len(alone["validation_loss"])) == (6, 1)
+    assert (len(alone["loss"]), len(alone["aux_loss"]), len(alone["validation_loss"])) == (6, 6 * is_moe, 1)
     _assert_same(shared, alone)
