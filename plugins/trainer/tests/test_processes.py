@@ -102,3 +102,16 @@ def test_two_processes_that_share_each_sequence_train_as_one(
     alone, _ = _train(ALONE, job, tmp_path / "single")
     assert (len(alone["loss"]), len(alone["aux_loss"]), len(alone["validation_loss"])) == (6, 6 * is_moe, 1)
     _assert_same(shared, alone)
+
+
+def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_are_read(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+) -> None:
+    job_data["model"]["weights"] = "nowhere"
+    job_data["model"]["config"] |= {"num_attention_heads": 1}
+    result = _veomni(TWO, "train", write_job(job_data), "--set", "train.sp_size=2")
+    assert result.returncode == 1
+    assert "error: LlamaForCausalLM can't run sequence-parallel over 2 ranks: its attention is eager" in result.stderr
+    assert "2 does not divide 1 query heads" in result.stderr
+    assert "nowhere" not in result.stderr
+    assert not (tmp_path / "run").exists()

@@ -245,6 +245,15 @@ def test_a_job_that_cannot_run_says_why_and_writes_nothing(
     assert not run.exists()
 
 
+def test_too_few_processes_are_refused_before_weights_are_read(
+    job_data: dict[str, Any], train: Train, run: Path
+) -> None:
+    job_data["model"]["weights"] = "nowhere"
+    with pytest.raises(HostError, match=r"train\.sp_size is 2, and this job has 1 process"):
+        train(job_data, "train.sp_size=2")
+    assert not run.exists()
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(moe_data: dict[str, Any], train: Train, run: Path) -> None:
     train(moe_data, "train.steps=2")
     with pytest.raises(CheckpointError, match="checkpoint-2 does not fit this model: "):
