@@ -1,4 +1,4 @@
-"""The command as a user runs it: in processes of its own, interrupted, compared, and under torchrun."""
+"""The command as a user runs it: in processes of its own, interrupted, and compared."""
 
 from __future__ import annotations
 
@@ -150,51 +150,3 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     assert resumed.returncode == 0, resumed.stderr
     assert "is complete: it stands at step 30 of 30" in resumed.stdout
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))
-
-
-@pytest.mark.slow
-def test_two_processes_train_save_and_resume_as_one_job(
-    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
-) -> None:
-    job_data["train"] |= {"steps": 4, "save_every": 2}
-    job = write_job(job_data)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    torchrun += ["-m", "veomni_core.cli"]
-    result = _veomni("train", job, command=torchrun)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("step 4/4") == 1
-    run = tmp_path / "run"
-    whole = losses(run)
-    single = tmp_path / "single"
-    alone = _veomni("train", job, "--set", "train.batch_size=4", "--set", f"train.output_dir={single}")
-    assert alone.returncode == 0, alone.stderr
-    assert whole[0][1] == pytest.approx(losses(single)[0][1], rel=1e-4)
-    (run / "checkpoint-4" / "trainer_state.json").unlink()  # it is incomplete now, and passed over
-    resumed = _veomni("train", job, "--resume", command=torchrun)
-    assert resumed.returncode == 0, resumed.stderr
-    assert losses(run) == whole
-
-
-@pytest.mark.slow
-def test_two_processes_that_share_each_sequence_train_as_one(
-    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
-) -> None:
-    job_data["model"]["ops_implementation"] = {"preset": "eager", "attn_implementation": "sdpa"}
-    job_data["data"]["validation_fraction"] = 0.1
-    job_data["train"] |= {"steps": 6, "gradient_accumulation": 2}
-    job = write_job(job_data)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    torchrun += ["-m", "veomni_core.cli"]
-    shared = _veomni("train", job, "--set", "train.sp_size=2", command=torchrun)
-    assert shared.returncode == 0, shared.stderr
-    assert "sequence-parallel: Ulysses, sp=2, over sdpa" in shared.stdout
-    single = tmp_path / "single"
-    alone = _veomni("train", job, "--set", f"train.output_dir={single}")
-    assert alone.returncode == 0, alone.stderr
-    wanted = losses(single)
-    assert len(wanted) == 6
-    for (_, found), (_, loss) in zip(losses(tmp_path / "run"), wanted, strict=True):
-        assert found == pytest.approx(loss, rel=1e-5)
-    rows = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (tmp_path / "run", single)]
-    # The last batch is smaller, and counts as a full one where sequences are shared.
-    assert rows[0]["validation_loss"] == pytest.approx(rows[1]["validation_loss"], rel=1e-3)

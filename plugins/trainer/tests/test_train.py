@@ -81,7 +81,7 @@ def test_validation_takes_every_sequence(job_data: dict[str, Any], train: Train,
     for batch_size in (2, 3, 8):
         train(job_data, "train.learning_rate=1e-9", f"train.batch_size={batch_size}", overwrite=True)
         values += [json.loads((run / "summary.json").read_text())["run"]["validation_loss"]]
-    assert values == pytest.approx([values[0]] * 3, rel=1e-4)
+    assert values == pytest.approx([values[0]] * 3, rel=1e-5)
 
 
 def test_validation_and_checkpoints_come_when_they_are_asked_for(
@@ -242,6 +242,15 @@ def test_a_job_that_cannot_run_says_why_and_writes_nothing(
     with pytest.raises(error) as caught:
         train(job_data, change)
     assert message in str(caught.value)
+    assert not run.exists()
+
+
+def test_too_few_processes_are_refused_before_weights_are_read(
+    job_data: dict[str, Any], train: Train, run: Path
+) -> None:
+    job_data["model"]["weights"] = "nowhere"
+    with pytest.raises(HostError, match=r"train\.sp_size is 2, and this job has 1 process"):
+        train(job_data, "train.sp_size=2")
     assert not run.exists()
 
 

@@ -56,6 +56,10 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         eval_strategy="no",
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
+        # Each process divides by its own labels, of which all have equally many, since batches are full and no label
+        # is ignored. Dividing by those of all processes, Trainer multiplies the loss by the number of processes again,
+        # and the experts' load-balancing loss, which it has not divided, with it.
+        average_tokens_across_devices=False,
         torch_compile=train.torch_compile,
         report_to="none",
         disable_tqdm=True,

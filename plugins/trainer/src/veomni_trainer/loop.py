@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from veomni_trainer.clock import StepClock
@@ -15,6 +14,7 @@ from veomni_trainer.corpus import Corpus
 from veomni_trainer.memory import peak_memory, reset_peak
 from veomni_trainer.metrics import Row
 from veomni_trainer.shared_batches import SharedBatches
+from veomni_trainer.validation_batches import validation_batches
 
 Listener = Callable[[Row], None]
 
@@ -58,19 +58,23 @@ class JobTrainer(Trainer):
             return super()._get_train_sampler(*args, **kwargs)
         return SharedBatches(self.train_dataset, self._train_batch_size, self._sp_size, self.args.data_seed or 0)
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Validation takes every sequence, also the last ones that don't fill a batch.
-
-        Where processes share sequences, each group of them takes them all.
-        """
-        if self._sp_size > 1:
-            dataset: Any = self.eval_dataset
-            return DataLoader(dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
-        self.args.dataloader_drop_last = False
-        try:
-            return super().get_eval_dataloader(*args, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = True
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """The mean loss over the validation sequences, each counted once, however they are dealt out in batches."""
+        model: Any = self.model
+        sequences: Any = self.eval_dataset
+        groups, group = self.args.world_size // self._sp_size, self.args.process_index // self._sp_size
+        model.eval()
+        total = torch.zeros(2, device=self.args.device)
+        for batch in validation_batches(len(sequences), self.args.eval_batch_size, groups, group):
+            inputs = self.data_collator([sequences[index] for index in batch.indices])
+            loss: Any = self.prediction_step(model, inputs, prediction_loss_only=True)[0]
+            total[0] += loss * batch.weight
+            total[1] += batch.weight
+        weighted, weights = self.accelerator.reduce(total, "sum").tolist()
+        metrics = {"eval_loss": weighted / weights}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

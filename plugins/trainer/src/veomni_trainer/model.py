@@ -29,13 +29,25 @@ def build_model(
         ConfigError: the config and the data don't go together, or the config has a key that its model doesn't know.
         VeOmniError: whatever the core finds wrong with config, kernels or weights.
     """
-    weights = checkpoint or job.model.weights
+    return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights)
+
+
+def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrainedModel:
+    """The job's model, bound, on the meta device: every module and shape, and not one weight.
+
+    Raises:
+        VeOmniError: as :func:`build_model`, but for what is wrong with weights.
+    """
+    return _build(job, ops, tokenizer, "meta", None)
+
+
+def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None) -> PreTrainedModel:
     return build_foundation_model(
         _config(job, tokenizer),
         weights,
         ops_implementation=ops,
         torch_dtype=job.model.dtype,
-        init_device=str(device),
+        init_device=device,
         trust_remote_code=job.model.trust_remote_code,
     )
 

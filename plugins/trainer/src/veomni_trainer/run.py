@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import transformers
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, OpsConfig, binding_of
@@ -31,6 +30,7 @@ from veomni_trainer.progress import Progress
 from veomni_trainer.record import RunRecord
 from veomni_trainer.report import describe_run, write_report
 from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.tokens import load_tokenizer
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
@@ -85,13 +85,16 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
+    group = sequence_parallel_group(job.train.sp_size, arguments)
     _check_enough(corpus, arguments, job.train.sp_size)
+    if group is not None:
+        check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
     model = build_model(job, ops, tokenizer, arguments.device, checkpoint)
     binding = binding_of(model)
     assert binding is not None
-    if job.train.sp_size > 1:
-        apply_ulysses(model, _sequence_parallel_group(job.train.sp_size, arguments))
+    if group is not None:
+        apply_ulysses(model, group)
     accepted = check_plan(checkpoint, binding.plan, accept_plan_change) if checkpoint else ()
     _say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
     for change in accepted:
@@ -152,17 +155,6 @@ def _starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) 
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume it so")
     return step, checkpoint
-
-
-def _sequence_parallel_group(sp_size: int, arguments: TrainingArguments) -> distributed.ProcessGroup:
-    """The processes that share this one's sequences: ``sp_size`` neighbours."""
-    if arguments.world_size % sp_size:
-        raise HostError(
-            f"train.sp_size is {sp_size}, and this job has {arguments.world_size} process(es). Start a multiple of "
-            f"{sp_size}: `torchrun --nproc_per_node={sp_size} -m veomni_core.cli train JOB.yaml`"
-        )
-    sizes = (arguments.world_size // sp_size, sp_size)
-    return init_device_mesh(arguments.device.type, sizes, mesh_dim_names=("dp", "sp"))["sp"].get_group()
 
 
 def _check_enough(corpus: Corpus, arguments: TrainingArguments, sp_size: int) -> None:
