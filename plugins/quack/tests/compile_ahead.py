@@ -92,7 +92,7 @@ def rotation(dtype: torch.dtype, angle_dtype: torch.dtype, width: int, batch_of_
     """Forward and backward, pairs at a distance and of neighbours."""
     angles = gpu(batch_of_angles, 7, width // 2, dtype=angle_dtype)
     for neighbours in (False, True):
-        table = rotary_pos_emb._Angles(angles, angles, neighbours, backwards=False)
+        table = rotary_pos_emb._Angles(angles, angles, neighbours, backwards=False, whole=True)
         for heads in (4, 1):
             x = gpu(2, 7, heads, width, dtype=dtype)
             for backwards in (False, True):
@@ -115,7 +115,7 @@ def main() -> None:
         timed(f"experts, {dtype}", lambda d=dtype: experts(d))
         timed(f"head, {dtype}", lambda d=dtype: head(d))
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.no_grad():
         for dtype in HALF:
             for vocabulary in (104, 151936):
                 timed(f"losses, {dtype}, {vocabulary}", lambda d=dtype, v=vocabulary: losses(d, v))
