@@ -18,6 +18,7 @@ import torch
 
 from npu_sim.dispatch import run_on_host
 from npu_sim.operators import fusion_attention, grouped_matmul, moe_tokens, rms_norm, rotary_mul, swiglu
+from veomni_core.ops.first_derivatives import first_derivatives_only
 
 NAMESPACE = "npu"
 MODULES = (fusion_attention, grouped_matmul, moe_tokens, rms_norm, rotary_mul, swiglu)
@@ -35,5 +36,6 @@ def register() -> torch.library.Library:
         for name, shapes in module.META.items():
             library.impl(name, shapes, "Meta")
         for name, (save, gradients) in module.AUTOGRAD.items():
+            gradients = first_derivatives_only(gradients)  # the library documents no second ones
             torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=save, lib=library)
     return library
