@@ -60,15 +60,22 @@ def inputs(batch: int, length: int) -> list[Tensor]:
     return [torch.randn(batch, length, heads, WIDTH, **options) for heads in (Q_HEADS, K_HEADS, K_HEADS)]
 
 
-def check(attention: Attention) -> None:
-    """Hold one small call against the contract's reference in float64."""
-    given = inputs(1, 512)
-    exact = [each.detach().double().transpose(1, 2) for each in given]
-    wanted, _ = standard(AttentionModule(Q_HEADS // K_HEADS), *exact, None)
-    error = relative_error(attention(*given).detach(), wanted)
-    print(f"off by {error:.1e} of a float64 reference")
-    if not error < 1e-2:
-        raise SystemExit("wrong")
+def check(name: str) -> None:
+    """Hold a kernel against the contract's reference in float64 on short sequences, full and packed, with gradients."""
+    bounds = torch.tensor([0, 100, 101, 512], dtype=torch.int32, device="cuda")
+    for options in ({}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}):
+        given = inputs(1, 512)
+        exact = [each.detach().double().requires_grad_() for each in given]
+        heads = (each.transpose(1, 2) for each in exact)
+        wanted, _ = standard(AttentionModule(Q_HEADS // K_HEADS), *heads, None, **options)
+        found, upstream = adapter(name, **options)(*given), torch.randn_like(wanted)
+        pairs = [(found.detach(), wanted.detach())]
+        gradients = torch.autograd.grad(found, given, upstream.to(found.dtype))
+        pairs += zip(gradients, torch.autograd.grad(wanted, exact, upstream), strict=True)
+        errors = [relative_error(mine, theirs) for mine, theirs in pairs]
+        print(f"{name}: result and gradients off by {', '.join(f'{error:.1e}' for error in errors)} of float64")
+        if not max(errors) < 2e-2:
+            raise SystemExit("wrong")
 
 
 def measure(what: str, name: str, attention: Attention, given: list[Tensor], flops: float) -> dict[str, Any]:
@@ -97,7 +104,8 @@ def main() -> None:
     bounds = torch.tensor([0, *torch.tensor(PACKED).cumsum(0)], dtype=torch.int32, device="cuda")
     longest = max(PACKED)
     packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    check(adapter("flash_attention_4"))
+    for kernel in ("flash_attention_4", "flex_attention"):
+        check(kernel)
     dense, packed = f"B={BATCH} S={LENGTH}", f"{len(PACKED)} packed sequences, T={sum(PACKED)}"
     contenders = {
         dense: {

@@ -147,6 +147,16 @@ def write(name: str, data: dict[str, Any]) -> None:
         "Peaks are beyond the operands, and the first counts the gradients; a later step adds to gradients that are "
     )
     note += "held already."
+    failed = [
+        f"{shape_name}, {kernel}: {found['failed']}"
+        for shape_name, results in data["shapes"].items()
+        for kernel, found in results["kernels"].items()
+        if "failed" in found
+    ]
+    if data["skipped"]:
+        note += f" Not run: {', '.join(data['skipped'])}."
+    if failed:
+        note += "\n\n" + "\n".join(f"- {each}" for each in failed)
     columns = (*COLUMNS, *MEMORY_COLUMNS)
     write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, note, script="moe.py")
 
@@ -157,7 +167,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
     parser.add_argument("--name", default="moe_h200")
     options = parser.parse_args()
-    data: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(), "shapes": {}}
+    data: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(), "shapes": {}, "skipped": options.skip}
     kernels = [(name, kernel) for name, kernel in contenders() if name not in options.skip]
     for shape_name in options.shapes:
         data["shapes"][shape_name] = measure_shape(shape_name, kernels)
