@@ -63,6 +63,47 @@ def models_that_it_would_compute_wrongly_are_refused() -> None:
     with torch.device("meta"):
         for family, text in (("mamba", "found 0: none"), ("qwen3_next", "linear_attention"), ("bloom", "found 0")):
             raises(ConfigError, text, lambda family=family: apply_ulysses(build(family, num_hidden_layers=4)))
+        for family in ("bart", "mbart", "pegasus"):
+            model = build(family, d_model=32, num_hidden_layers=1, attn_implementation="sdpa")
+            raises(ConfigError, "computes its loss itself", lambda model=model: apply_ulysses(model))
+
+
+@check
+def rope_that_follows_the_length_is_refused_and_other_rope_is_not() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+    for rope, refused in (
+        ({"rope_type": "longrope", "rope_theta": 1e4, **factors}, True),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, True),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}, False),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, False),
+    ):
+        model = build("llama", attn_implementation="sdpa", rope_parameters=rope)
+        if refused:
+            raises(ConfigError, f"({rope['rope_type']}) depends on", lambda model=model: apply_ulysses(model))
+        else:
+            apply_ulysses(model).undo()
+    by_layer = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    model = build("gemma3_text", attn_implementation="sdpa", rope_parameters=by_layer)
+    raises(ConfigError, "(dynamic) depends on", lambda: apply_ulysses(model))
+
+
+@check
+def attention_dropout_is_refused() -> None:
+    model = build("llama", attn_implementation="sdpa", attention_dropout=0.1)
+    raises(ConfigError, "attention_dropout is 0.1", lambda: apply_ulysses(model))
+    small = {"n_embd": 32, "n_layer": 1, "n_head": 4, "attn_implementation": "sdpa"}
+    raises(ConfigError, "attn_pdrop is 0.1", lambda: apply_ulysses(build("gpt2", **small)))
+
+
+@check
+def transformers_own_flash_attention_is_refused() -> None:
+    for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
+        model = build("llama", attn_implementation="sdpa")
+        model.config._attn_implementation_internal = name  # as if its package were installed
+        raises(ConfigError, f"transformers' own {name}", lambda model=model: apply_ulysses(model))
 
 
 @check
