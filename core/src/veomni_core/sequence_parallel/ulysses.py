@@ -107,9 +107,13 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's gradient is
     the *mean* over the ranks, which DDP and FSDP2 over all ranks, data-parallel and sequence-parallel, take anyway.
 
+    A call of the model raises ``ConfigError`` for what can't be cut, ``HostError`` where the first batches of the ranks
+    differ, and ``BindingError`` where another attention was chosen since.
+
     Raises:
         ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.
         BindingError: it runs sequence-parallel already.
+        HostError: there is no process group.
     """
     group, _, _ = ranks_of(group)
     if _IN_FORCE in vars(model):
