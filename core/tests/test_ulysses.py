@@ -6,6 +6,7 @@ import ast
 import functools
 
 import pytest
+import torch
 
 import ulysses_groups
 import ulysses_models
@@ -13,6 +14,8 @@ import ulysses_pieces
 import ulysses_refusals
 from distributed import run_ranks
 from ulysses_ranks import CHECKS
+from veomni_core.errors import HostError
+from veomni_core.sequence_parallel import apply_ulysses
 
 MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals)
 
@@ -29,3 +32,8 @@ def outcomes(processes: int) -> dict[str, str]:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_on_several_processes(processes, name):
     assert outcomes(processes)[name] == ""
+
+
+def test_without_a_process_group_it_says_what_to_call():
+    with pytest.raises(HostError, match=r"call torch\.distributed\.init_process_group\(\) first"):
+        apply_ulysses(torch.nn.Linear(1, 1))

@@ -55,9 +55,13 @@ def compare(
     batch: dict[str, Any],
     ops: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
+    like: dict[str, Any] | None = None,
     **config: Any,
 ) -> None:
-    """Loss, auxiliary loss, logits and the mean of the ranks' gradients are those of one rank."""
+    """Loss, auxiliary loss, logits and the mean of the ranks' gradients are those of one rank.
+
+    ``like`` is the batch for the ranks where it is written otherwise than for one.
+    """
     config = {**KERNELS, **config}
     reference, model = (build(family, dtype=dtype, **config) for _ in range(2))
     if ops:
@@ -66,7 +70,7 @@ def compare(
     wanted.loss.backward()
     with apply_ulysses(model) as applied:
         assert f"sp={size()}" in applied.describe()
-        found = model(**batch)
+        found = model(**(like or batch))
         found.loss.backward()
     torch.testing.assert_close(
         found.loss, wanted.loss, rtol=1e-6, atol=0, check_dtype=False
@@ -74,7 +78,8 @@ def compare(
     if getattr(wanted, "aux_loss", None) is not None:
         torch.testing.assert_close(found.aux_loss, wanted.aux_loss, rtol=1e-6, atol=0, check_dtype=False)
     if not ops:
-        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        mask = batch.get("attention_mask")
+        kept = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones(wanted.logits.shape[:2]).bool()
         close(gather_outputs(found.logits, 1)[kept], wanted.logits[kept], "logits")
     grads_equal(model, reference)
 
@@ -87,6 +92,11 @@ def grads_equal(model: torch.nn.Module, reference: torch.nn.Module) -> None:
         gradient = mine[name].grad if mine[name].grad is not None else torch.zeros_like(mine[name])
         distributed.all_reduce(gradient)
         close(gradient / size(), parameter.grad, name)
+
+
+def packed_positions() -> torch.Tensor:
+    """Of four sequences in one row, none of which ends where a rank's part does."""
+    return torch.cat([torch.arange(length) for length in (5, 1, 3, 7)])[None]
 
 
 def causal_batch(batch: int = 2, seed: int = 1) -> dict[str, Any]:
@@ -121,10 +131,31 @@ def padded_batches() -> None:
 
 @check
 def packed_sequences_by_their_positions() -> None:
-    batch = causal_batch(1)
-    lengths = [5, 1, 3, 7]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    compare("llama", {**batch, "position_ids": positions})
+    compare("llama", {**causal_batch(1), "position_ids": packed_positions()})
+
+
+@check
+def masks_of_queries_and_keys() -> None:
+    batch = causal_batch()
+    kept = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    kept[LENGTH // 2 :, 1:4] = False
+    compare("llama", {**batch, "attention_mask": kept.expand(2, 1, -1, -1)})
+    compare("llama", {**batch, "attention_mask": kept.repeat(2, 4, 1, 1)})  # one for each head
+
+
+@check
+def labels_that_are_shifted_already() -> None:
+    batch = causal_batch()
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    compare("llama", batch)
+
+
+@check
+def embeddings_instead_of_tokens() -> None:
+    batch = causal_batch()
+    ids = batch.pop("input_ids")
+    table = torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    compare("llama", {**batch, "inputs_embeds": table[ids]})
 
 
 @check
@@ -154,9 +185,7 @@ def every_other_kernel_bound_too() -> None:
 @check
 def a_kernel_that_takes_lengths_and_sinks() -> None:
     ops = {"preset": "eager", "attn_implementation": "by_lengths"}
-    batch = causal_batch(1)
-    positions = torch.cat([torch.arange(length) for length in (5, 1, 3, 7)])[None]
-    compare("llama", {**batch, "position_ids": positions}, ops)
+    compare("llama", {**causal_batch(1), "position_ids": packed_positions()}, ops)
     padded = causal_batch()
     mask = torch.ones_like(padded["input_ids"])
     mask[1, LENGTH - 5 :] = 0
@@ -164,6 +193,20 @@ def a_kernel_that_takes_lengths_and_sinks() -> None:
     compare("llama", {**padded, "attention_mask": mask}, ops)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
     compare("gpt_oss", causal_batch(), ops, attn_implementation="eager", **experts)
+
+
+@check
+def packed_sequences_under_a_kernel_that_takes_lengths() -> None:
+    ops = {"preset": "eager", "attn_implementation": "by_lengths"}
+    packed = {**causal_batch(1), "position_ids": packed_positions()}
+    bounds = torch.tensor([0, 5, 6, 9, 16], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    compare("llama", {**packed, **lengths}, ops)
+    # One GPU takes a mask that keeps everything for none, and then looks at the positions.
+    mask = torch.ones_like(packed["input_ids"])
+    compare("llama", packed, ops, like={**packed, "attention_mask": mask})
+    one_row_for_all = torch.arange(LENGTH)[None]
+    compare("llama", {**causal_batch(), "position_ids": one_row_for_all}, ops)
 
 
 @check

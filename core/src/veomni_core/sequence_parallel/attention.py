@@ -16,12 +16,11 @@ from torch.distributed import ProcessGroup
 
 from veomni_core.errors import ConfigError
 from veomni_core.sequence_parallel.exchange import gather_heads_scatter_seq, scatter_attention_heads
-from veomni_core.sequence_parallel.inputs import WholeSequence
+from veomni_core.sequence_parallel.inputs import LENGTHS, WholeSequence
 from veomni_core.sequence_parallel.slicing import slice_input_tensor
 
 Attention = Callable[..., Any]
-# What kernels take besides query, key and value, and what it is about: the whole sequence, or each head.
-_WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+# What kernels take of each head, besides query, key and value.
 _PER_HEAD = "s_aux"
 # They count this rank's positions alone, while the mask has what a kernel may need of them; or they are the loss's.
 _NOT_PASSED = frozenset({"position_ids", "cache_position", "num_items_in_batch"})
@@ -68,11 +67,16 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
 def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     if options.get("output_attentions"):
         raise ConfigError("sequence-parallel attention gives no weights; leave out output_attentions")
+    if options.get("dropout"):
+        raise ConfigError(
+            f"sequence-parallel attention can't drop out, and {options['dropout']} was asked for: ranks with equal "
+            "seeds would drop the same of their different heads. Build the model with an attention dropout of 0"
+        )
     shared = {name: value for name, value in options.items() if name not in _NOT_PASSED}
     for name, value in shared.items():
         if name == _PER_HEAD and value is not None:
             shared[name] = slice_input_tensor(value, 0, group)
-        elif isinstance(value, Tensor) and name not in _WHOLE:
+        elif isinstance(value, Tensor) and name not in LENGTHS:
             raise ConfigError(f"sequence-parallel attention does not know how {name} belongs to heads and positions")
     return shared
 
@@ -113,12 +117,17 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.to(torch.bool)
 
 
-def packing_of(position_ids: Tensor) -> dict[str, Tensor]:
-    """``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, ``[sequences + 1]``) of positions ``[1, S]`` that restart.
+def packing_of(whole: WholeSequence) -> dict[str, Tensor]:
+    """``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, ``[sequences + 1]``) of a batch of one whose positions restart.
 
+    Empty where transformers wouldn't look at positions: of several rows, without ``position_ids``, or with padding.
     Waits for the device, as the number of sequences is data; handing ``cu_seq_lens`` to the model avoids that.
     """
-    flat = position_ids.flatten()
+    if whole.batch != 1 or whole.position_ids is None:
+        return {}
+    if whole.padding is not None and not whole.padding.all():
+        return {}
+    flat = whole.position_ids.flatten()
     starts = torch.nonzero(torch.diff(flat, prepend=flat[:1] - 2) != 1).flatten()
     bounds = torch.cat([starts, starts.new_tensor([flat.numel()])]).int()
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}

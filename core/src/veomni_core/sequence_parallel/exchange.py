@@ -16,14 +16,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import group as groups
 
+from veomni_core.errors import HostError
+
 Tensors = tuple[Tensor, ...]
 
 
 def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
-    """``(group, its size, this process's rank in it)``; ``None`` is all processes, as elsewhere in torch."""
+    """``(group, its size, this process's rank in it)``; ``None`` is all processes, as elsewhere in torch.
+
+    Raises:
+        HostError: ``group`` is ``None`` and this process has joined no others.
+    """
     chosen = groups.WORLD if group is None else group
     if chosen is None:
-        raise RuntimeError("torch.distributed has no process group: start the job with torchrun")
+        raise HostError(
+            "sequence parallelism needs a process group, and this process has none: start the job with torchrun, and "
+            "call torch.distributed.init_process_group() first"
+        )
     return chosen, chosen.size(), chosen.rank()
 
 

@@ -15,24 +15,24 @@ from veomni_core.sequence_parallel.exchange import ranks_of
 from veomni_core.sequence_parallel.slicing import slice_input_tensor
 
 _IGNORED = -100
-# They describe the whole sequence, or one number of it, and are passed on as they are.
-_WHOLE = frozenset(
-    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "logits_to_keep"}
-)
+# Where the sequences of a packed batch begin and end, in the whole of it.
+LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+_NOT_CUT = LENGTHS | {"num_items_in_batch", "logits_to_keep"}
 
 
 @dataclass
 class WholeSequence:
     """What one forward needs to know of the sequence beyond this rank's part of it.
 
-    ``padding[B, S]`` and ``position_ids[B, S]`` are the caller's, ``labels[B, S/n]`` are shifted and this rank's, and
-    ``items`` counts the labels of all ranks.
+    ``padding[B, S]`` and ``position_ids[B, S]`` are the caller's. ``labels_here[B, S/n]`` are shifted, and this rank's
+    alone; ``items`` counts the labels of all ranks.
     """
 
+    batch: int
     length: int
     padding: Tensor | None = None
     position_ids: Tensor | None = None
-    labels: Tensor | None = None
+    labels_here: Tensor | None = None
     items: Tensor | None = None
     loss_was_taken: bool = False
 
@@ -51,9 +51,8 @@ def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(tokens, Tensor):
         raise ConfigError("a sequence-parallel model needs input_ids or inputs_embeds as a tensor")
-    whole = WholeSequence(length=tokens.shape[1])
+    whole = WholeSequence(*tokens.shape[:2])
     _check(inputs, whole.length, group)
-    batch = tokens.shape[0]
     mine: dict[str, Any] = {}
     for name, value in inputs.items():
         if name in ("input_ids", "inputs_embeds", "labels"):
@@ -70,17 +69,32 @@ def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
     if mask is None or len(mask.shape) == 2:
         # A mask as long as the whole sequence makes transformers plan the attention over all of it.
         whole.padding = mask
-        mask = torch.ones(batch, whole.length, dtype=torch.bool, device=tokens.device) if mask is None else mask
+        mask = torch.ones(whole.batch, whole.length, dtype=torch.bool, device=tokens.device) if mask is None else mask
     mine["attention_mask"] = mask
     labels = inputs.get("shift_labels")
     if labels is None and "labels" in inputs:
         labels = F.pad(inputs["labels"], (0, 1), value=_IGNORED)[..., 1:]
     if labels is not None:
-        whole.labels = slice_input_tensor(labels, 1, group).contiguous()
+        whole.labels_here = slice_input_tensor(labels, 1, group).contiguous()
         whole.items = (labels != _IGNORED).sum().clamp_min(1)
-        mine.setdefault("labels", whole.labels)
+        mine.setdefault("labels", whole.labels_here)
     mine["use_cache"] = False
     return mine, whole
+
+
+def check_positions(whole: WholeSequence) -> None:
+    """For a model that counts positions by the padding mask, which a rank doesn't do: it gets them from 0 on.
+
+    Waits for the device.
+
+    Raises:
+        ConfigError: there is padding, and so other positions.
+    """
+    if whole.padding is not None and whole.position_ids is None and not whole.padding.all():
+        raise ConfigError(
+            "this model counts positions by the tokens that its attention_mask keeps, and can't do so "
+            "sequence-parallel. Pass position_ids beside a mask that has padding"
+        )
 
 
 def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
@@ -95,9 +109,14 @@ def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
     keep = inputs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ConfigError("logits_to_keep counts from the sequence's end, which one rank alone holds; leave it out")
+    if inputs.get("ignore_index", _IGNORED) != _IGNORED:
+        raise ConfigError(
+            f"ignore_index={inputs['ignore_index']} can't be taken by a sequence-parallel model, which counts labels "
+            f"itself: write {_IGNORED} where labels don't count, and leave ignore_index out"
+        )
     cut = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask"}
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in cut | _WHOLE:
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in cut | _NOT_CUT:
             raise ConfigError(f"{name} can't be shared out over sequence-parallel ranks: it is not known how")
         if name in cut and isinstance(value, dict):
             raise ConfigError(f"{name} must be a tensor for a sequence-parallel model, not a mapping of several")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
+
+from veomni_core.sequence_parallel.slicing import gather_outputs, slice_input_tensor
 
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
@@ -25,8 +27,7 @@ def whole_sequence(parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     ``[.., S/n, ..] -> [.., S, ..]``; the gradient is this rank's part of it, multiplied by the number of ranks.
     """
-    gathered: Tensor = _Gather.apply(parts.unsqueeze(0), group)
-    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+    return _Gather.apply(parts, dim, group)  # type: ignore[no-any-return]
 
 
 class _Sum(torch.autograd.Function):
@@ -41,15 +42,11 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """``[1, ...] -> [n, ...]``."""
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather_outputs(parts, dim, group)
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.ranks, ctx.rank = group.size(), group.rank()
-        whole = part.new_empty(ctx.ranks, *part.shape[1:])
-        distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].narrow(0, ctx.rank, 1) * ctx.ranks, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return slice_input_tensor(gradients[0], ctx.dim, ctx.group) * ctx.group.size(), None, None

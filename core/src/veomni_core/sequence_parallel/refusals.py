@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,12 +13,14 @@ from torch.distributed import ProcessGroup
 from veomni_core.errors import ConfigError
 from veomni_core.sequence_parallel.exchange import check_heads
 from veomni_core.sites.attention import AttentionInterface, reads_interface
+from veomni_core.sites.functions import code_layers, current_forward
 from veomni_core.sites.load_balancing import LoadBalancingFunctions
 from veomni_core.sites.site import Site
 from veomni_core.spec import EAGER
 
 _RULE = "sequence parallelism"
 _LAYERS = {"full_attention", "sliding_attention"}
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 def attention_site(model: nn.Module, group: ProcessGroup) -> Site:
@@ -52,6 +55,12 @@ def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
             "its attention is eager, which sees one rank's positions alone; choose a kernel: "
             "attn_implementation: sdpa, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
         )
+    elif _reads_its_module(sites[0].own):
+        yield (
+            f"its attention is transformers' own {sites[0].own}, which reads more of its module than one rank's share "
+            "of the heads has; bind a kernel of veomni-flash-attn first: "
+            'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
+        )
     config = model.get_submodule(sites[0].path).config.get_text_config()
     query_heads = config.num_attention_heads
     try:
@@ -64,13 +73,75 @@ def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
         yield f"it has layers of type {', '.join(others)}, which mix positions otherwise than by plain attention"
     if getattr(config, "attention_chunk_size", None):
         yield "it attends in chunks"
+    for name in _ATTENTION_DROPOUTS:
+        if rate := getattr(config, name, None):
+            yield (
+                f"{name} is {rate}, and ranks with equal seeds would drop the same of their different heads; build "
+                f"the model with {name}=0.0"
+            )
+    if kinds := sorted({*_kinds_of_rope(model)}):
+        yield (
+            f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, of which one rank sees a "
+            "part; types that don't (default, linear, llama3, yarn) can run"
+        )
     yield from _mixers(model)
     forward = inspect.signature(type(model).forward).parameters
     if "labels" in forward and not _is_causal_loss(model):
         yield "its loss is not that of a causal language model, token by token"
+    elif "labels" in forward and not _names(current_forward(model), "loss_function"):
+        yield "its forward computes its loss itself, not by model.loss_function, and so that of one rank's part alone"
     for site in balancing_sites(model):
         if site.variant != "standard":
             yield f"its load-balancing loss is {site.variant or 'not proven'}, expected standard"
+
+
+def reads_positions_from_mask(model: nn.Module) -> bool:
+    """Whether ``model`` counts positions by the padding mask where it is given none (OPT).
+
+    Embeddings that can count so too (BioGPT's) are given positions by the model around them.
+    """
+    return any(
+        "cumsum" in layer.__code__.co_names and "attention_mask" in layer.__code__.co_varnames
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for layer in code_layers(current_forward(module))
+    )
+
+
+def _names(function: Any, name: str) -> bool:
+    return any(name in layer.__code__.co_names for layer in code_layers(function))
+
+
+def _reads_its_module(interface: str) -> bool:
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(interface)
+    while isinstance(function, partial):
+        function = function.func
+    return function is flash_attention_forward
+
+
+def _kinds_of_rope(model: nn.Module) -> Iterator[str]:
+    """The types of rotary embeddings whose frequencies follow the positions that a rank sees."""
+    for module in model.modules():
+        config = vars(module).get("config")
+        written = (
+            vars(module).get("rope_type"),
+            *(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")),
+        )
+        for kind in _strings(written):
+            if kind == "longrope" or "dynamic" in kind:
+                yield kind
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in ``value``, at any depth: types are given for the model, or for each type of layer."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(each)
 
 
 def _mixers(model: nn.Module) -> Iterator[str]:

@@ -11,16 +11,17 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from veomni_core.binding import binding_of
-from veomni_core.errors import BindingError, BoundModelPickleError, HostError
+from veomni_core.errors import BindingError, BoundModelPickleError
+from veomni_core.sequence_parallel.agreement import check_batches_agree
 from veomni_core.sequence_parallel.attention import Attention, packing_of, ulysses_attention, whole_mask
 from veomni_core.sequence_parallel.exchange import ranks_of
-from veomni_core.sequence_parallel.inputs import WholeSequence, split_inputs
+from veomni_core.sequence_parallel.inputs import WholeSequence, check_positions, split_inputs
 from veomni_core.sequence_parallel.losses import sum_over_ranks, whole_sequence
-from veomni_core.sequence_parallel.refusals import attention_site, balancing_sites
+from veomni_core.sequence_parallel.refusals import attention_site, balancing_sites, reads_positions_from_mask
 from veomni_core.sites.attention import config_changes
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.site import AttributeChange, Change
@@ -106,9 +107,13 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's gradient is
     the *mean* over the ranks, which DDP and FSDP2 over all ranks, data-parallel and sequence-parallel, take anyway.
 
+    A call of the model raises ``ConfigError`` for what can't be cut, ``HostError`` where the first batches of the ranks
+    differ, and ``BindingError`` where another attention was chosen since.
+
     Raises:
         ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.
         BindingError: it runs sequence-parallel already.
+        HostError: there is no process group.
     """
     group, _, _ = ranks_of(group)
     if _IN_FORCE in vars(model):
@@ -145,33 +150,48 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
         yield AttributeChange(module, "forward", MethodType(forward, module))
     if "labels" in inspect.signature(type(model).forward).parameters:
         yield AttributeChange(model, "_loss_function", _causal_loss(model.loss_function, state))  # type: ignore[arg-type]
-    yield AttributeChange(
-        model, "forward", MethodType(_whole_forward(current_forward(model), state, by_lengths), model)
-    )
+    owner = model.get_submodule(path)
+    forward = _whole_forward(current_forward(model), state, by_lengths, lambda: _check_in_force(owner, name))
+    yield AttributeChange(model, "forward", MethodType(forward, model))
     if binding := binding_of(model):
         receipt = dataclasses.replace(binding.receipt, sequence_parallel=state.describe())
         yield AttributeChange(binding, "receipt", receipt)
 
 
-def _whole_forward(original: Callable[..., Any], state: SequenceParallel, by_lengths: bool) -> Callable[..., Any]:
+def _check_in_force(owner: Any, name: str) -> None:
+    """Binding, and transformers' ``set_attn_implementation``, write another interface over Ulysses'."""
+    found = owner.config._attn_implementation
+    if found != name:
+        raise BindingError(
+            f"the attention was set to {found} after apply_ulysses, so that it would see one rank's positions alone. "
+            "Take that back, undo() the sequence parallelism, bind or set the attention, and call apply_ulysses last"
+        )
+
+
+def _whole_forward(
+    original: Callable[..., Any], state: SequenceParallel, by_lengths: bool, check_in_force: Callable[[], None]
+) -> Callable[..., Any]:
     _, *names = inspect.signature(original).parameters  # without self
+    by_mask = reads_positions_from_mask(state.model)
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs, whole = split_inputs({**dict(zip(names, args, strict=False)), **kwargs}, state.group)
+        check_in_force()
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not state._batches_agree and not torch.compiler.is_compiling():
-            _check_batches_agree(kwargs.get("input_ids", args[0] if args else None), state)
-        positions = whole.position_ids
-        packed = positions is not None and positions.shape[0] == 1 and whole.padding is None
-        if by_lengths and packed and "cu_seq_lens_q" not in inputs:
-            assert positions is not None
-            inputs |= packing_of(positions)
+            check_batches_agree(given, state.group)
+            state._batches_agree = True
+        inputs, whole = split_inputs(given, state.group)
+        if by_mask:
+            check_positions(whole)
+        if by_lengths and "cu_seq_lens_q" not in inputs:
+            inputs |= packing_of(whole)
         state._whole = whole
         try:
             output = original(self, **inputs)
         finally:
             state._whole = None
-        if whole.labels is not None and not whole.loss_was_taken:
+        if whole.labels_here is not None and not whole.loss_was_taken:
             raise BindingError(f"{type(self).__name__} computes its loss itself; it can't be made that of all ranks")
         return output
 
@@ -185,7 +205,7 @@ def _causal_loss(original: Callable[..., Any], state: SequenceParallel) -> Calla
         whole = state.whole()
         whole.loss_was_taken = True
         items = whole.items if num_items_in_batch is None else num_items_in_batch
-        kwargs |= {"num_items_in_batch": items, "shift_labels": whole.labels}
+        kwargs |= {"num_items_in_batch": items, "shift_labels": whole.labels_here}
         return sum_over_ranks(original(logits, labels, vocab_size, **kwargs), state.group)
 
     return loss
@@ -205,22 +225,6 @@ def _balancing(original: Callable[..., Any], state: SequenceParallel) -> Callabl
         return original(tuple(gathered.unbind(0)), num_experts, top_k, whole.padding)
 
     return loss
-
-
-def _check_batches_agree(ids: Any, state: SequenceParallel) -> None:
-    """Once: ranks of one group with different batches would train on a sequence that nobody wrote."""
-    state._batches_agree = True
-    if not isinstance(ids, Tensor):
-        return
-    weights = torch.arange(1, ids.numel() + 1, device=ids.device)
-    mine = (*ids.shape, int((ids.flatten() * weights).sum()))
-    answers: list[Any] = [None] * state.group.size()
-    distributed.all_gather_object(answers, mine, group=state.group)
-    if len(set(answers)) > 1:
-        raise HostError(
-            f"the {len(answers)} ranks of one sequence-parallel group were given different batches; each must call the "
-            "model with the same whole sequence. Let the data loader count data-parallel groups, not processes"
-        )
 
 
 class _Registered:

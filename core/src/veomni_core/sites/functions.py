@@ -27,7 +27,7 @@ def current_forward(module: nn.Module) -> Function:
 
 def global_functions(function: Function) -> Iterator[tuple[str, Any]]:
     """Every global that ``function``, or what its decorators wrap, names in its code: ``(name, value)``."""
-    for layer in _layers(function):
+    for layer in code_layers(function):
         for name in layer.__code__.co_names:
             if name in layer.__globals__:
                 yield name, layer.__globals__[name]
@@ -41,13 +41,13 @@ def with_globals(function: Function, replacements: Mapping[str, Any]) -> Functio
     return clone
 
 
-def _layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
+def code_layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
     """``function``, and what its decorators close over."""
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return
     yield function
     for cell in function.__closure__ or ():
-        yield from _layers(_contents(cell), depth + 1)
+        yield from code_layers(_contents(cell), depth + 1)
 
 
 def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> Any:
