@@ -219,16 +219,23 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def _penalty_gradients(contract: Contract, kernel: Kernel, sample: Sample) -> list[Tensor]:
     """The gradients of the gradients' squares, zeros where there is none.
 
-    The results are squared first, or the gradients of a linear kernel would be constants.
+    The results are squared first, or the gradients of a linear kernel would be constants; and scaled to 1, or float16
+    would overflow.
     """
     values = (*sample.args, *sample.kwargs.values())
     inputs = [tensor for value in values for _, tensor in _tensors(value, "") if tensor.requires_grad]
     results = [result for result in contract.primary(kernel(*sample.args, **sample.kwargs)) if result.requires_grad]
-    squares = [(result.double().square() * _upstream(result)).sum() for result in results]
+    scaled = [_wide(result) / _wide(result.detach()).abs().amax().clamp_min(1.0) for result in results]
+    squares = [(each.square() * _upstream(each)).sum() for each in scaled]
     gradients = torch.autograd.grad(squares, inputs, create_graph=True, allow_unused=True)
-    penalties = [each.double().square().sum() for each in gradients if each is not None and each.requires_grad]
+    penalties = [_wide(each).square().sum() for each in gradients if each is not None and each.requires_grad]
     found = torch.autograd.grad(penalties, inputs, allow_unused=True) if penalties else [None] * len(inputs)
     return [torch.zeros_like(x) if second is None else second for x, second in zip(inputs, found, strict=True)]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32 or float64; not every device has the latter."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _to_float64(sample: Sample) -> Sample:
