@@ -11,6 +11,7 @@ from torch.autograd import Function
 from veomni_core import KernelSpec
 from veomni_core.errors import ConformanceError, KernelLoadError, SpecError
 from veomni_core.ops import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.testing import check_kernel
 
 _calls = itertools.count()
@@ -223,6 +224,47 @@ def test_a_feature_that_is_not_declared_must_be_refused_and_one_that_is_must_be_
     assert failed["packed sequences"] == ("does not declare packed, but computes something instead of raising",)
     assert failed["sliding window"][0].startswith("the result is off")
     assert "boolean mask" not in failed
+
+
+class _Saves(Function):
+    """A backward like a kernel's: its gradients come from detached copies."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return swiglu_mlp.standard(gate, up)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gate, up = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = swiglu_mlp.standard(gate, up)
+        return torch.autograd.grad(result, (gate, up), upstream.detach())
+
+
+class _SavesAndSaysSo(_Saves):
+    backward = staticmethod(first_derivatives_only(_Saves.backward))
+
+
+def without_second_derivatives(gate, up):
+    return _Saves.apply(gate, up)
+
+
+def refusing_second_derivatives(gate, up):
+    return _SavesAndSaysSo.apply(gate, up)
+
+
+def test_second_derivatives_are_right_or_refused():
+    def cases(kernel):
+        report = check_kernel(spec(kernel, "swiglu_mlp", "standard"))
+        return {
+            case.sample: case.failures for case in report.cases if case.sample.startswith("second") or case.failures
+        }
+
+    (failure,) = cases(without_second_derivatives)["second derivatives"]
+    assert failure.startswith("they are off, and nothing was raised: norm error")
+    assert cases(refusing_second_derivatives) == {"second derivatives (refused)": ()}
+    assert cases(swiglu_mlp.standard) == {"second derivatives": ()}
 
 
 def test_what_cannot_be_checked_is_an_error():

@@ -21,10 +21,10 @@ from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Contract, Sample, Tolerance, contract_for
 from veomni_core.spec import KernelSpec, OpSpec
 from veomni_core.testing.report import CaseResult, ConformanceReport
+from veomni_core.testing.sample_tensors import tensors_of, to_float64, upstream_of
+from veomni_core.testing.second_derivatives import check_second_derivatives
 
 Kernel = Callable[..., Any]
-# A norm error: terms that are left out make it about 1, and 16-bit rounding, squared, a few hundredths.
-_SECOND_DERIVATIVES = 0.2
 
 
 def check_kernel(
@@ -82,7 +82,7 @@ class _Check:
                 yield CaseResult(name, (f"raised {type(error).__name__}: {error}",))
         computed = [position for position, (_, needs) in enumerate(samples) if set(needs) <= set(self.spec.features)]
         if self.spec.backward and computed:
-            yield self._second_derivatives(computed[0])
+            yield check_second_derivatives(self.contract, self.kernel, lambda: self._sample(computed[0]))
 
     def _samples(self) -> Iterator[Sample]:
         return self.contract.samples(self.device, self.dtype)
@@ -92,7 +92,7 @@ class _Check:
         return next(sample for index, sample in enumerate(self._samples()) if index == position)
 
     def _case(self, position: int, name: str) -> CaseResult:
-        oracle = self._run(self.contract.reference, _to_float64(self._sample(position)))
+        oracle = self._run(self.contract.reference, to_float64(self._sample(position)))
         eager = self._run(self.contract.reference, self._sample(position))
         run = self._run(self.kernel, self._sample(position), backward=self.spec.backward)
         failures = [*self._form(run, eager)]
@@ -130,27 +130,11 @@ class _Check:
             name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",)
         )
 
-    def _second_derivatives(self, position: int) -> CaseResult:
-        """Autograd takes what a kernel computes in backward for constants, unless that raises."""
-        exact = _penalty_gradients(self.contract, self.contract.reference, _to_float64(self._sample(position)))
-        try:
-            found = _penalty_gradients(self.contract, self.kernel, self._sample(position))
-        except Exception:
-            return CaseResult("second derivatives (refused)", ())
-        errors = [
-            float((mine.cpu().double() - wanted).norm() / wanted.norm())
-            for mine, wanted in zip(found, exact, strict=True)
-            if bool(wanted.any())
-        ]
-        wrong = [error for error in errors if not error <= _SECOND_DERIVATIVES]
-        problem = (f"they are off, and nothing was raised: norm error {max(wrong):.1e}",) if wrong else ()
-        return CaseResult("second derivatives", problem)
-
     def _run(self, kernel: Kernel, sample: Sample, backward: bool = True) -> _Run:
         inputs = dict(self._named_tensors(sample))
         results = self.contract.primary(kernel(*sample.args, **sample.kwargs))
         differentiable = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-        reached = [(result, _upstream(result)) for result in results if result.requires_grad]
+        reached = [(result, upstream_of(result)) for result in results if result.requires_grad]
         gradients: dict[str, Tensor | None] = {}
         if backward:
             found: Iterable[Tensor | None] = [None] * len(differentiable)
@@ -166,9 +150,9 @@ class _Check:
 
     def _named_tensors(self, sample: Sample) -> Iterator[tuple[str, Tensor]]:
         for position, value in enumerate(sample.args):
-            yield from _tensors(value, self.parameters[position])
+            yield from tensors_of(value, self.parameters[position])
         for name, value in sample.kwargs.items():
-            yield from _tensors(value, name)
+            yield from tensors_of(value, name)
 
     def _form(self, run: _Run, eager: _Run) -> Iterator[str]:
         if len(run.results) != len(eager.results):
@@ -193,7 +177,7 @@ class _Check:
                 if result.numel() and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                     yield f"its result shares memory with its input {name}"
         for upstream in run.upstream:
-            if not _same(upstream, _upstream(upstream)):
+            if not _same(upstream, upstream_of(upstream)):
                 yield "wrote into the incoming gradient"
 
     def _rounding(self, result: Tensor, eager: Tensor, what: str) -> list[str]:
@@ -206,58 +190,6 @@ class _Check:
         return [
             f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"
         ]
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _tensors(item, f"{name}[{index}]")
-
-
-def _penalty_gradients(contract: Contract, kernel: Kernel, sample: Sample) -> list[Tensor]:
-    """The gradients of the gradients' squares, zeros where there is none.
-
-    The results are squared first, or the gradients of a linear kernel would be constants; and scaled to 1, or float16
-    would overflow.
-    """
-    values = (*sample.args, *sample.kwargs.values())
-    inputs = [tensor for value in values for _, tensor in _tensors(value, "") if tensor.requires_grad]
-    results = [result for result in contract.primary(kernel(*sample.args, **sample.kwargs)) if result.requires_grad]
-    scaled = [_wide(result) / _wide(result.detach()).abs().amax().clamp_min(1.0) for result in results]
-    squares = [(each.square() * _upstream(each)).sum() for each in scaled]
-    gradients = torch.autograd.grad(squares, inputs, create_graph=True, allow_unused=True)
-    penalties = [_wide(each).square().sum() for each in gradients if each is not None and each.requires_grad]
-    found = torch.autograd.grad(penalties, inputs, allow_unused=True) if penalties else [None] * len(inputs)
-    return [torch.zeros_like(x) if second is None else second for x, second in zip(inputs, found, strict=True)]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In float32 or float64; not every device has the latter."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _to_float64(sample: Sample) -> Sample:
-    def convert(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            exact = value.detach().cpu()
-            exact = exact.double() if exact.is_floating_point() else exact
-            return exact.requires_grad_(value.requires_grad)
-        if isinstance(value, (tuple, list)):
-            return type(value)(convert(item) for item in value)
-        return value
-
-    kwargs = {name: convert(value) for name, value in sample.kwargs.items()}
-    return Sample(sample.name, convert(sample.args), kwargs, sample.needs)
-
-
-def _upstream(result: Tensor) -> Tensor:
-    """The incoming gradient: fixed random values, the same for a kernel, the reference and the oracle."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(result.shape, generator=generator, dtype=torch.float64)
-    # Rounded to bf16 first, so that every dtype is sent exactly the same.
-    return values.bfloat16().to(result.device, result.dtype)
 
 
 def _distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tuple[float, list[str]]:
