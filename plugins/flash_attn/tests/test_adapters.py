@@ -6,30 +6,17 @@ import importlib
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import stand_ins
 import torch
+from flash_plugin import NAMES, SPECS, heads, registry, without_gpu
 
 from models import build, step, tokens
-from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
-from veomni_core.discovery import CORE
+from veomni_core import Hardware, OpsConfig, bind, find_sites, make_plan
 from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecError
-from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
-from veomni_core.registry import PluginRecord, build_registry
+from veomni_core.ops.attention import AttentionModule, standard
 from veomni_core.testing import check_kernel
-from veomni_flash_attn.plugin import veomni_kernels
-
-NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-SPECS = {spec.name: spec for spec in veomni_kernels()}
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the libraries themselves are tested on a GPU")
-
-
-def registry(anywhere: bool = False, conflicts=()):
-    kernels = tuple(replace(spec, hardware=HardwareRequirement()) if anywhere else spec for spec in SPECS.values())
-    ours = PluginRecord("flash", "veomni-flash-attn", "0", "veomni_flash_attn.plugin", kernels=kernels)
-    return build_registry([CORE, ours], dict(conflicts))
 
 
 @pytest.fixture(params=NAMES)
@@ -38,12 +25,6 @@ def kernel(request):
     with stand_ins.installed():
         module = importlib.import_module(f"veomni_flash_attn.{request.param}")
     return module.standard
-
-
-def heads(batch=1, length=12, q_heads=4, k_heads=2, width=16, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    shapes = ((batch, count, length, width) for count in (q_heads, k_heads, k_heads))
-    return [torch.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
 
 
 @without_gpu
@@ -76,57 +57,6 @@ def test_a_build_that_gives_the_log_sum_exp_too_gives_the_same(monkeypatch):
     full, packed = map(paired, (library.of_full_sequences, library.of_packed_sequences))
     monkeypatch.setattr(module, "_LIBRARY", replace(library, of_full_sequences=full, of_packed_sequences=packed))
     assert all(torch.equal(one, other) for one, other in zip(alone, results(), strict=True))
-
-
-@without_gpu
-def test_flex_attention_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
-    from veomni_flash_attn import flex_attention
-
-    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)  # a CPU runs it so too
-    for sample in CONTRACTS["standard"].samples(torch.device("cpu"), torch.float32):
-        with torch.no_grad():
-            args = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample.args]
-            options = {key: each.detach() if key == "s_aux" else each for key, each in sample.kwargs.items()}
-            found, _ = flex_attention.standard(*args, **options)
-            torch.testing.assert_close(found, standard(*args, **options)[0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="flex_attention does not compute dropout"):
-        flex_attention.standard(AttentionModule(2), *heads(), None, dropout=0.1)
-
-
-@without_gpu
-def test_flex_attention_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch):
-    from veomni_flash_attn import flex_attention
-
-    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
-    ids, bounds = tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
-    model = build("llama")
-    bind(model, {"preset": "eager", "attn_implementation": "flex_attention"}, registry=registry(anywhere=True))
-    with torch.no_grad():
-        packed = model(ids, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
-        alone = [model(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
-
-
-@without_gpu
-def test_flex_attention_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
-    from veomni_flash_attn import flex_attention
-
-    compiled = []
-
-    def counting(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
-    flex_attention._compiled.cache_clear()
-    inputs = [each.detach().float() for each in heads(length=24)]
-    for window in range(2, 14):  # torch gives up after eight
-        before = len(compiled)
-        found, _ = flex_attention.standard(AttentionModule(2), *inputs, None, sliding_window=window)
-        wanted, _ = standard(AttentionModule(2), *inputs, None, sliding_window=window)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-        assert window > 3 or len(compiled) > before
-    flex_attention._compiled.cache_clear()
 
 
 @without_gpu

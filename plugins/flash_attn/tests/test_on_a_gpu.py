@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_adapters import SPECS, heads, registry
+from flash_plugin import SPECS, heads, registry
 
 from models import build, step, tokens
 from veomni_core import Hardware, bind

@@ -155,6 +155,17 @@ def test_chunk_loss_for_any_number_of_tokens(tokens, ignored, seed):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+def test_a_factor_of_the_loss_is_not_rounded_to_the_gradients_dtype():
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 8, device="cuda").bfloat16().requires_grad_() for rows in (40, 11))
+    loss = chunked.causal(hidden, weight, torch.arange(40, device="cuda") % 11)
+    (whole,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (part,) = torch.autograd.grad(loss / 8191, weight)
+    factor = torch.ones((), device="cuda") / 8191
+    assert torch.equal(part, (whole.float() * factor).bfloat16())
+
+
 def test_chunk_loss_takes_no_gradients_where_none_are_wanted():
     hidden, weight, labels = _leaf(300, 8), _leaf(11, 8), torch.arange(300) % 11
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():

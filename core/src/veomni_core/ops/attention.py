@@ -1,7 +1,8 @@
 """attention: softmax attention with the signature of transformers' ``AttentionInterface``.
 
 ``(module, query[B, Hq, S, D], key[B, Hk, L, D], value[B, Hk, L, Dv], attention_mask, scaling=None, dropout=0.0, ...)
--> (output[B, S, Hq, Dv], weights or None)``. ``module`` holds ``num_key_value_groups``, ``is_causal`` and ``training``.
+-> (output[B, S, Hq, Dv], weights or None)``. ``module`` holds ``num_key_value_groups``, ``training`` and, unless an
+argument of that name says otherwise, ``is_causal``.
 
 What not every kernel computes is a feature, which a kernel declares in its spec or refuses:
 
@@ -48,12 +49,14 @@ def standard(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, with the softmax in float32.
 
     Key and value heads are shared by groups of query heads. A boolean mask keeps what is true, another one is added.
-    Without a dense mask the attention is causal where the module says so, the last query seeing all keys.
+    Without a dense mask the attention is causal where ``is_causal``, or else the module, says so, the last query seeing
+    all keys.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -64,7 +67,8 @@ def standard(
     padding = None
     if attention_mask is None or attention_mask.dim() == 2:
         padding = attention_mask
-        attention_mask = visible(scores, module.is_causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
+        causal = module.is_causal if is_causal is None else is_causal
+        attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         if padding is not None:
             attention_mask = attention_mask & padding.bool()[:, None, None, :]
     if attention_mask.dtype == torch.bool:
@@ -139,6 +143,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("softcap", (grouped, *heads(2, 4, 2, 13, 32), None), capped, needs=("softcap",))
     sinks = {"s_aux": leaf(draw.normal(4))}
     yield Sample("sinks", (grouped, *heads(2, 4, 2, 13, 32), None), sinks, needs=("sinks",))
+    yield Sample("not causal, as the call says", (grouped, *heads(2, 4, 2, 11, 32), None), {"is_causal": False})
 
 
 VALUES = {

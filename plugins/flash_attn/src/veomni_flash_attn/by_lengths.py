@@ -14,6 +14,8 @@ from torch import Tensor
 
 from veomni_flash_attn.packing import packing
 
+_WIDEST = 256
+
 
 @dataclass(frozen=True)
 class Options:
@@ -116,6 +118,17 @@ def attend(
     if attention_mask is not None:
         return _padded(library, query, key, value, attention_mask.bool(), options), None
     return library.dense(query, key, value, options), None
+
+
+def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
+    """Why no FlashAttention takes them: they are 8 to 256 wide, in multiples of 8, in bfloat16 or float16."""
+    widths = (query.shape[-1], value.shape[-1])
+    problems = []
+    if any(width % 8 or width > _WIDEST for width in widths):
+        problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        problems.append(f"{query.dtype}".removeprefix("torch."))
+    return problems
 
 
 def _in_autocast_dtype(heads: Tensor) -> Tensor:

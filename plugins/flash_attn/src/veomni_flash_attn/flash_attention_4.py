@@ -18,9 +18,7 @@ from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
-from veomni_flash_attn.by_lengths import Bounds, Options, attend
-
-_WIDEST = 256
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, unsupported_heads
 
 
 class FlashAttention4:
@@ -32,12 +30,7 @@ class FlashAttention4:
         problems = ["dropout"] if options.dropout else []
         if options.softcap and packed:
             problems.append("a softcap over packed or padded sequences, whose gradient the library doesn't have")
-        widths = (query.shape[-1], value.shape[-1])
-        if any(width % 8 or width > _WIDEST for width in widths):
-            problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
-        if query.dtype not in (torch.bfloat16, torch.float16):
-            problems.append(f"{query.dtype}".removeprefix("torch."))
-        return problems
+        return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         output, lse = _Attention.apply(query, key, value, None, None, 0, 0, *_numbers(options))

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from veomni_flash_attn.by_lengths import Bounds, Options
+from veomni_flash_attn.by_lengths import Bounds, Options, unsupported_heads
 
-_WIDEST = 256
 Result = Tensor | tuple[Tensor, ...]
 
 
@@ -30,12 +28,9 @@ class PublicFunctions:
             problems.append("dropout")
         if options.dropout and options.softcap:
             problems.append("a softcap together with dropout")
-        widths = (query.shape[-1], value.shape[-1])
-        if widths[0] > _WIDEST or widths[0] % 8 or widths[0] != widths[1]:
-            problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
-        if query.dtype not in (torch.bfloat16, torch.float16):
-            problems.append(f"{query.dtype}".removeprefix("torch."))
-        return problems
+        if query.shape[-1] != value.shape[-1]:
+            problems.append(f"heads of {query.shape[-1]} in queries and another width, {value.shape[-1]}, in values")
+        return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         return _output(self.of_full_sequences(query, key, value, **self._keywords(options)))

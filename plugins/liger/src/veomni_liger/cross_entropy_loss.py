@@ -186,7 +186,7 @@ def _scaled_of(gradient: Tensor, factor: Tensor) -> Tensor:
     """The product in float32, rounded once.
 
     torch rounds a factor without dimensions to the gradient's dtype, and for one with a dimension it leaves its
-    vectorized kernel: 1.3 ms for 128256 x 2048 on an H200.
+    vectorized kernel.
     """
     product = gradient.clone(memory_format=torch.contiguous_format)
     rows, width = product.numel() // max(product.shape[-1], 1), product.shape[-1]

@@ -2,8 +2,8 @@
 
 Per chunk of tokens: the logits, QuACK's kernel that replaces them by their gradient and gives the losses, the rows of
 the gradient of ``hidden``, and what the chunk adds to the gradient of ``weight``. The last chunk adds its part in
-backward, where one product can also scale the sum and round it, as QuACK's own function does; a pass of its own over
-the float32 sum took 1.1 of 26 ms at V = 151936 on an H200.
+backward, where one product can also scale the sum and round it, as QuACK's own function does, and no pass of its own
+goes over the float32 sum.
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""FlexAttention's adapter on the CPU, where it has no gradients; test_on_a_gpu.py has the rest."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from flash_plugin import heads, registry, without_gpu
+
+from models import build, tokens
+from veomni_core import bind
+from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
+from veomni_flash_attn import flex_attention
+
+
+@without_gpu
+def test_it_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)  # a CPU runs it so too
+    for sample in CONTRACTS["standard"].samples(torch.device("cpu"), torch.float32):
+        with torch.no_grad():
+            args = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample.args]
+            options = {key: each.detach() if key == "s_aux" else each for key, each in sample.kwargs.items()}
+            found, _ = flex_attention.standard(*args, **options)
+            torch.testing.assert_close(found, standard(*args, **options)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="flex_attention does not compute dropout"):
+        flex_attention.standard(AttentionModule(2), *heads(), None, dropout=0.1)
+
+
+@without_gpu
+def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch):
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
+    ids, bounds = tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    model = build("llama")
+    bind(model, {"preset": "eager", "attn_implementation": "flex_attention"}, registry=registry(anywhere=True))
+    with torch.no_grad():
+        packed = model(ids, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
+        alone = [model(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+
+
+@without_gpu
+def test_it_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
+    compiled = []
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    flex_attention._compiled.cache_clear()
+    kinds = itertools.product((True, False), (None, 4), (None, 3.0), (torch.float32, torch.float64))
+    for causal, window, softcap, dtype in kinds:  # sixteen; torch gives up after eight
+        compiled.clear()
+        inputs = [each.detach().to(dtype) for each in heads(length=24)]
+        options = {"is_causal": causal, "sliding_window": window, "softcap": softcap}
+        found, _ = flex_attention.standard(AttentionModule(2), *inputs, None, **options)
+        wanted, _ = standard(AttentionModule(2), *inputs, None, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert compiled
+    flex_attention._compiled.cache_clear()
