@@ -16,6 +16,8 @@ _VERSIONS = (
     "transformers",
     "triton",
     "liger-kernel",
+    "flash-attn",
+    "flash-attn-3",
     "flash-attn-4",
     "quack-kernels",
     "sonic-moe",

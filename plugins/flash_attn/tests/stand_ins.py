@@ -6,6 +6,7 @@ themselves compute is tested on a GPU.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from veomni_core.ops.attention import visible
 
@@ -65,34 +66,90 @@ class _Attention:
         return tuple(each.movedim(-3, -2).to(self.q.dtype).contiguous() for each in (dquery, *shared))
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    return _Attention(q, k, v, *settings).output()
+class _Two(torch.autograd.Function):
+    """Gives its gradients no graph, as the library does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *settings):
+        ctx.save_for_backward(q, k, v)
+        ctx.settings = settings
+        return _Attention(q, k, v, *settings).output()
+
+    @staticmethod
+    def backward(ctx, dout):
+        inputs = (each.detach() for each in ctx.saved_tensors)
+        return *_Attention(*inputs, *ctx.settings).backward(dout.detach(), None), *(None,) * len(ctx.settings)
 
 
 def _two(q: Any, k: Any, v: Any, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
     assert window_size[0] == window_size[1] and not dropout_p
-    return _exact(q, k, v, None, softmax_scale, causal, window_size[0], softcap)
+    return _Two.apply(q, k, v, None, softmax_scale, causal, window_size[0], softcap)
 
 
 def _two_packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0,
 ):  # fmt: skip
+    assert window_size[0] == window_size[1] and not dropout_p
+    bounds = _checked_bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _Two.apply(q, k, v, bounds, softmax_scale, causal, window_size[0], softcap)
+
+
+def _checked_bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     assert isinstance(max_seqlen_q, int) and max_seqlen_q >= int(cu_seqlens_q.diff().max())
     assert isinstance(max_seqlen_k, int) and max_seqlen_k >= int(cu_seqlens_k.diff().max())
-    return _exact(q, k, v, (cu_seqlens_q, cu_seqlens_k), softmax_scale, causal, window_size[0], softcap)
+    return cu_seqlens_q, cu_seqlens_k
 
 
-def _three(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
-    return _two(q, k, v, 0.0, softmax_scale, causal, window_size, softcap)
+# Of FlashAttention 3's schemas (3.0.0b1), what training takes; each operator writes into what it returns.
+_OPTIONS = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0"
+)
+_THREE_FORWARD = (
+    f"fwd(Tensor q, Tensor k, Tensor v, Tensor(out!)? out=None, {_OPTIONS}, int num_splits=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+_THREE_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    f"Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, {_OPTIONS}) -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor)"
+)
 
 
-def _three_packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+def _three(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, scale=None, causal=False,
+    left=-1, right=-1, softcap=0.0,
 ):  # fmt: skip
+    assert left == right and all(each.stride(-1) == 1 for each in (q, k, v))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _two_packed(q, k, v, *lengths, 0.0, softmax_scale, causal, window_size, softcap)
+    bounds = None if cu_seqlens_q is None else _checked_bounds(*lengths)
+    return _Attention(q, k, v, bounds, scale, causal, left, softcap)
+
+
+def _three_forward(q, k, v, out, *options):
+    *options, num_splits = options
+    assert out is None and num_splits == 1
+    attention = _three(q, k, v, *options)
+    return attention.output(), attention.lse, q.new_empty(0), q.new_empty(0)
+
+
+def _three_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *options):
+    assert dout.stride(-1) == 1
+    attention = _three(q, k, v, *options)
+    assert torch.equal(attention.output(), out) and torch.equal(attention.lse, softmax_lse)
+    for given, found in zip((dq, dk, dv), attention.backward(dout, None), strict=True):
+        given.copy_(found)
+    return dq, dk, dv, q.new_empty(0)
+
+
+@functools.cache
+def _three_registered() -> library.Library:
+    """As importing the package registers them."""
+    operators = library.Library("flash_attn_3", "DEF")
+    for schema, function in ((_THREE_FORWARD, _three_forward), (_THREE_BACKWARD, _three_backward)):
+        operators.impl(operators.define(schema), function, "CPU")
+    return operators
 
 
 def _four_forward(
@@ -122,13 +179,14 @@ _MODULES = {
     "flash_attn": {"flash_attn_func": _two, "flash_attn_varlen_func": _two_packed},
     "flash_attn.cute": {},
     "flash_attn.cute.interface": {"_flash_attn_fwd": _four_forward, "_flash_attn_bwd": _four_backward},
-    "flash_attn_interface": {"flash_attn_func": _three, "flash_attn_varlen_func": _three_packed},
+    "flash_attn_interface": {},
 }
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """The stand-ins can be imported."""
+    _three_registered()
     before = {name: sys.modules.get(name) for name in _MODULES}
     for name, attributes in _MODULES.items():
         module = ModuleType(name)

@@ -131,6 +131,14 @@ def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
     return problems
 
 
+def unsupported_by_two_and_three(query: Tensor, value: Tensor, options: Options) -> list[str]:
+    """Why neither FlashAttention 2 nor 3 takes them: their log-sum-exp has no gradient, and one width serves all."""
+    problems = ["sinks"] if options.sinks is not None else []
+    if query.shape[-1] != value.shape[-1]:
+        problems.append(f"heads of {query.shape[-1]} in queries and another width, {value.shape[-1]}, in values")
+    return problems + unsupported_heads(query, value)
+
+
 def _in_autocast_dtype(heads: Tensor) -> Tensor:
     device = heads.device.type
     if heads.dtype == torch.float32 and torch.is_autocast_enabled(device):

@@ -4,14 +4,63 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
-from veomni_flash_attn.by_lengths import attend
-from veomni_flash_attn.public_functions import PublicFunctions
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, unsupported_by_two_and_three
 
-_LIBRARY = PublicFunctions("flash_attention_2", flash_attn_func, flash_attn_varlen_func, drops_out=True)
+
+class FlashAttention2:
+    """Heads of 8 to 256 in multiples of 8, equally wide in queries, keys and values; bfloat16 and float16."""
+
+    name = "flash_attention_2"
+
+    def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
+        problems = ["a softcap together with dropout"] if options.dropout and options.softcap else []
+        return problems + unsupported_by_two_and_three(query, value, options)
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        return _FirstDerivatives.apply(flash_attn_func(query, key, value, **_keywords(options)))  # type: ignore[no-any-return]
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
+        lengths = {
+            "cu_seqlens_q": bounds.queries,
+            "cu_seqlens_k": bounds.keys,
+            "max_seqlen_q": bounds.longest_query,
+            "max_seqlen_k": bounds.longest_key,
+        }
+        output = flash_attn_varlen_func(query, key, value, **lengths, **_keywords(options))
+        return _FirstDerivatives.apply(output)  # type: ignore[no-any-return]
+
+
+def _keywords(options: Options) -> dict[str, Any]:
+    reach = -1 if options.window is None else options.window
+    return {
+        "dropout_p": options.dropout,
+        "softmax_scale": options.scaling,
+        "causal": options.causal,
+        "window_size": (reach, reach),
+        "softcap": options.softcap,
+    }
+
+
+class _FirstDerivatives(torch.autograd.Function):
+    """What it is given. The library's own backward would give wrong second derivatives without a word (2.8.3)."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream
+
+
+_LIBRARY = FlashAttention2()
 
 
 def standard(

@@ -1,20 +1,150 @@
 """attention by FlashAttention 3 (the package flash-attn-3), on SM90.
 
-Its source as flash-attn 2.8.3 ships it tells ``torch.compile`` nothing of its operators; later source does.
+Its two operators are called, not its Python functions: those tell ``torch.compile`` nothing of the operators (3.0.0b1),
+whose schemas, as they write into what they return, it can't take either. So each is wrapped in one that it can.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-from torch import Tensor
+import flash_attn_interface  # noqa: F401  registers torch.ops.flash_attn_3
+import torch
+from torch import Tensor, library
 
+from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
-from veomni_flash_attn.by_lengths import attend
-from veomni_flash_attn.public_functions import PublicFunctions
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, unsupported_by_two_and_three
 
-_LIBRARY = PublicFunctions("flash_attention_3", flash_attn_func, flash_attn_varlen_func, drops_out=False)
+
+class FlashAttention3:
+    """Heads of 8 to 256 in multiples of 8, equally wide in queries, keys and values; bfloat16 and float16."""
+
+    name = "flash_attention_3"
+
+    def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
+        problems = ["dropout"] if options.dropout else []
+        return problems + unsupported_by_two_and_three(query, value, options)
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        return _forward(*_rows(query, key, value), None, None, None, None, *_numbers(options))[0]  # type: ignore[no-any-return]
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
+        lengths = (bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key)
+        return _forward(*_rows(query, key, value), *lengths, *_numbers(options))[0]  # type: ignore[no-any-return]
+
+
+def _rows(*heads: Tensor) -> tuple[Tensor, ...]:
+    """The numbers of a head one after the other, as the library reads them."""
+    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in heads)
+
+
+def _numbers(options: Options) -> tuple[float, bool, int, float]:
+    return options.scaling, options.causal, -1 if options.window is None else options.window, options.softcap
+
+
+@library.custom_op("veomni_flash_attn::flash_attention_3", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    longest_query: int | None,
+    longest_key: int | None,
+    scaling: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = torch.ops.flash_attn_3.fwd(
+        query,
+        key,
+        value,
+        cu_seqlens_q=query_bounds,
+        cu_seqlens_k=key_bounds,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_key,
+        softmax_scale=scaling,
+        is_causal=causal,
+        window_size_left=window,
+        window_size_right=window,
+        softcap=softcap,
+        num_splits=1,
+    )
+    return output, lse
+
+
+@_forward.register_fake
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *batch, length, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty(*batch, heads, length, dtype=torch.float32)
+
+
+@library.custom_op("veomni_flash_attn::flash_attention_3_backward", mutates_args=())
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    upstream: Tensor,
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    longest_query: int | None,
+    longest_key: int | None,
+    scaling: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _unfilled_gradients(query, key, value)
+    torch.ops.flash_attn_3.bwd(
+        upstream,
+        query,
+        key,
+        value,
+        output,
+        lse,
+        *gradients,
+        cu_seqlens_q=query_bounds,
+        cu_seqlens_k=key_bounds,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_key,
+        softmax_scale=scaling,
+        is_causal=causal,
+        window_size_left=window,
+        window_size_right=window,
+        softcap=softcap,
+    )
+    return gradients
+
+
+@_backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _unfilled_gradients(query, key, value)
+
+
+def _unfilled_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # or zeros would be made for the log-sum-exp
+    query, key, value, query_bounds, key_bounds, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, query_bounds, key_bounds)
+
+
+@first_derivatives_only
+def _gradients(ctx: Any, upstream: Tensor, _of_lse: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, query_bounds, key_bounds = ctx.saved_tensors
+    gradients = _backward(*saved, upstream.contiguous(), query_bounds, key_bounds, *ctx.numbers)
+    return *gradients, *(None,) * (2 + len(ctx.numbers))
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+_LIBRARY = FlashAttention3()
 
 
 def standard(
