@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
@@ -12,10 +11,7 @@ def first_derivative_of(function: Any) -> Any:
     """A subclass of an ``autograd.Function`` of Liger's that raises where a second derivative is asked for."""
 
     class Once(function):  # type: ignore[misc]
-        @staticmethod
-        @first_derivatives_only
-        @functools.wraps(function.backward)
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return function.backward(ctx, *gradients)
+        # The function itself, not a call through its class, which torch 2.11 can't compile.
+        backward = staticmethod(first_derivatives_only(function.backward))
 
     return Once
