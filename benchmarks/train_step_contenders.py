@@ -77,7 +77,6 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "preset: auto, flash_attention_4": _bound(preset="auto", attn_implementation="flash_attention_4"),
     "preset: auto, compiled": _then_compiled(_bound(preset="auto")),
     "preset: auto, fused_quack": _bound(preset="auto", moe_implementation="fused_quack"),
-    "preset: auto, fused_triton": _bound(preset="auto", moe_implementation="fused_triton"),
 }
 
 

@@ -71,6 +71,7 @@ class _Two(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *settings):
+        assert q.shape[-1] == v.shape[-1]
         ctx.save_for_backward(q, k, v)
         ctx.settings = settings
         return _Attention(q, k, v, *settings).output()
@@ -121,7 +122,7 @@ def _three(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, scale=None, causal=False,
     left=-1, right=-1, softcap=0.0,
 ):  # fmt: skip
-    assert left == right and all(each.stride(-1) == 1 for each in (q, k, v))
+    assert left == right and all(each.stride(-1) == 1 and each.shape[-1] == q.shape[-1] for each in (q, k, v))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     bounds = None if cu_seqlens_q is None else _checked_bounds(*lengths)
     return _Attention(q, k, v, bounds, scale, causal, left, softcap)

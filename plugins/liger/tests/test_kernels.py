@@ -11,6 +11,7 @@ from veomni_core.ops import moe_experts as experts_reference
 from veomni_core.ops import rms_norm as norm_reference
 from veomni_core.testing import check_kernel
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
+from veomni_liger.functions import first_derivative_of
 from veomni_liger.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,6 +102,26 @@ def test_compiles_without_a_graph_break(function, shapes):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for mine, theirs in zip(_gradients(compiled, arguments), _gradients(function, arguments), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+class _Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.saved_tensors[0].exp()
+
+
+def test_a_function_made_to_refuse_second_derivatives_still_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    apply, x = first_derivative_of(_Exponential).apply, torch.randn(5, requires_grad=True)
+    result = torch.compile(lambda x: apply(x), backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(torch.autograd.grad(result.sum(), x), (x.exp(),))
+    with pytest.raises(RuntimeError, match="computes no second derivatives"):
+        torch.autograd.grad(apply(x).sum(), x, create_graph=True)
 
 
 def test_the_experts_break_the_graph_and_run_all_the_same():

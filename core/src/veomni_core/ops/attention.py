@@ -112,6 +112,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     grouped, plain = AttentionModule(2), AttentionModule(1)
     yield Sample("causal, grouped heads", (grouped, *heads(2, 4, 2, 17, 32), None))
+    query, key, _ = heads(2, 4, 2, 17, 64)
+    *_, narrow = heads(2, 4, 2, 17, 32)
+    yield Sample("values narrower than queries", (grouped, query, key, narrow, None))
     yield Sample("given scaling", (plain, *heads(1, 2, 2, 9, 64), None), {"scaling": 0.25})
     allowed = torch.ones(2, 1, 12, 12, dtype=torch.bool, device=device).tril()
     allowed[1, :, :, 8:] = False

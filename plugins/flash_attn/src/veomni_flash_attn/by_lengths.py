@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from veomni_flash_attn.packing import packing
 
@@ -131,12 +132,11 @@ def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
     return problems
 
 
-def unsupported_by_two_and_three(query: Tensor, value: Tensor, options: Options) -> list[str]:
-    """Why neither FlashAttention 2 nor 3 takes them: their log-sum-exp has no gradient, and one width serves all."""
-    problems = ["sinks"] if options.sinks is not None else []
-    if query.shape[-1] != value.shape[-1]:
-        problems.append(f"heads of {query.shape[-1]} in queries and another width, {value.shape[-1]}, in values")
-    return problems + unsupported_heads(query, value)
+def equally_wide(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Zeros after the narrower ones, for a library that takes one width: no score changes, and the output's heads are
+    to be cut again. Latent attention (DeepSeek's) has values narrower than its queries."""
+    width = max(each.shape[-1] for each in heads)
+    return tuple(each if each.shape[-1] == width else pad(each, (0, width - each.shape[-1])) for each in heads)
 
 
 def _in_autocast_dtype(heads: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: T
 
 
 def _bounds(kept: Tensor) -> Tensor:
-    return torch.nn.functional.pad(kept.sum(dim=-1).cumsum(0), (1, 0)).int()
+    return pad(kept.sum(dim=-1).cumsum(0), (1, 0)).int()
 
 
 def _restarts(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Bounds | None:

@@ -10,20 +10,23 @@ from torch import Tensor
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
-from veomni_flash_attn.by_lengths import Bounds, Options, attend, unsupported_by_two_and_three
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 
 class FlashAttention2:
-    """Heads of 8 to 256 in multiples of 8, equally wide in queries, keys and values; bfloat16 and float16."""
+    """Heads of 8 to 256 in multiples of 8; bfloat16 and float16. Its log-sum-exp has no gradient, so no sinks."""
 
     name = "flash_attention_2"
 
     def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
-        problems = ["a softcap together with dropout"] if options.dropout and options.softcap else []
-        return problems + unsupported_by_two_and_three(query, value, options)
+        problems = ["sinks"] if options.sinks is not None else []
+        if options.dropout and options.softcap:
+            problems.append("a softcap together with dropout")
+        return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        return _FirstDerivatives.apply(flash_attn_func(query, key, value, **_keywords(options)))  # type: ignore[no-any-return]
+        output = flash_attn_func(*equally_wide(query, key, value), **_keywords(options))
+        return _FirstDerivatives.apply(output)[..., : value.shape[-1]]  # type: ignore[no-any-return]
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
         lengths = {
@@ -32,8 +35,8 @@ class FlashAttention2:
             "max_seqlen_q": bounds.longest_query,
             "max_seqlen_k": bounds.longest_key,
         }
-        output = flash_attn_varlen_func(query, key, value, **lengths, **_keywords(options))
-        return _FirstDerivatives.apply(output)  # type: ignore[no-any-return]
+        output = flash_attn_varlen_func(*equally_wide(query, key, value), **lengths, **_keywords(options))
+        return _FirstDerivatives.apply(output)[..., : value.shape[-1]]  # type: ignore[no-any-return]
 
 
 def _keywords(options: Options) -> dict[str, Any]:

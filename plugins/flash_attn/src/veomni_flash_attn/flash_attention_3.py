@@ -14,33 +14,38 @@ from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
-from veomni_flash_attn.by_lengths import Bounds, Options, attend, unsupported_by_two_and_three
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 
 class FlashAttention3:
-    """Heads of 8 to 256 in multiples of 8, equally wide in queries, keys and values; bfloat16 and float16."""
+    """Heads of 8 to 256 in multiples of 8; bfloat16 and float16. Its log-sum-exp has no gradient, so no sinks."""
 
     name = "flash_attention_3"
 
     def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
-        problems = ["dropout"] if options.dropout else []
-        return problems + unsupported_by_two_and_three(query, value, options)
+        problems = ["sinks"] if options.sinks is not None else []
+        if options.dropout:
+            problems.append("dropout")
+        return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        return _forward(*_rows(query, key, value), None, None, None, None, *_numbers(options))[0]  # type: ignore[no-any-return]
+        return _attend(query, key, value, (None, None, None, None), options)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
         lengths = (bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key)
-        return _forward(*_rows(query, key, value), *lengths, *_numbers(options))[0]  # type: ignore[no-any-return]
+        return _attend(query, key, value, lengths, options)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], options: Options) -> Tensor:
+    window = -1 if options.window is None else options.window
+    numbers = (options.scaling, options.causal, window, options.softcap)
+    output, _ = _forward(*_rows(*equally_wide(query, key, value)), *lengths, *numbers)
+    return output[..., : value.shape[-1]]  # type: ignore[no-any-return]
 
 
 def _rows(*heads: Tensor) -> tuple[Tensor, ...]:
     """The numbers of a head one after the other, as the library reads them."""
     return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in heads)
-
-
-def _numbers(options: Options) -> tuple[float, bool, int, float]:
-    return options.scaling, options.causal, -1 if options.window is None else options.window, options.softcap
 
 
 @library.custom_op("veomni_flash_attn::flash_attention_3", mutates_args=())

@@ -11,7 +11,7 @@ def first_derivative_of(function: Any) -> Any:
     """A subclass of an ``autograd.Function`` of Liger's that raises where a second derivative is asked for."""
 
     class Once(function):  # type: ignore[misc]
-        # The function itself, not a call through its class, which torch 2.11 can't compile.
+        # The function itself, not a call through its class, which torch.compile can't trace (2.13).
         backward = staticmethod(first_derivatives_only(function.backward))
 
     return Once
