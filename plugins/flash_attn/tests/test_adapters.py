@@ -142,6 +142,14 @@ def test_an_h200_plans_each_by_the_name_of_the_seeds(kernel):
 
 
 @pytest.mark.parametrize(
+    ("hardware", "fastest"),
+    [("h200", "flash_attention_3"), ("b200", "flash_attention_4"), ("a100", "flash_attention_2")],
+)
+def test_auto_takes_the_fastest_that_runs(hardware, fastest):
+    assert plan("llama", "auto", hardware=hardware).ops[0].chosen == (fastest,)
+
+
+@pytest.mark.parametrize(
     ("kernel", "hardware", "reason"),
     [
         ("flash_attention_4", "a100", "needs compute capability >= 9.0, this GPU is 8.0"),

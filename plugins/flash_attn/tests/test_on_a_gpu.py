@@ -30,6 +30,17 @@ def close(found, wanted, bound=2e-2):
     assert (found.float() - wanted.float()).norm() <= bound * wanted.float().norm()
 
 
+def as_in_float64(kernel, module, inputs, **options):
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    found, _ = kernel(module, *inputs, None, **options)
+    wanted, _ = standard(module, *exact, None, **options)
+    close(found, wanted, 1e-2)
+    upstream = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, inputs, upstream)
+    for mine, theirs in zip(gradients, torch.autograd.grad(wanted, exact, upstream.double()), strict=True):
+        close(mine, theirs)
+
+
 @pytest.mark.parametrize(("name", "dtype"), KERNELS)
 def test_the_contract(name, dtype):
     usable(name)
@@ -73,18 +84,25 @@ def test_real_shapes(name, shape):
     kernel = usable(name)
     batch, length, q_heads, k_heads, width = shape
     inputs = on_gpu(heads(batch, length, q_heads, k_heads, width))
-    exact = [each.detach().double().requires_grad_() for each in inputs]
     for options in ({}, {"sliding_window": 200}):
-        found, _ = kernel(AttentionModule(q_heads // k_heads), *inputs, None, **options)
-        wanted, _ = standard(AttentionModule(q_heads // k_heads), *exact, None, **options)
-        close(found, wanted, 1e-2)
-        upstream = torch.randn_like(found)
-        for mine, theirs in zip(
-            torch.autograd.grad(found, inputs, upstream),
-            torch.autograd.grad(wanted, exact, upstream.double()),
-            strict=True,
-        ):
-            close(mine, theirs)
+        as_in_float64(kernel, AttentionModule(q_heads // k_heads), inputs, **options)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_widths_of_latent_attention(name):
+    kernel = usable(name)
+    query, key, _ = on_gpu(heads(2, 512, 8, 8, 192))
+    *_, value = on_gpu(heads(2, 512, 8, 8, 128))
+    as_in_float64(kernel, AttentionModule(1), (query, key, value))
+
+
+def test_dropout_drops_weights_and_keeps_their_mean():
+    kernel = usable("flash_attention_2")
+    inputs = on_gpu(heads(2, 128, width=64))
+    runs = torch.stack([kernel(AttentionModule(2), *inputs, None, dropout=0.5)[0].float() for _ in range(64)])
+    assert not torch.equal(runs[0], runs[1])
+    whole, _ = kernel(AttentionModule(2), *inputs, None)
+    close(runs.mean(0), whole, 0.2)  # one run is off by its own norm, 64 by an eighth; without rescaling by a half
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -51,7 +51,7 @@ def _keywords(options: Options) -> dict[str, Any]:
 
 
 class _FirstDerivatives(torch.autograd.Function):
-    """What it is given. The library's own backward would give wrong second derivatives without a word (2.8.3)."""
+    """What it is given. Autograd can't differentiate the library's own backward (2.8.3)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ _LIBRARY = FlashAttention2()
 def standard(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, D]`` to ``[B, S, Hq, D]``, and no weights.
+    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
     Options, and what is raised: :func:`veomni_flash_attn.by_lengths.attend`.
     """

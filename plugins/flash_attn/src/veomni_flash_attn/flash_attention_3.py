@@ -155,7 +155,7 @@ _LIBRARY = FlashAttention3()
 def standard(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, D]`` to ``[B, S, Hq, D]``, and no weights.
+    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
     Options, and what is raised: :func:`veomni_flash_attn.by_lengths.attend`.
     """
