@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from attention_flops import causal_flops
 from gpu import relative_error
 from results import machine, write_results
-from veomni_core import bind
+from veomni_core import Hardware, bind
 from veomni_core.ops.attention import AttentionModule
 from veomni_core.sequence_parallel import (
     apply_ulysses,
@@ -33,7 +33,8 @@ from veomni_flash_attn.plugin import veomni_kernels
 
 LENGTH, Q_HEADS, K_HEADS, WIDTH = 65536, 32, 8, 128
 COLUMNS = ("attention, forward+backward", "GPUs", "sequence", "ms", "TFLOP/s of each GPU", "tokens/s of all")
-KERNEL = next(spec for spec in veomni_kernels() if spec.name == "flash_attention_4").load()
+SPECS = {spec.name: spec for spec in veomni_kernels()}
+KERNEL = SPECS["flash_attention_4"].load()
 # The last is how far losses and gradients may be off.
 TRAINED_WITH = (
     ("sdpa", torch.float32, 1e-3),
@@ -197,6 +198,9 @@ def main() -> None:
     trained = {}
     for sp_size in sorted({2, ranks} if ranks > 1 else {1}):
         for kernel, dtype, bound in TRAINED_WITH:
+            if kernel in SPECS and (unmet := SPECS[kernel].hardware.unmet(Hardware.detect())):
+                say(f"not {kernel}: {'; '.join(unmet)}")
+                continue
             found = training(sp_size, kernel, dtype)
             what = f"sp={sp_size} x FSDP2 over {ranks} GPUs, {kernel}, {dtype}".replace("torch.", "")
             say(f"{what}: loss off by {found['loss']:.1e}, gradients by {found['gradient']:.1e} of one GPU's")
