@@ -10,6 +10,7 @@ import pytest
 import stand_ins
 import torch
 from flash_plugin import NAMES, SPECS, heads, registry, without_gpu
+from transformers import T5Config, T5ForConditionalGeneration
 
 from models import build, step, tokens
 from veomni_core import Hardware, OpsConfig, bind, find_sites, make_plan
@@ -48,6 +49,59 @@ def test_positions_that_restart_pack_a_batch_of_one(kernel):
     assert torch.equal(by_positions, by_bounds)
     alone, _ = kernel(AttentionModule(2), *inputs, None, position_ids=torch.arange(9)[None])
     assert not torch.equal(alone[:, 4:], by_bounds[:, 4:])
+
+
+@without_gpu
+def test_positions_that_restart_pack_each_row_of_a_batch(kernel):
+    inputs = heads(batch=2, length=9)
+    positions = torch.stack([torch.cat([torch.arange(count), torch.arange(9 - count)]) for count in (4, 6)])
+    together, _ = kernel(AttentionModule(2), *inputs, None, position_ids=positions)
+    for row in range(2):
+        here = [each[row : row + 1] for each in inputs]
+        alone, _ = kernel(AttentionModule(2), *here, None, position_ids=positions[row : row + 1])
+        assert torch.equal(together[row], alone[0])
+
+
+@without_gpu
+def test_positions_that_jump_forward_are_one_sequence(kernel):
+    inputs = heads(length=9)
+    positions = torch.cat([torch.arange(4), torch.arange(20, 25)])[None]
+    found, _ = kernel(AttentionModule(2), *inputs, None, position_ids=positions)
+    assert torch.equal(found, kernel(AttentionModule(2), *inputs, None)[0])
+
+
+@without_gpu
+def test_keys_behind_the_mask_are_a_static_caches_and_not_read(kernel):
+    query, key, value = heads(batch=2, length=9)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    found, _ = kernel(AttentionModule(2), query[:, :, 5:6], key, value, mask)
+    for row, first in enumerate((0, 2)):
+        here = [each[row : row + 1] for each in (query[:, :, 5:6], key[:, :, first:6], value[:, :, first:6])]
+        alone, _ = kernel(AttentionModule(2), *here, None)
+        torch.testing.assert_close(found[row], alone[0], rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="padding by a mask of 10 positions"):
+        kernel(AttentionModule(2), query, key, value, torch.ones(2, 10))
+
+
+@without_gpu
+@pytest.mark.parametrize("asked", ["position_bias", "indices", "block_indices", "sinks"])
+def test_what_no_contract_names_is_refused(kernel, asked):
+    with pytest.raises(ValueError, match=f"does not compute `{asked}`"):
+        kernel(AttentionModule(2), *heads(), None, **{asked: torch.zeros(1)})
+    kernel(AttentionModule(2), *heads(), None, **{asked: None})
+
+
+@without_gpu
+@pytest.mark.parametrize("name", [*NAMES, "flex_attention"])
+def test_transformers_takes_for_flash_attention_what_is_one(name):
+    from transformers.utils.generic import is_flash_attention_requested
+
+    with stand_ins.installed():
+        importlib.import_module(f"veomni_flash_attn.{name}")
+    model = build("llama", dtype=torch.bfloat16)
+    with bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry(anywhere=True)):
+        assert is_flash_attention_requested(model.config) == (name in NAMES)
 
 
 @without_gpu
@@ -174,6 +228,17 @@ def test_what_the_model_asks_for_in_every_call_is_refused_before_a_weight_is_loa
     with pytest.raises(KernelUnavailableError, match=reason):
         plan(family, kernel, **config)
     plan(family, "flash_attention_2" if "dropout" in reason else "flash_attention_4", **config)
+
+
+def test_a_model_that_transformers_gives_no_flash_attention_is_given_none_here():
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(
+            T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=8)
+        )
+    ours = registry()
+    ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": "flash_attention_3"}, ours)
+    with pytest.raises(KernelUnavailableError, match="does not compute dense_mask, which this site needs"):
+        make_plan(find_sites(model, ours), ops, hardware=ours.named_hardware("h200"), registry=ours)
 
 
 def test_two_packages_that_claim_one_kernel_are_refused_both():

@@ -7,17 +7,19 @@ argument of that name says otherwise, ``is_causal``.
 What not every kernel computes is a feature, which a kernel declares in its spec or refuses:
 
 - ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (true is kept) or added to the scores;
-- ``padding_mask``: ``attention_mask[B, L]``, false at padding; what comes out at padding is zero;
+- ``padding_mask``: ``attention_mask[B, L]``, false at padding; a causal query whose own key is padding gives zero;
 - ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, itself among them;
 - ``packed``: ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) keep sequences in a batch of one apart;
 - ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
 - ``sinks``: ``s_aux[Hq]`` joins each row's softmax as one more score, whose weight is dropped;
 - ``dropout``: of the weights.
+
+A kernel must also raise where :func:`asked_besides` names something in its options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ import torch
 from torch import Tensor
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+
+_BESIDES = ("position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,9 @@ def standard(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     padding = None
+    causal = module.is_causal if is_causal is None else is_causal
     if attention_mask is None or attention_mask.dim() == 2:
         padding = attention_mask
-        causal = module.is_causal if is_causal is None else is_causal
         attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         if padding is not None:
             attention_mask = attention_mask & padding.bool()[:, None, None, :]
@@ -81,9 +85,17 @@ def standard(
     else:
         weights = scores.softmax(dim=-1).to(query.dtype)
     output = (weights @ value).transpose(1, 2).contiguous()
-    if padding is not None:
+    if padding is not None and causal:
         output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
     return output, None
+
+
+def asked_besides(options: Mapping[str, Any]) -> list[str]:
+    """What models of transformers ask for in some calls that changes the result, and that is no part of this contract.
+
+    Biases of T5's kind, and keys that sparse attention chose; transformers' own kernels would pass over them.
+    """
+    return [f"`{name}`" for name in _BESIDES if options.get(name) is not None]
 
 
 def visible(
@@ -129,6 +141,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     unpadded = torch.ones(2, 12, dtype=torch.bool, device=device)
     unpadded[1, 9:] = False
     yield Sample("padding mask", (grouped, *heads(2, 4, 2, 12, 32), unpadded), needs=("padding_mask",))
+    crossing = (not_causal, *heads(2, 2, 2, 7, 32)[:1], *heads(2, 2, 2, 12, 32)[1:], unpadded)
+    yield Sample("padding mask, across", crossing, needs=("padding_mask",))
     window = {"sliding_window": 5}
     yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 32), None), window, needs=("sliding_window",))
     bounds = torch.tensor([0, 5, 6, 9, 21], dtype=torch.int32, device=device)

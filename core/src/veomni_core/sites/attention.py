@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,6 +65,11 @@ def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
         yield "sinks"
     if any(getattr(module.config, "attention_dropout", 0.0) for module in modules):
         yield "dropout"
+    configs = [module.config for module in modules]
+    owners = [owner for owner in model.modules() if any(vars(owner).get("config") is config for config in configs)]
+    # transformers says so where the model hands attention a mask, or a bias, that lengths can't tell.
+    if not all(getattr(owner, "_supports_flash_attn", True) for owner in owners):
+        yield "dense_mask"
 
 
 def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:
@@ -78,8 +84,16 @@ def _interface_name(kernel: Kernel) -> str:
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         if ALL_ATTENTION_FUNCTIONS[name] is kernel:
             return str(name)
-    name = f"veomni_{kernel.__module__}.{kernel.__qualname__}".replace(".", "_")
     mask = getattr(kernel, MASK_INTERFACE, "sdpa")
+    name = _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS.valid_keys())
     ALL_ATTENTION_FUNCTIONS.register(name, kernel)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask])
     return name
+
+
+def _new_name(kernel: Kernel, mask: str, taken: Iterable[str]) -> str:
+    """transformers takes an interface for a FlashAttention where its name holds "flash": ours does where it is one."""
+    stem = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__qualname__}".replace(".", "_")
+    name = f"veomni_{stem}" if ("flash" in stem) == ("flash" in mask) else f"veomni_{mask}"
+    numbered = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return next(each for each in numbered if each not in taken)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from veomni_core.ops.attention import asked_besides
 from veomni_flash_attn.packing import packing
 
 _WIDEST = 256
@@ -75,13 +76,13 @@ def attend(
     max_length_q: Any = None,
     max_length_k: Any = None,
     position_ids: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The op's call (:mod:`veomni_core.ops.attention`) by ``library``.
 
     Under autocast, float32 queries, keys and values (as a rotary embedding in float32 leaves them) take its dtype. With
-    ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, a batch of one whose
-    ``position_ids`` restart is packed too, which takes a look at them in every layer; and a padding mask is looked at.
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, sequences whose
+    ``position_ids [B, S]`` restart are packed too, which takes a look in every layer; and a padding mask is looked at.
 
     Raises:
         ValueError: the library can't compute what is asked for.
@@ -112,10 +113,11 @@ def attend(
     elif attention_mask is None:
         bounds = _restarts(position_ids, query, key)
     packed = bounds is not None or attention_mask is not None
-    if problems := library.refuses(query, value, options, packed):
+    if problems := asked_besides(others) + library.refuses(query, value, options, packed):
         raise ValueError(f"{library.name} does not compute {'; nor '.join(problems)}")
     if bounds is not None:
-        return library.packed(query[0], key[0], value[0], bounds, options).unsqueeze(0), None
+        output = library.packed(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), bounds, options)
+        return output.unflatten(0, query.shape[:2]), None
     if attention_mask is not None:
         return _padded(library, query, key, value, attention_mask.bool(), options), None
     return library.dense(query, key, value, options), None
@@ -133,8 +135,8 @@ def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
 
 
 def equally_wide(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Zeros after the narrower ones, for a library that takes one width: no score changes, and the output's heads are
-    to be cut again. Latent attention (DeepSeek's) has values narrower than its queries."""
+    """Zeros after the narrower ones, for kernels of one width: no score changes, and the output's heads are to be cut
+    again. Latent attention (DeepSeek's) has values narrower than its queries."""
     width = max(each.shape[-1] for each in heads)
     return tuple(each if each.shape[-1] == width else pad(each, (0, width - each.shape[-1])) for each in heads)
 
@@ -147,17 +149,22 @@ def _in_autocast_dtype(heads: Tensor) -> Tensor:
 
 
 def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:
-    """Without its padding a batch is packed sequences; what comes out at padding is zero."""
+    """Without its padding a batch is packed sequences. Queries are the last keys' own where they are causal.
+
+    The mask may end before the keys: what follows in a static cache has not been written yet.
+    """
     batch, queries = query.shape[:2]
-    kept_queries = kept[:, -queries:]
-    (of_query,), (of_key,) = (torch.nonzero(each.flatten(), as_tuple=True) for each in (kept_queries, kept))
-    bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, key.shape[1])
-    query, key, value = (
-        each.flatten(0, 1)[index] for each, index in ((query, of_query), (key, of_key), (value, of_key))
-    )
-    output = library.packed(query, key, value, bounds, options)
-    whole = output.new_zeros(batch * queries, *output.shape[1:])
-    return whole.index_copy(0, of_query, output).unflatten(0, (batch, queries))  # type: ignore[no-any-return]
+    length = kept.shape[1]
+    if length > key.shape[1] or (options.causal and queries > length):
+        raise ValueError(
+            f"{library.name} can't tell which of {queries} queries and {key.shape[1]} keys are padding by a mask of "
+            f"{length} positions"
+        )
+    kept_queries = kept[:, -queries:] if options.causal else kept.new_ones(batch, queries)
+    of_query, of_key = (each.nonzero(as_tuple=True) for each in (kept_queries, kept))
+    bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, length)
+    output = library.packed(query[of_query], key[of_key], value[of_key], bounds, options)
+    return output.new_zeros(batch, queries, *output.shape[1:]).index_put(of_query, output)
 
 
 def _bounds(kept: Tensor) -> Tensor:
@@ -165,17 +172,19 @@ def _bounds(kept: Tensor) -> Tensor:
 
 
 def _restarts(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Bounds | None:
-    """Bounds where positions don't count on, as transformers packs sequences; ``None`` for one sequence."""
+    """Bounds where positions go back, over all sequences of the batch; ``None`` where none does.
+
+    Positions that jump forward are one sequence's, as in transformers.
+    """
     flat = position_ids is not None and position_ids.dim() == 2 and position_ids.shape == query.shape[:2]
-    if not flat or query.shape[0] != 1 or query.shape[1] != key.shape[1] or query.shape[1] < 2:
+    if not flat or query.shape[1] != key.shape[1] or query.shape[1] < 2:
         return None
     assert position_ids is not None
-    steps = torch.diff(position_ids[0])
-    inner = torch.nonzero(steps != 1).flatten() + 1
-    if not inner.numel():
+    back = torch.diff(position_ids, dim=1) < 1
+    if not back.any():
         return None
-    ends = inner.new_tensor([0, query.shape[1]])
-    bounds = torch.cat([ends[:1], inner, ends[1:]]).int()
+    starts = pad(back, (1, 0), value=True).flatten().nonzero().flatten()
+    bounds = pad(starts, (0, 1), value=position_ids.numel()).int()
     return Bounds(bounds, bounds, query.shape[1], query.shape[1])
 
 

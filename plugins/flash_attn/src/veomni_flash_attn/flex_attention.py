@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from veomni_core.ops.attention import asked_besides
 from veomni_core.sites.attention import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
@@ -33,7 +34,7 @@ def standard(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
@@ -42,10 +43,13 @@ def standard(
     Gradients reach query, key, value and sinks, not an added mask. D is at least 16.
 
     Raises:
-        ValueError: dropout is asked for, packed sequences come in a batch, or with lengths of queries or keys alone.
+        ValueError: dropout is asked for, or a bias or choice that is no part of the contract; packed sequences come in
+            a batch, or with lengths of queries or keys alone.
     """
     if dropout:
         raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
+    if besides := asked_besides(others):
+        raise ValueError(f"flex_attention does not compute {' and '.join(besides)}")
     bounds = packing(query, cu_seq_lens_q, cu_seq_lens_k)
     causal = module.is_causal if is_causal is None else is_causal
     padding = added = None
@@ -86,7 +90,7 @@ def standard(
     if s_aux is not None:  # one more score in each row's softmax; its share is taken off
         kept = torch.sigmoid(aux.lse.transpose(1, 2) - s_aux.float())
         output = (output * kept.unsqueeze(-1)).to(output.dtype)
-    if padding is not None:
+    if padding is not None and causal:
         output = output * padding[:, -output.shape[1] :, None, None]
     return output.contiguous(), None
 
