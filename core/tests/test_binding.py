@@ -111,6 +111,30 @@ def test_a_config_object_that_two_models_share_is_not_changed():
     assert one.config is two.config
 
 
+def _filling(value):
+    def attention(module, query, key, value_states, attention_mask, **options):
+        return torch.full_like(query.transpose(1, 2), value), None
+
+    return attention
+
+
+ONES, TWOS = _filling(1.0), _filling(2.0)
+
+
+def test_two_attention_kernels_of_one_function_name_are_two():
+    specs = tuple(KernelSpec(name, "attention", "standard", f"{__name__}:{name.upper()}") for name in ("ones", "twos"))
+    registry = build_registry([CORE, PluginRecord("filling", "veomni-filling", "1.0", __name__, kernels=specs)], {})
+    models = {name: build("llama") for name in ("ones", "twos")}
+    for name, model in models.items():
+        bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry)
+    for value, model in enumerate(models.values(), start=1):
+        attention = model.model.layers[0].self_attn
+        attention.o_proj = nn.Identity()
+        angles = (torch.ones(1, 3, 8), torch.ones(1, 3, 8))
+        output, _ = attention(torch.randn(1, 3, 32), position_embeddings=angles, attention_mask=None)
+        assert (output == value).all()
+
+
 def test_undo_as_a_context_manager_and_only_once():
     model = build("llama")
     with bind(model, EVERY_KERNEL, registry=REGISTRY) as binding:

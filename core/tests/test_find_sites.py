@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, T5Config, T5ForConditionalGeneration
 
 from counting_kernels import counting_registry
 from models import FAMILIES, build
@@ -37,6 +38,35 @@ def test_every_site_is_found_and_its_variant_proven(family, device):
     assert found["cross_entropy_loss"] == {"causal"} and found["attention"] == {"standard"}
     norms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
     assert len([site for site in find_sites(model, REGISTRY) if site.op_name == "rms_norm"]) == len(norms)
+
+
+@pytest.mark.parametrize(
+    "family, needs",
+    [
+        ("llama", ()),
+        ("gpt_oss", ("sinks",)),
+        ("gemma2", ("softcap",)),
+        ("deepseek_v32", ("chosen_keys", "dense_mask")),
+        ("minimax_m3_vl_text", ("chosen_keys", "dense_mask")),
+    ],
+)
+def test_what_attention_asks_of_a_kernel_is_read_from_the_model(family, needs):
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with torch.device("meta"):
+        model = build(family)
+    (site,) = [site for site in find_sites(model, REGISTRY) if site.op_name == "attention"]
+    assert site.needs == needs
+
+
+def test_a_bias_that_attention_is_handed_is_a_need():
+    config = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=8)
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    sites = [site for site in find_sites(model, REGISTRY) if site.op_name == "attention"]
+    if not sites:
+        pytest.skip("this transformers' T5 computes its attention itself")
+    assert {site.needs for site in sites} == {("position_bias", "dense_mask")}
 
 
 def test_what_is_no_model_is_refused():

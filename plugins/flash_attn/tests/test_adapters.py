@@ -10,6 +10,7 @@ import pytest
 import stand_ins
 import torch
 from flash_plugin import NAMES, SPECS, heads, registry, without_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from models import build, step, tokens
@@ -87,9 +88,24 @@ def test_keys_behind_the_mask_are_a_static_caches_and_not_read(kernel):
 @without_gpu
 @pytest.mark.parametrize("asked", ["position_bias", "indices", "block_indices", "sinks"])
 def test_what_no_contract_names_is_refused(kernel, asked):
-    with pytest.raises(ValueError, match=f"does not compute `{asked}`"):
+    with pytest.raises(ValueError, match=f"does not compute `{asked}`; choose eager"):
         kernel(AttentionModule(2), *heads(), None, **{asked: torch.zeros(1)})
     kernel(AttentionModule(2), *heads(), None, **{asked: None})
+
+
+@without_gpu
+def test_backward_fills_no_zeros_for_the_log_sum_exp(kernel):
+    filled = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            filled.extend([function] if "zeros" in str(function) else [])
+            return function(*args, **(kwargs or {}))
+
+    output, _ = kernel(AttentionModule(2), *heads(), None)
+    with Watch():
+        output.backward(torch.ones_like(output))
+    assert not filled
 
 
 @without_gpu

@@ -14,7 +14,8 @@ What not every kernel computes is a feature, which a kernel declares in its spec
 - ``sinks``: ``s_aux[Hq]`` joins each row's softmax as one more score, whose weight is dropped;
 - ``dropout``: of the weights.
 
-A kernel must also raise where :func:`asked_besides` names something in its options.
+Some models hand over more (:data:`MORE`), of which the contract has no samples; a kernel gives the options that it
+doesn't compute to :func:`refuse_more`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from torch import Tensor
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
-_BESIDES = ("position_bias", "indices", "block_indices", "sinks")
+# Options of transformers' models, and the features they are: a bias of T5's kind, added to the scores; the keys that
+# sparse attention chose for each query; and sinks of one query each.
+MORE = {
+    "position_bias": "position_bias",
+    "indices": "chosen_keys",
+    "block_indices": "chosen_keys",
+    "sinks": "query_sinks",
+}
 
 
 @dataclass(frozen=True)
@@ -90,12 +98,14 @@ def standard(
     return output, None
 
 
-def asked_besides(options: Mapping[str, Any]) -> list[str]:
-    """What models of transformers ask for in some calls that changes the result, and that is no part of this contract.
+def refuse_more(kernel: str, options: Mapping[str, Any]) -> None:
+    """Passing over them would give other numbers without a word.
 
-    Biases of T5's kind, and keys that sparse attention chose; transformers' own kernels would pass over them.
+    Raises:
+        ValueError: naming ``kernel`` and what ``options`` hold of :data:`MORE`.
     """
-    return [f"`{name}`" for name in _BESIDES if options.get(name) is not None]
+    if asked := [f"`{name}`" for name in MORE if options.get(name) is not None]:
+        raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
 
 
 def visible(

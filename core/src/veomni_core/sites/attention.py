@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.sites.functions import current_forward, global_functions
+from veomni_core.ops.attention import MORE
+from veomni_core.sites.functions import code_layers, current_forward, global_functions
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -65,11 +66,20 @@ def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
         yield "sinks"
     if any(getattr(module.config, "attention_dropout", 0.0) for module in modules):
         yield "dropout"
+    options = {name for module in modules for name in _keywords(module)}
+    yield from sorted({feature for option, feature in MORE.items() if option in options})
     configs = [module.config for module in modules]
     owners = [owner for owner in model.modules() if any(vars(owner).get("config") is config for config in configs)]
     # transformers says so where the model hands attention a mask, or a bias, that lengths can't tell.
     if not all(getattr(owner, "_supports_flash_attn", True) for owner in owners):
         yield "dense_mask"
+
+
+def _keywords(module: nn.Module) -> Iterator[str]:
+    """Every name by which ``module``'s forward hands something over in a call: they are constants of its code."""
+    for layer in code_layers(current_forward(module)):
+        for constant in layer.__code__.co_consts:
+            yield from constant if isinstance(constant, tuple) else (constant,)
 
 
 def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:

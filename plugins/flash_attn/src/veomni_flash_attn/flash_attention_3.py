@@ -62,21 +62,9 @@ def _forward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.flash_attn_3.fwd(
-        query,
-        key,
-        value,
-        cu_seqlens_q=query_bounds,
-        cu_seqlens_k=key_bounds,
-        max_seqlen_q=longest_query,
-        max_seqlen_k=longest_key,
-        softmax_scale=scaling,
-        is_causal=causal,
-        window_size_left=window,
-        window_size_right=window,
-        softcap=softcap,
-        num_splits=1,
-    )
+    lengths = (query_bounds, key_bounds, longest_query, longest_key)
+    keywords = _keywords(lengths, scaling, causal, window, softcap)
+    output, lse, *_ = torch.ops.flash_attn_3.fwd(query, key, value, num_splits=1, **keywords)
     return output, lse
 
 
@@ -104,30 +92,32 @@ def _backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _unfilled_gradients(query, key, value)
-    torch.ops.flash_attn_3.bwd(
-        upstream,
-        query,
-        key,
-        value,
-        output,
-        lse,
-        *gradients,
-        cu_seqlens_q=query_bounds,
-        cu_seqlens_k=key_bounds,
-        max_seqlen_q=longest_query,
-        max_seqlen_k=longest_key,
-        softmax_scale=scaling,
-        is_causal=causal,
-        window_size_left=window,
-        window_size_right=window,
-        softcap=softcap,
-    )
+    lengths = (query_bounds, key_bounds, longest_query, longest_key)
+    keywords = _keywords(lengths, scaling, causal, window, softcap)
+    torch.ops.flash_attn_3.bwd(upstream, query, key, value, output, lse, *gradients, **keywords)
     return gradients
 
 
 @_backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _unfilled_gradients(query, key, value)
+
+
+def _keywords(
+    lengths: tuple[Tensor | int | None, ...], scaling: float, causal: bool, window: int, softcap: float
+) -> dict[str, Any]:
+    query_bounds, key_bounds, longest_query, longest_key = lengths
+    return {
+        "cu_seqlens_q": query_bounds,
+        "cu_seqlens_k": key_bounds,
+        "max_seqlen_q": longest_query,
+        "max_seqlen_k": longest_key,
+        "softmax_scale": scaling,
+        "is_causal": causal,
+        "window_size_left": window,
+        "window_size_right": window,
+        "softcap": softcap,
+    }
 
 
 def _unfilled_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,10 +5,15 @@ transformers' function passes over what it doesn't compute; here that is an erro
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from veomni_core.ops.attention import refuse_more
+
+_COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # with transformers 5.23 position_bias too
 
 
 def sdpa(
@@ -29,7 +34,8 @@ def sdpa(
     added, which also holds a sliding window and keeps packed sequences apart. Gradients reach query, key and value.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds.
+        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds; or more
+            (:func:`veomni_core.ops.attention.refuse_more`), except a ``position_bias`` where transformers adds it.
     """
     masked = attention_mask is not None
     refused = {
@@ -39,6 +45,7 @@ def sdpa(
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
         "packed sequences without a mask": cu_seq_lens_q is not None and not masked,
     }
+    refuse_more("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED})
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")

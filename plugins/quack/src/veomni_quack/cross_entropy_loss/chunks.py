@@ -22,7 +22,7 @@ _ALIGNMENT = 8  # 16-bit values in the 16 bytes that a row must be a multiple of
 
 
 class LibraryCalls(Protocol):
-    """What :mod:`veomni_quack.cross_entropy_loss.library_calls` does on a GPU."""
+    """QuACK's kernels and products; :mod:`veomni_quack.cross_entropy_loss.library_calls` is all of them on a GPU."""
 
     def losses(self, logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
         """``out[T]``: the float32 cross entropy of each row of ``logits[T, V]``, 0 where its label is ignored."""

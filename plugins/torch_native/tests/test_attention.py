@@ -1,0 +1,79 @@
+"""What scaled_dot_product_attention is not asked to do: transformers' own function would pass over it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from models import build
+from veomni_core import OpsConfig, find_sites, make_plan
+from veomni_core.discovery import CORE
+from veomni_core.ops.attention import AttentionModule
+from veomni_core.registry import PluginRecord, build_registry
+from veomni_torch.attention import sdpa
+from veomni_torch.plugin import veomni_kernels
+
+BOUNDS = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def heads(length=9):
+    return [torch.randn(1, 2, length, 8) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "mask, options, message",
+    [
+        (None, {"softcap": 50.0}, "sdpa does not compute a softcap; choose flash_attention_2, 3 or 4"),
+        (None, {"s_aux": torch.zeros(2)}, "sdpa does not compute sinks"),
+        (torch.ones(1, 9, dtype=torch.bool), {}, "a mask of two dimensions"),
+        (None, {"sliding_window": 8}, "a sliding window without a mask"),
+        (None, {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "packed sequences without a mask"),
+        (None, {"softcap": 50.0, "s_aux": torch.zeros(2)}, "a softcap and sinks"),
+        (None, {"indices": torch.zeros(1)}, "sdpa does not compute `indices`; choose eager"),
+        (None, {"block_indices": torch.zeros(1)}, "`block_indices`"),
+        (None, {"sinks": torch.zeros(1)}, "`sinks`"),
+    ],
+)
+def test_what_is_not_computed_is_refused(mask, options, message):
+    with pytest.raises(ValueError, match=message):
+        sdpa(AttentionModule(1), *heads(), mask, **options)
+
+
+def test_a_window_or_packing_that_the_mask_holds_is_computed():
+    module, inputs = AttentionModule(1), heads()
+    positions = torch.arange(9)
+    of_sequence = torch.bucketize(positions, BOUNDS[1:].long(), right=True)
+    behind = positions[:, None] - positions
+    mask = ((behind >= 0) & (behind < 3) & (of_sequence[:, None] == of_sequence))[None, None]
+    options = {"sliding_window": 3, "cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}
+    found, _ = sdpa(module, *inputs, mask, **options)
+    alone, _ = sdpa(module, *(each[:, :, 4:7] for each in inputs), None)
+    torch.testing.assert_close(found[:, 4:7], alone)
+
+
+def test_a_position_bias_is_added_or_refused():
+    inputs, bias = heads(), torch.randn(1, 2, 9, 9)
+    if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
+        with pytest.raises(ValueError, match="`position_bias`"):
+            sdpa(AttentionModule(1, is_causal=False), *inputs, None, position_bias=bias)
+    else:
+        found, _ = sdpa(AttentionModule(1, is_causal=False), *inputs, None, position_bias=bias)
+        torch.testing.assert_close(found, sdpa(AttentionModule(1), *inputs, bias)[0])
+
+
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no DeepSeek V3.2")
+def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
+    """transformers puts them into the mask for its own sdpa alone, and hands them to any other attention."""
+    with torch.device("meta"):
+        model = build("deepseek_v32")
+    sdpa_of_torch = PluginRecord("veomni_torch", "veomni-torch", "0.1", "tests", kernels=tuple(veomni_kernels()))
+    registry = build_registry([CORE, sdpa_of_torch], {})
+    ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": "auto"}, registry)
+    (attention,) = (op for op in make_plan(find_sites(model, registry), ops).ops if op.op_name == "attention")
+    (site,) = attention.sites
+    assert site.kernel == "eager"
+    assert site.reason == "sdpa does not compute chosen_keys, which this site needs"
