@@ -48,23 +48,20 @@ def _rows(*heads: Tensor) -> tuple[Tensor, ...]:
     return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in heads)
 
 
-@library.custom_op("veomni_flash_attn::flash_attention_3", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
-    longest_query: int | None,
-    longest_key: int | None,
-    scaling: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    lengths = (query_bounds, key_bounds, longest_query, longest_key)
-    keywords = _keywords(lengths, scaling, causal, window, softcap)
-    output, lse, *_ = torch.ops.flash_attn_3.fwd(query, key, value, num_splits=1, **keywords)
+_HEADS = "Tensor query, Tensor key, Tensor value"
+_SETTINGS = (
+    "Tensor? query_bounds, Tensor? key_bounds, int? longest_query, int? longest_key, "
+    "float scaling, bool causal, int window, float softcap"
+)
+
+
+@library.custom_op(
+    "veomni_flash_attn::flash_attention_3",
+    mutates_args=(),
+    schema=f"({_HEADS}, {_SETTINGS}) -> (Tensor output, Tensor lse)",
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = torch.ops.flash_attn_3.fwd(query, key, value, num_splits=1, **_keywords(*settings))
     return output, lse
 
 
@@ -74,27 +71,17 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(*batch, heads, length, dtype=torch.float32)
 
 
-@library.custom_op("veomni_flash_attn::flash_attention_3_backward", mutates_args=())
+@library.custom_op(
+    "veomni_flash_attn::flash_attention_3_backward",
+    mutates_args=(),
+    schema=f"({_HEADS}, Tensor output, Tensor lse, Tensor upstream, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    upstream: Tensor,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
-    longest_query: int | None,
-    longest_key: int | None,
-    scaling: float,
-    causal: bool,
-    window: int,
-    softcap: float,
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, upstream: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _unfilled_gradients(query, key, value)
-    lengths = (query_bounds, key_bounds, longest_query, longest_key)
-    keywords = _keywords(lengths, scaling, causal, window, softcap)
-    torch.ops.flash_attn_3.bwd(upstream, query, key, value, output, lse, *gradients, **keywords)
+    operator = torch.ops.flash_attn_3.bwd
+    operator(upstream, query, key, value, output, lse, *gradients, **_keywords(*settings))
     return gradients
 
 
@@ -104,9 +91,16 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
 
 
 def _keywords(
-    lengths: tuple[Tensor | int | None, ...], scaling: float, causal: bool, window: int, softcap: float
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    longest_query: int | None,
+    longest_key: int | None,
+    scaling: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> dict[str, Any]:
-    query_bounds, key_bounds, longest_query, longest_key = lengths
+    """The library's names of :data:`_SETTINGS`. The window reaches to both sides, unless the call is causal."""
     return {
         "cu_seqlens_q": query_bounds,
         "cu_seqlens_k": key_bounds,

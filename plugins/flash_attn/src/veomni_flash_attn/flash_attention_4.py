@@ -76,31 +76,22 @@ class _Attention(torch.autograd.Function):
         return *results, *(None,) * 8
 
 
-@library.custom_op("veomni_flash_attn::flash_attention_4", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
-    longest_query: int,
-    longest_key: int,
-    scaling: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    return _flash_attn_fwd(  # type: ignore[no-any-return]
-        query,
-        key,
-        value,
-        **_lengths(query_bounds, key_bounds, longest_query, longest_key),
-        softmax_scale=scaling,
-        causal=causal,
-        softcap=softcap or None,
-        **_windows(window),
-        return_lse=True,
-    )
+_HEADS = "Tensor query, Tensor key, Tensor value"
+_SETTINGS = (
+    "Tensor? query_bounds, Tensor? key_bounds, int longest_query, int longest_key, "
+    "float scaling, bool causal, int window, float softcap"
+)
+
+
+@library.custom_op(
+    "veomni_flash_attn::flash_attention_4",
+    mutates_args=(),
+    schema=f"({_HEADS}, {_SETTINGS}) -> (Tensor output, Tensor lse)",
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    *others, softcap = settings
+    keywords = _keywords(*others)
+    return _flash_attn_fwd(query, key, value, softcap=softcap or None, return_lse=True, **keywords)  # type: ignore[no-any-return]
 
 
 @_forward.register_fake
@@ -110,7 +101,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, query_bounds: Tensor | None, *_
     return output, query.new_empty(*batch, heads, length, dtype=torch.float32)
 
 
-@library.custom_op("veomni_flash_attn::flash_attention_4_backward", mutates_args=())
+@library.custom_op(
+    "veomni_flash_attn::flash_attention_4_backward",
+    mutates_args=(),
+    schema=(
+        f"({_HEADS}, Tensor output, Tensor lse, Tensor upstream, Tensor? upstream_lse, {_SETTINGS}) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)
 def _backward(
     query: Tensor,
     key: Tensor,
@@ -119,29 +117,11 @@ def _backward(
     lse: Tensor,
     upstream: Tensor,
     upstream_lse: Tensor | None,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
-    longest_query: int,
-    longest_key: int,
-    scaling: float,
-    causal: bool,
-    window: int,
-    softcap: float,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _flash_attn_bwd(  # type: ignore[no-any-return]
-        query,
-        key,
-        value,
-        output,
-        upstream,
-        lse,
-        softmax_scale=scaling,
-        causal=causal,
-        softcap=softcap,
-        **_windows(window),
-        **_lengths(query_bounds, key_bounds, longest_query, longest_key),
-        dlse=upstream_lse,
-    )
+    *others, softcap = settings
+    heads = (query, key, value, output, upstream, lse)
+    return _flash_attn_bwd(*heads, softcap=softcap, dlse=upstream_lse, **_keywords(*others))  # type: ignore[no-any-return]
 
 
 @_backward.register_fake
@@ -149,21 +129,35 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _windows(window: int) -> dict[str, int | None]:
-    """A window to both sides; a causal call has none to the right, whatever is said here."""
+def _keywords(
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    longest_query: int,
+    longest_key: int,
+    scaling: float,
+    causal: bool,
+    window: int,
+) -> dict[str, Any]:
+    """The library's names of :data:`_SETTINGS`, without the softcap.
+
+    The window reaches to both sides; a causal call has none to the right, whatever is said here.
+    """
     reach = None if window < 0 else window
-    return {"window_size_left": reach, "window_size_right": reach}
-
-
-def _lengths(query_bounds: Tensor | None, key_bounds: Tensor | None, query: int, key: int) -> dict[str, Any]:
+    keywords = {
+        "softmax_scale": scaling,
+        "causal": causal,
+        "window_size_left": reach,
+        "window_size_right": reach,
+    }
     if query_bounds is None:
-        return {}
-    return {
+        return keywords
+    lengths = {
         "cu_seqlens_q": query_bounds,
         "cu_seqlens_k": key_bounds,
-        "max_seqlen_q": query,
-        "max_seqlen_k": key,
+        "max_seqlen_q": longest_query,
+        "max_seqlen_k": longest_key,
     }
+    return keywords | lengths
 
 
 _LIBRARY = FlashAttention4()
