@@ -210,7 +210,7 @@ def test_what_a_kernel_does_not_promise_is_not_asked_of_it():
 
 
 def test_a_feature_that_is_not_declared_must_be_refused_and_one_that_is_must_be_computed():
-    # It passes over sinks, over packing, and over a window that no mask holds.
+    # It passes over sinks, chosen keys and packing, and over a window that no mask holds.
     ignores = KernelSpec(
         name="ignores",
         op_name="attention",
@@ -221,6 +221,7 @@ def test_a_feature_that_is_not_declared_must_be_refused_and_one_that_is_must_be_
     )
     failed = {case.sample: case.failures for case in check_kernel(ignores).cases if case.failures}
     assert failed["sinks"] == ("does not declare sinks, but computes something instead of raising",)
+    assert failed["chosen keys"] == ("does not declare chosen_keys, but computes something instead of raising",)
     assert failed["packed sequences"] == ("does not declare packed, but computes something instead of raising",)
     assert failed["sliding window"][0].startswith("the result is off")
     assert "boolean mask" not in failed

@@ -202,6 +202,27 @@ def test_attention(dtype):
     _assert_same(mine, theirs, [query, key, value])
 
 
+def test_attention_with_a_bias_and_sinks_of_each_query():
+    modeling_inkling2 = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
+    module = attention.AttentionModule(num_key_value_groups=2)
+    query, key, value = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2, 2))
+    bias, sinks = torch.randn(2, 4, 5, 5, requires_grad=True), torch.randn(2, 4, 5, 1, requires_grad=True)
+    mask = torch.full((1, 1, 5, 5), float("-inf")).triu(1)
+    inputs, options = (query, key, value, bias, sinks), {"position_bias": bias, "sinks": sinks}
+    theirs, _ = modeling_inkling2.eager_attention_forward(module, query, key, value, mask, 0.25, **options)
+    mine, _ = attention.standard(module, query, key, value, None, 0.25, **options)
+    _assert_same(mine, theirs, inputs, exact=False)
+
+
+def test_attention_to_chosen_keys_is_attention_with_a_mask_of_them():
+    module = attention.AttentionModule(num_key_value_groups=1)
+    query, key, value = inputs = [torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(3)]
+    indices = torch.tensor([[[0, 2], [1, 2], [0, 2]]])  # the first query's second and the second's are still to come
+    mask = torch.tensor([[[[True, False, False], [False, True, False], [True, False, True]]]])
+    mine, _ = attention.standard(module, query, key, value, None, indices=indices)
+    _assert_same(mine, attention.standard(module, query, key, value, mask)[0], inputs)
+
+
 def test_the_variants_of_rms_norm_differ_by_more_than_their_contracts_allow():
     """What float32 can't tell apart, bf16's rounding does: Llama's norm is not OLMo 2's."""
     for wrong in ("cast_after", "offset"):

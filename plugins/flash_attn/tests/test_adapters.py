@@ -35,9 +35,10 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     report = check_kernel(SPECS[name], "cpu", dtype)
     report.raise_if_failed()
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
-    masks = {"boolean mask (refused)", "added mask (refused)"}
-    of_its_own = set() if name == "flash_attention_4" else {"sinks (refused)"}
-    assert refused == masks | {"second derivatives (refused)"} | of_its_own
+    of_masks = {"boolean mask", "added mask", "position bias, boolean mask"}
+    of_none = {"position bias", "chosen keys", "query sinks", "second derivatives"}
+    of_its_own = set() if name == "flash_attention_4" else {"sinks"}
+    assert refused == {f"{sample} (refused)" for sample in of_masks | of_none | of_its_own}
 
 
 @without_gpu

@@ -12,10 +12,14 @@ What not every kernel computes is a feature, which a kernel declares in its spec
 - ``packed``: ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) keep sequences in a batch of one apart;
 - ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
 - ``sinks``: ``s_aux[Hq]`` joins each row's softmax as one more score, whose weight is dropped;
+- ``query_sinks``: ``sinks[B, Hq, S, 1]`` does so with a score for each query;
+- ``position_bias``: ``position_bias[1 or B, Hq, S, L]`` is added to the scores, and has a gradient (T5);
+- ``chosen_keys``: of the keys that it may see, a query sees the ``indices[B, S, chosen]`` (sparse attention), or the
+  ``block_indices`` of blocks whose size the module knows, of which the contract has no sample;
 - ``dropout``: of the weights.
 
-Some models hand over more (:data:`MORE`), of which the contract has no samples; a kernel gives the options that it
-doesn't compute to :func:`refuse_more`.
+The options in :data:`FEATURES_OF_OPTIONS` come from some models alone; a kernel gives those that it doesn't compute to
+:func:`refuse`.
 """
 
 from __future__ import annotations
@@ -29,9 +33,7 @@ from torch import Tensor
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
-# Options of transformers' models, and the features they are: a bias of T5's kind, added to the scores; the keys that
-# sparse attention chose for each query; and sinks of one query each.
-MORE = {
+FEATURES_OF_OPTIONS = {
     "position_bias": "position_bias",
     "indices": "chosen_keys",
     "block_indices": "chosen_keys",
@@ -62,6 +64,9 @@ def standard(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, with the softmax in float32.
@@ -76,6 +81,11 @@ def standard(
     scores = scores.to(compute_dtype(query))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if indices is not None:
+        chosen = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, indices, True)
+        scores = scores.masked_fill(~chosen[:, None], float("-inf"))
     padding = None
     causal = module.is_causal if is_causal is None else is_causal
     if attention_mask is None or attention_mask.dim() == 2:
@@ -88,8 +98,9 @@ def standard(
     else:
         scores = scores + attention_mask.to(scores.dtype)
     if s_aux is not None:
-        sinks = s_aux.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
+        sinks = s_aux[None, :, None, None].expand(*scores.shape[:-1], 1)
+    if sinks is not None:
+        weights = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
     else:
         weights = scores.softmax(dim=-1).to(query.dtype)
     output = (weights @ value).transpose(1, 2).contiguous()
@@ -98,13 +109,13 @@ def standard(
     return output, None
 
 
-def refuse_more(kernel: str, options: Mapping[str, Any]) -> None:
+def refuse(kernel: str, options: Mapping[str, Any]) -> None:
     """Passing over them would give other numbers without a word.
 
     Raises:
-        ValueError: naming ``kernel`` and what ``options`` hold of :data:`MORE`.
+        ValueError: naming ``kernel`` and what ``options`` hold of :data:`FEATURES_OF_OPTIONS`.
     """
-    if asked := [f"`{name}`" for name in MORE if options.get(name) is not None]:
+    if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
         raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
 
 
@@ -171,6 +182,16 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sinks = {"s_aux": leaf(draw.normal(4))}
     yield Sample("sinks", (grouped, *heads(2, 4, 2, 13, 32), None), sinks, needs=("sinks",))
     yield Sample("not causal, as the call says", (grouped, *heads(2, 4, 2, 11, 32), None), {"is_causal": False})
+    query_sinks = {"sinks": leaf(draw.normal(2, 4, 13, 1))}
+    yield Sample("query sinks", (grouped, *heads(2, 4, 2, 13, 32), None), query_sinks, needs=("query_sinks",))
+    bias = {"position_bias": leaf(draw.normal(1, 4, 12, 12)), "scaling": 1.0}
+    yield Sample("position bias", (grouped, *heads(2, 4, 2, 12, 32), None), bias, needs=("position_bias",))
+    both_kinds = ("dense_mask", "position_bias")
+    bias = {"position_bias": leaf(draw.normal(2, 2, 12, 12))}
+    yield Sample("position bias, boolean mask", (plain, *heads(2, 2, 2, 12, 32), allowed), bias, needs=both_kinds)
+    preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # a query's own key among them
+    chosen = {"indices": preferred.topk(5).indices}
+    yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
 
 
 VALUES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.ops.attention import MORE
+from veomni_core.ops.attention import FEATURES_OF_OPTIONS
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
 from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
 
@@ -67,7 +67,7 @@ def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
     if any(getattr(module.config, "attention_dropout", 0.0) for module in modules):
         yield "dropout"
     options = {name for module in modules for name in _keywords(module)}
-    yield from sorted({feature for option, feature in MORE.items() if option in options})
+    yield from sorted({feature for option, feature in FEATURES_OF_OPTIONS.items() if option in options})
     configs = [module.config for module in modules]
     owners = [owner for owner in model.modules() if any(vars(owner).get("config") is config for config in configs)]
     # transformers says so where the model hands attention a mask, or a bias, that lengths can't tell.

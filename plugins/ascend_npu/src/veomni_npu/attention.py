@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.ops.attention import refuse_more
+from veomni_core.ops.attention import refuse
 from veomni_npu.operators import npu
 
 _TRIANGLE = 2048
@@ -48,7 +48,7 @@ def standard(
         ValueError: a softcap, sinks or a padding mask are asked for; a sliding window that no mask holds; or packed
             sequences with a sliding window, or in a batch.
     """
-    refuse_more("npu_fusion_attention", kwargs)
+    refuse("npu_fusion_attention", kwargs)
     asked = [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]
     if asked:
         raise ValueError(f"npu_fusion_attention does not compute {' and '.join(asked)}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from veomni_core.ops.attention import refuse_more
+from veomni_core.ops.attention import refuse
 from veomni_flash_attn.packing import packing
 
 _WIDEST = 256
@@ -113,7 +113,7 @@ def attend(
     elif attention_mask is None:
         bounds = _restarts(position_ids, query, key)
     packed = bounds is not None or attention_mask is not None
-    refuse_more(library.name, others)
+    refuse(library.name, others)
     if problems := library.refuses(query, value, options, packed):
         raise ValueError(f"{library.name} does not compute {'; nor '.join(problems)}")
     if bounds is not None:

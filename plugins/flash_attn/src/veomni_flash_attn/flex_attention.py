@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from veomni_core.ops.attention import refuse_more
+from veomni_core.ops.attention import refuse
 from veomni_core.sites.attention import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
@@ -48,7 +48,7 @@ def standard(
     """
     if dropout:
         raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
-    refuse_more("flex_attention", others)
+    refuse("flex_attention", others)
     bounds = packing(query, cu_seq_lens_q, cu_seq_lens_k)
     causal = module.is_causal if is_causal is None else is_causal
     padding = added = None

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from veomni_core.ops.attention import refuse_more
+from veomni_core.ops.attention import refuse
 
-_COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # with transformers 5.23 position_bias too
+_COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # in the versions whose T5 calls it, position_bias too
 
 
 def sdpa(
@@ -31,11 +31,12 @@ def sdpa(
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
 
     ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]``, and a mask ``[B, 1 or Hq, S, L]``, boolean or
-    added, which also holds a sliding window and keeps packed sequences apart. Gradients reach query, key and value.
+    added, which also holds a sliding window and keeps packed sequences apart; and ``position_bias[1 or B, Hq, S, L]``.
+    Gradients reach query, key, value and the bias.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds; or more
-            (:func:`veomni_core.ops.attention.refuse_more`), except a ``position_bias`` where transformers adds it.
+        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds; or keys
+            that sparse attention chose, or sinks of one query each.
     """
     masked = attention_mask is not None
     refused = {
@@ -45,7 +46,7 @@ def sdpa(
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
         "packed sequences without a mask": cu_seq_lens_q is not None and not masked,
     }
-    refuse_more("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED})
+    refuse("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED})
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
