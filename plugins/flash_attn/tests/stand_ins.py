@@ -169,6 +169,7 @@ def _four_backward(
     window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dlse=None,
 ):  # fmt: skip
     assert softcap is not None and not (softcap and cu_seqlens_q is not None)
+    assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1]
     bounds = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     window = -1 if window_size_left is None else window_size_left
     attention = _Attention(q, k, v, bounds, softmax_scale, causal, window, softcap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import stand_ins
 import torch
 from flash_plugin import NAMES, SPECS, heads, registry, without_gpu
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -195,6 +197,29 @@ def test_a_model_trains_on_it_as_on_sdpa_and_its_graph_does_not_break(name):
     for parameter, gradient in wanted_gradients.items():
         assert (gradients[parameter] - gradient).norm() <= 0.05 * gradient.norm(), parameter
     assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["flash_attention_3", "flash_attention_4"])
+def test_one_graph_serves_all_lengths(name):
+    with stand_ins.installed():
+        kernel = importlib.import_module(f"veomni_flash_attn.{name}").standard
+    graphs, counts = CompileCounterWithBackend("aot_eager"), set()
+
+    @functools.partial(torch.compile, fullgraph=True, dynamic=True, backend=graphs)
+    def call(query, key, value, bounds):
+        return kernel(AttentionModule(2), query, key, value, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)[0]
+
+    for length in (9, 12, 15):
+        inputs, bounds = heads(length=length), torch.tensor([0, 4, length])
+        wanted, _ = kernel(AttentionModule(2), *inputs, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+        found = call(*inputs, bounds)
+        assert torch.equal(found, wanted)
+        upstream = torch.ones_like(wanted)
+        gradients = zip(*(torch.autograd.grad(each, inputs, upstream) for each in (found, wanted)), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in gradients)
+        counts.add(graphs.frame_count)
+    assert len(counts) == 1
 
 
 def plan(family, kernel, ours=None, hardware="h200", **config):

@@ -43,6 +43,31 @@ def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch)
 
 
 @without_gpu
+def test_its_masks_hold_no_number_computed_from_dynamic_sizes():
+    """Inductor (2.13) takes tensors, and sizes as they are."""
+    graphs = []
+
+    def captured(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @partial(torch.compile, fullgraph=True, dynamic=True, backend=captured)
+    def call(query, key, value, window, bounds):
+        packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "sliding_window": window}
+        return flex_attention.standard(AttentionModule(2), query, key, value, None, **packing)[0]
+
+    bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
+    for window, packed in itertools.product((None, 5), (None, bounds)):
+        query, key, value = (each.detach() for each in heads(length=12))
+        query = query if packed is not None else query[:, :, 5:]
+        call(query, key, value, window, packed)
+    calls = [node for graph in graphs for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+    held = [each.meta["example_value"] for node in calls for each in node.args[-1]]
+    assert len(calls) == 4 and any(isinstance(each, torch.Tensor) for each in held)
+    assert all(isinstance(each, torch.Tensor) or each.node.expr.is_Symbol for each in held)
+
+
+@without_gpu
 def test_it_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
     compiled = []
 

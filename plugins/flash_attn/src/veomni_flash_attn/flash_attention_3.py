@@ -50,8 +50,8 @@ def _rows(*heads: Tensor) -> tuple[Tensor, ...]:
 
 _HEADS = "Tensor query, Tensor key, Tensor value"
 _SETTINGS = (
-    "Tensor? query_bounds, Tensor? key_bounds, int? longest_query, int? longest_key, "
-    "float scaling, bool causal, int window, float softcap"
+    "Tensor? query_bounds, Tensor? key_bounds, SymInt? longest_query, SymInt? longest_key, "
+    "float scaling, bool causal, SymInt window, float softcap"
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.attention import MASK_INTERFACE
-from veomni_flash_attn.by_lengths import Bounds, Options, attend, unsupported_heads
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 
 class FlashAttention4:
@@ -33,17 +33,23 @@ class FlashAttention4:
         return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        output, lse = _Attention.apply(query, key, value, None, None, 0, 0, *_numbers(options))
-        return _with_sinks(output, lse.transpose(-1, -2), options)
+        return _attend(query, key, value, (None, None, 0, 0), options)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
         lengths = (bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key)
-        output, lse = _Attention.apply(query, key, value, *lengths, *_numbers(options))
-        return _with_sinks(output, lse.transpose(-1, -2), options)
+        return _attend(query, key, value, lengths, options)
 
 
-def _numbers(options: Options) -> tuple[float, bool, int, float]:
-    return options.scaling, options.causal, -1 if options.window is None else options.window, options.softcap
+def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], options: Options) -> Tensor:
+    window = -1 if options.window is None else options.window
+    numbers = (options.scaling, options.causal, window, options.softcap)
+    output, lse = _Attention.apply(*_widened(query, key, value), *lengths, *numbers)
+    return _with_sinks(output[..., : value.shape[-1]], lse.transpose(-1, -2), options)
+
+
+def _widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """As they are where each query has its own key; backward takes groups of one width alone (4.0.0b13)."""
+    return (query, key, value) if query.shape[-2] == key.shape[-2] else equally_wide(query, key, value)
 
 
 def _with_sinks(output: Tensor, lse: Tensor, options: Options) -> Tensor:
@@ -78,8 +84,8 @@ class _Attention(torch.autograd.Function):
 
 _HEADS = "Tensor query, Tensor key, Tensor value"
 _SETTINGS = (
-    "Tensor? query_bounds, Tensor? key_bounds, int longest_query, int longest_key, "
-    "float scaling, bool causal, int window, float softcap"
+    "Tensor? query_bounds, Tensor? key_bounds, SymInt longest_query, SymInt longest_key, "
+    "float scaling, bool causal, SymInt window, float softcap"
 )
 
 

@@ -65,7 +65,7 @@ def standard(
             if bounds is not None:
                 keeps.append(_in_sequence(causal, sliding_window, bounds, query, key))
             else:
-                keeps.append(_by_position(causal, sliding_window, key.shape[2] - query.shape[2]))
+                keeps.append(_by_position(causal, sliding_window, query, key))
             if attention_mask is not None:
                 padding, batch = attention_mask.bool(), attention_mask.shape[0]
                 keeps.append(_unpadded(padding))
@@ -125,9 +125,11 @@ def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tens
     return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)  # type: ignore[no-any-return]
 
 
-def _by_position(causal: bool, window: int | None, offset: int) -> Keeps:
+def _by_position(causal: bool, window: int | None, query: Tensor, key: Tensor) -> Keeps:
     """The last query stands at the last key."""
-    return lambda batch, head, q, k: _reaches(q + offset - k, causal, window)
+    # A tensor, since Inductor (2.13) takes no number here that is computed from dynamic sizes.
+    standing = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
+    return lambda batch, head, q, k: _reaches(standing[q] - k, causal, window)
 
 
 def _in_sequence(causal: bool, window: int | None, bounds: tuple[Tensor, Tensor], query: Tensor, key: Tensor) -> Keeps:
