@@ -59,7 +59,7 @@ def library(name: str, **options: Any) -> Attention:
         "max_seqlen_k": options["max_length_k"],
     }
     packed = functions.flash_attn_varlen_func
-    return lambda q, k, v: output(packed(q[0], k[0], v[0], causal=True, **lengths)).unsqueeze(0)
+    return lambda *heads: output(packed(*(each.squeeze(0) for each in heads), causal=True, **lengths)).unsqueeze(0)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
