@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+
+from veomni_trainer import run
 
 pytestmark = pytest.mark.slow
 
 ALONE = [sys.executable, "-m", "veomni_core.cli"]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "veomni_core.cli"]
+
+_SECONDS = 120
 
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -23,14 +31,29 @@ Curve = dict[str, list[float]]
 
 
 def _veomni(command: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
+    """What it printed and returned; where it hangs, a failure that shows where each of its processes stands."""
+    whole = [*command, *map(str, arguments)]
+    with subprocess.Popen(
+        whole,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            printed, errors = process.communicate()
+            pytest.fail(f"still running after {_SECONDS} s\n{printed}\n{errors}")
+    return subprocess.CompletedProcess(whole, process.returncode, printed, errors)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """torchrun starts its workers in sessions of their own; aborted, each of all these prints its stack."""
+    for each in (*psutil.Process(process.pid).children(recursive=True), process):
+        each.send_signal(signal.SIGABRT)
 
 
 def _train(command: list[str], job: Path, run: Path, *changes: str) -> tuple[Curve, str]:
@@ -115,3 +138,15 @@ def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_
     assert "2 does not divide 1 query heads" in result.stderr
     assert "nowhere" not in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_model_is_gone_before_the_process_group_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's reducer, were it the last that holds the group, could wait for gloo's thread forever."""
+    model = torch.nn.Linear(1, 1)
+    model.in_a_cycle = [model]
+    remains, here = weakref.ref(model), []
+    monkeypatch.setattr(run.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(run.distributed, "destroy_process_group", lambda: here.append(remains()))
+    del model
+    run._let_go()
+    assert here == [None]

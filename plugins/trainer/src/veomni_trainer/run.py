@@ -174,10 +174,14 @@ def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str
 
 
 def _let_go() -> None:
-    """Leave the other processes, and the accelerator's memory to the run that is compared."""
+    """Leave the other processes, and the accelerator's memory to the run that is compared.
+
+    The model goes first: DDP's reducer ends with Python's lock held, and were it the last that holds its process group,
+    it would wait for gloo's thread, which waits for the lock where it still frees a tensor (PyTorch 2.13).
+    """
+    gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
