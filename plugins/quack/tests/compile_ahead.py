@@ -19,7 +19,7 @@ from quack import cache_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from veomni_quack import rms_norm, rotary_pos_emb
-from veomni_quack.cross_entropy_loss import library_calls
+from veomni_quack.cross_entropy_loss import quack_calls
 from veomni_quack.moe_experts import grouped_gemm
 
 cache_utils.COMPILE_ONLY = True
@@ -58,16 +58,16 @@ def head(dtype: torch.dtype) -> None:
     dlogits, hidden = torch.empty(TOKENS, 104, dtype=dtype)[:, :101], torch.empty(TOKENS, HIDDEN, dtype=dtype)
     so_far = torch.empty(101, HIDDEN)
     for first in (True, False):
-        library_calls.add_product(dlogits, hidden, so_far, first)
+        quack_calls.add_product(dlogits, hidden, so_far, first)
     for given in (so_far, None):
-        library_calls.scaled_sum(dlogits, hidden, given, torch.ones(()), torch.empty(101, HIDDEN, dtype=dtype))
+        quack_calls.scaled_sum(dlogits, hidden, given, torch.ones(()), torch.empty(101, HIDDEN, dtype=dtype))
 
 
 def losses(dtype: torch.dtype, vocabulary: int) -> None:
     """The loss alone, and with its gradient."""
     logits, labels = gpu(TOKENS, vocabulary, dtype=dtype), gpu(TOKENS, dtype=torch.int64)
-    library_calls.losses(logits, labels, gpu(TOKENS), -100)
-    library_calls.losses_and_gradient(logits, labels, gpu(TOKENS), -100)
+    quack_calls.losses(logits, labels, gpu(TOKENS), -100)
+    quack_calls.losses_and_gradient(logits, labels, gpu(TOKENS), -100)
 
 
 class Context:

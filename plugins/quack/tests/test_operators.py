@@ -29,7 +29,7 @@ def experts(monkeypatch):
 def loss(monkeypatch):
     from veomni_quack.cross_entropy_loss import kernel, operators
 
-    monkeypatch.setattr(operators, "library_calls", plain_loss.CALLS)
+    monkeypatch.setattr(operators, "quack_calls", plain_loss.CALLS)
     return kernel.causal
 
 

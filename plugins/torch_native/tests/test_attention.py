@@ -18,8 +18,8 @@ from veomni_torch.plugin import veomni_kernels
 BOUNDS = torch.tensor([0, 4, 9], dtype=torch.int32)
 
 
-def heads(length=9):
-    return [torch.randn(1, 2, length, 8) for _ in range(3)]
+def heads():
+    return [torch.randn(1, 2, 9, 8) for _ in range(3)]
 
 
 @pytest.mark.parametrize(

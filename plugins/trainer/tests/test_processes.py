@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -38,7 +39,6 @@ def _veomni(command: list[str], *arguments: str | Path) -> subprocess.CompletedP
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
     ) as process:
         try:
@@ -53,7 +53,8 @@ def _veomni(command: list[str], *arguments: str | Path) -> subprocess.CompletedP
 def _end(process: subprocess.Popen[str]) -> None:
     """torchrun starts its workers in sessions of their own; aborted, each of all these prints its stack."""
     for each in (*psutil.Process(process.pid).children(recursive=True), process):
-        each.send_signal(signal.SIGABRT)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+            each.send_signal(signal.SIGABRT)
 
 
 def _train(command: list[str], job: Path, run: Path, *changes: str) -> tuple[Curve, str]:

@@ -87,6 +87,7 @@ def attend(
     Raises:
         ValueError: the library can't compute what is asked for.
     """
+    refuse(library.name, others)
     query, key, value = (_in_autocast_dtype(each.transpose(1, 2)) for each in (query, key, value))
     options = Options(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -113,7 +114,6 @@ def attend(
     elif attention_mask is None:
         bounds = _restarts(position_ids, query, key)
     packed = bounds is not None or attention_mask is not None
-    refuse(library.name, others)
     if problems := library.refuses(query, value, options, packed):
         raise ValueError(f"{library.name} does not compute {'; nor '.join(problems)}")
     if bounds is not None:

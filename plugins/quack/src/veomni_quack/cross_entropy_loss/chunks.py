@@ -21,8 +21,8 @@ _CHUNK_UNIT = 256  # tokens: two rows of tiles, which the products' clusters tak
 _ALIGNMENT = 8  # 16-bit values in the 16 bytes that a row must be a multiple of
 
 
-class LibraryCalls(Protocol):
-    """QuACK's kernels and products; :mod:`veomni_quack.cross_entropy_loss.library_calls` is all of them on a GPU."""
+class QuackCalls(Protocol):
+    """What a chunk takes of QuACK: :mod:`veomni_quack.cross_entropy_loss.quack_calls`, on a GPU."""
 
     def losses(self, logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
         """``out[T]``: the float32 cross entropy of each row of ``logits[T, V]``, 0 where its label is ignored."""
@@ -47,7 +47,7 @@ def loss_and_gradients(
     scale: float | None,
     wants_hidden: bool,
     wants_weights: bool,
-    calls: LibraryCalls,
+    calls: QuackCalls,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The sum of the losses; its gradients by ``hidden[T, H]``, by ``weight`` so far, and by ``bias[V]``.
 
@@ -85,7 +85,7 @@ def loss_and_gradients(
 
 
 def weight_gradient(
-    hidden: Tensor, vocabulary: int, so_far: Tensor, last_dlogits: Tensor, factor: Tensor, calls: LibraryCalls
+    hidden: Tensor, vocabulary: int, so_far: Tensor, last_dlogits: Tensor, factor: Tensor, calls: QuackCalls
 ) -> Tensor:
     """What :func:`loss_and_gradients` left of the gradient of ``weight[V, H]``, times ``factor``, in hidden's dtype."""
     tokens, width = hidden.shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_quack.cross_entropy_loss import chunks, library_calls
+from veomni_quack.cross_entropy_loss import chunks, quack_calls
 
 
 @library.custom_op("veomni_quack::linear_cross_entropy", mutates_args=())
@@ -28,7 +28,7 @@ def forward(
     torch._assert_async(known.all(), f"a label is neither in [0, {len(weight)}) nor {ignore_index}")
     operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
     return chunks.loss_and_gradients(
-        *operands, ignore_index, softcap, scale, wants_hidden, wants_weights, calls=library_calls
+        *operands, ignore_index, softcap, scale, wants_hidden, wants_weights, calls=quack_calls
     )
 
 
@@ -60,7 +60,7 @@ def _(
 
 @library.custom_op("veomni_quack::head_gradient", mutates_args=())
 def _weight_gradient(hidden: Tensor, vocabulary: int, so_far: Tensor, last_dlogits: Tensor, factor: Tensor) -> Tensor:
-    return chunks.weight_gradient(hidden, vocabulary, so_far, last_dlogits, factor, calls=library_calls)
+    return chunks.weight_gradient(hidden, vocabulary, so_far, last_dlogits, factor, calls=quack_calls)
 
 
 @_weight_gradient.register_fake

@@ -1,4 +1,4 @@
-"""The calls of QuACK that the loss is made of; see :class:`veomni_quack.cross_entropy_loss.chunks.LibraryCalls`."""
+"""The calls of QuACK that the loss is made of; see :class:`veomni_quack.cross_entropy_loss.chunks.QuackCalls`."""
 
 from __future__ import annotations
 
