@@ -145,16 +145,16 @@ def test_undo_as_a_context_manager_and_only_once():
         binding.undo()
 
 
-def test_undo_refuses_to_lose_what_others_changed_since():
+def test_undo_leaves_what_others_set_since():
     model = build("llama")
     binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
     norm = model.model.norm
     norm.forward = ours = types.MethodType(lambda self, x: x, norm)
-    with pytest.raises(
-        BindingError, match="undo would lose changes made after bind: LlamaRMSNorm.forward was replaced"
-    ):
-        binding.undo()
-    assert binding.active and norm.forward is ours
+    assert binding.receipt.changed == {"model.norm": "it was given a forward of its own"}
+    binding.undo()
+    assert norm.forward is ours
+    del norm.forward
+    assert_same_bits(step(model), step(build("llama")))
 
 
 def test_binding_twice_is_refused():

@@ -29,12 +29,12 @@ def undo_restores_the_model_and_transformers() -> None:
     assert f"Ulysses, sp={size()}, over sdpa" in binding.receipt.table()
     assert binding.receipt.to_dict()["sequence_parallel"]
     raises(BindingError, "already", lambda: apply_ulysses(model))
-    raises(BindingError, "Take those back first", binding.undo)
+    raises(BindingError, "undo() that first", binding.undo)
     raises(BindingError, "can't be copied", lambda: __import__("copy").deepcopy(model))
     raises(BoundModelPickleError, "can't be pickled", lambda: __import__("pickle").dumps(applied))
     applied.undo()
     assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
-    assert binding.receipt is receipt
+    assert binding.receipt == receipt
     assert [set(interface.valid_keys()) for interface in interfaces] == names
     raises(BindingError, "not in force", applied.undo)
     binding.undo()

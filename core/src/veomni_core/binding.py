@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from veomni_core import hub_kernels
+from veomni_core.changes import NO_PICKLE, AttributeChange, ChangeSet
 from veomni_core.config import OpsConfig
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, BoundModelPickleError
@@ -19,42 +21,59 @@ from veomni_core.ranks import agree_on_plan
 from veomni_core.receipt import Receipt
 from veomni_core.registry import Registry
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.site import AttributeChange, Change
 from veomni_core.spec import KernelSpec, SiteRule
 from veomni_core.testing import check_kernel
 
 logger = logging.getLogger(__name__)
 _BINDING = "_veomni_binding"
-_GUARD = "_veomni_pickle_guard"
 
 
 class Binding:
-    """A plan applied to one model. As a context manager it is undone on leaving."""
+    """A plan applied to one model. As a context manager it is undone on leaving.
 
-    def __init__(self, model: nn.Module, plan: Plan, changes: list[Change], receipt: Receipt) -> None:
-        self.model, self.plan, self.receipt = model, plan, receipt
+    The model is referenced weakly, so that a bound model is freed as soon as an unbound one would be.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, changes: ChangeSet, verified: tuple[str, ...] = ()) -> None:
+        self._model = weakref.ref(model)
+        self.plan, self.verified = plan, verified
+        self.sequence_parallel = ""
         self._changes = changes
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is bound.
+
+        Raises:
+            BindingError: the model was freed.
+        """
+        model = self._model()
+        if model is None:
+            raise BindingError("the model of this binding was freed")
+        return model
+
+    @property
+    def receipt(self) -> Receipt:
+        """What runs now: the plan, and every site that was changed since."""
+        return Receipt(self.plan, self.verified, self.sequence_parallel, dict(self._changes.changed()))
 
     @property
     def active(self) -> bool:
         """Whether the model runs the plan's kernels now."""
-        return binding_of(self.model) is self
+        model = self._model()
+        return model is not None and binding_of(model) is self
 
     def undo(self) -> None:
-        """Restore the model exactly as it was before.
+        """Give the model its own code back. What somebody else has set on it since stays.
 
         Raises:
-            BindingError: already undone, or something replaced a bound attribute since, which undoing would lose.
+            BindingError: already undone, or the model runs sequence-parallel on top of it.
         """
         if not self.active:
             raise BindingError("this binding is not in force any more; it was undone before")
-        outermost = {change.place: change for change in self._changes}.values()
-        replaced = [what for change in outermost if (what := change.overridden())]
-        if replaced:
-            raise BindingError(
-                f"undo would lose changes made after bind: {'; '.join(dict.fromkeys(replaced))}. Take those back first"
-            )
-        _revert(self._changes)
+        if self.sequence_parallel:
+            raise BindingError(f"the model runs sequence-parallel ({self.sequence_parallel}): undo() that first")
+        self._changes.revert()
 
     def __enter__(self) -> Binding:
         return self
@@ -64,29 +83,13 @@ class Binding:
             self.undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        twin = Binding(copy.deepcopy(self.model, memo), self.plan, [], self.receipt)
-        memo[id(self)] = twin
-        twin._changes = [copy.deepcopy(change, memo) for change in self._changes]
-        return twin
+        duplicate = Binding(copy.deepcopy(self.model, memo), self.plan, ChangeSet(), self.verified)
+        memo[id(self)] = duplicate
+        duplicate._changes = copy.deepcopy(self._changes, memo)
+        return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise BoundModelPickleError(_NO_PICKLE)
-
-
-class _PickleGuard:
-    """Stands in every changed module, so that pickling it fails instead of losing its kernel."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise BoundModelPickleError(_NO_PICKLE)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PickleGuard:
-        return _PickleGuard()
-
-
-_NO_PICKLE = (
-    "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
-    "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
-)
+        raise BoundModelPickleError(NO_PICKLE)
 
 
 def binding_of(model: nn.Module) -> Binding | None:
@@ -100,11 +103,13 @@ def bind(
     *,
     registry: Registry | None = None,
     verify: bool = False,
+    on_change: str | None = None,
 ) -> Binding:
     """Put the plan's kernels into ``model``, and into no other model.
 
     Given a config, the plan is made first, and all ranks of a distributed job must agree on it. With ``verify`` every
-    chosen kernel first runs through its op's contract on the model's device and in its dtype.
+    chosen kernel first runs through its op's contract on the model's device and in its dtype. ``on_change`` overrides
+    the config's (see :class:`veomni_core.OpsConfig`).
 
     Raises:
         BindingError: the model is bound already, or transformers would replace the kernels again.
@@ -114,37 +119,37 @@ def bind(
     """
     _refuse_unbindable(model)
     if isinstance(plan_or_config, Plan):
-        plan = plan_or_config
         registry = registry or discover()
-        return apply_plan(model, agree_on_plan(lambda: plan), registry, verify=verify)
+        plan = agree_on_plan(lambda: plan_or_config)
+        return apply_plan(model, plan, registry, verify=verify, on_change=on_change or "raise")
     config = plan_or_config
     if not isinstance(config, OpsConfig):
         config = OpsConfig.from_dict(config, registry)
     registry = registry or config.registry
     plan = agree_on_plan(lambda: make_plan(model, config, registry=registry))
-    return apply_plan(model, plan, registry, verify=verify)
+    return apply_plan(model, plan, registry, verify=verify, on_change=on_change or config.on_change)
 
 
-def apply_plan(model: nn.Module, plan: Plan, registry: Registry, *, verify: bool = False) -> Binding:
+def apply_plan(
+    model: nn.Module, plan: Plan, registry: Registry, *, verify: bool = False, on_change: str = "raise"
+) -> Binding:
     """:func:`bind` for a plan that all ranks already have."""
     _refuse_unbindable(model)
     kernels = {planned.spec.key: planned.spec.load() for planned in plan.kernels}
     verified = tuple(_verify(planned.spec, model, registry) for planned in plan.kernels) if verify else ()
-    receipt = Receipt(plan, verified)
-    changes: list[Change] = []
+    changes = ChangeSet(on_change)
+    binding = Binding(model, plan, changes, verified)
     try:
-        _apply(AttributeChange(model, _BINDING, Binding(model, plan, changes, receipt)), changes)
+        changes.apply(AttributeChange(model, _BINDING, binding))
         for change in hub_kernels.kept_out_of(model):
-            _apply(change, changes)
+            changes.apply(change)
         for rule in registry.site_rules:
             _install(model, plan, rule, kernels, changes)
-        for module in {id(change.target): change.target for change in _module_changes(changes)}.values():
-            _apply(AttributeChange(module, _GUARD, _PickleGuard()), changes)
     except BaseException:
-        _revert(changes)
+        changes.revert()
         raise
     _warn_of_sites_left_eager(plan)
-    return vars(model)[_BINDING]  # type: ignore[no-any-return]
+    return binding
 
 
 def _install(
@@ -152,7 +157,7 @@ def _install(
     plan: Plan,
     rule: SiteRule,
     kernels: Mapping[tuple[str, str, str], Callable[..., Any]],
-    changes: list[Change],
+    changes: ChangeSet,
 ) -> None:
     locator = locator_of(rule)
     for op in plan.ops:
@@ -167,21 +172,7 @@ def _install(
             else:
                 continue
             for change in locator.install(model, site, kernel):
-                _apply(change, changes)
-
-
-def _apply(change: Change, changes: list[Change]) -> None:
-    change.apply()
-    changes.append(change)
-
-
-def _revert(changes: list[Change]) -> None:
-    while changes:
-        changes.pop().revert()
-
-
-def _module_changes(changes: list[Change]) -> list[AttributeChange]:
-    return [c for c in changes if isinstance(c, AttributeChange) and isinstance(c.target, nn.Module)]
+                changes.apply(change, site.path)
 
 
 def _refuse_unbindable(model: nn.Module) -> None:

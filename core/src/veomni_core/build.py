@@ -72,7 +72,7 @@ def build_foundation_model(
         model = skeleton
     else:
         model = _random_model(model_class, config, dtype, device, trust_remote_code)
-    apply_plan(model, plan, ops.registry)
+    apply_plan(model, plan, ops.registry, on_change=ops.on_change)
     return model  # type: ignore[no-any-return]
 
 

@@ -18,6 +18,7 @@ from veomni_core.spec import EAGER, OpSpec
 
 AUTO = "auto"
 DEFAULT = "default"
+ON_CHANGE = ("raise", "eager")
 REMOVED_VARIABLES = {
     "VEOMNI_USE_LIGER_KERNEL": "rms_norm_implementation, rotary_pos_emb_implementation, swiglu_mlp_implementation and "
     "cross_entropy_loss_implementation",
@@ -60,6 +61,8 @@ class OpsConfig:
     """The choice for every registered op. ``backend`` is ``hf`` where ``MODELING_BACKEND=hf`` turns binding off.
 
     ``profile`` gives measured milliseconds, ``{op: {kernel: ms}}``; ``auto`` then takes the fastest it lists.
+    ``on_change`` says what follows when a bound module's settings change, on which the proof of its site rests:
+    ``raise`` an error, or let the module run its own code (``eager``), with a warning and a line in the receipt.
     """
 
     preset: str
@@ -67,6 +70,7 @@ class OpsConfig:
     registry: Registry = field(repr=False, compare=False)
     backend: str = "veomni"
     profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    on_change: str = "raise"
 
     @classmethod
     def from_yaml(cls, path: str | Path, registry: Registry | None = None) -> OpsConfig:
@@ -89,14 +93,17 @@ class OpsConfig:
         fields = dict(_ops_section(data))
         preset = fields.pop("preset", "gpu")
         profile = fields.pop("profile", {})
+        on_change = fields.pop("on_change", "raise")
         presets = _presets(registry)
         if str(preset) not in presets:
             raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
+        if on_change not in ON_CHANGE:
+            raise UnknownNameError(f"on_change: {on_change!r} is unknown. {did_you_mean(str(on_change), ON_CHANGE)}")
         _check_profile(profile, registry)
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
             if name not in by_field:
-                nearest = did_you_mean(str(name), [*by_field, "preset", "profile"])
+                nearest = did_you_mean(str(name), [*by_field, "preset", "profile", "on_change"])
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         _warn_of_removed_variables(environ)
         return cls(
@@ -110,6 +117,7 @@ class OpsConfig:
             registry=registry,
             backend=_modeling_backend(environ),
             profile=profile,
+            on_change=on_change,
         )
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:

@@ -70,6 +70,10 @@ class BindingError(VeOmniError, RuntimeError):
     """The code that binds or unbinds must act: the model is not in the state that the call needs."""
 
 
+class SiteChangedError(BindingError):
+    """A bound module's settings were changed, on which the proof that its kernel computes the same rests."""
+
+
 class SlotInUseError(BindingError):
     """A slot shared by a whole module or class already serves another model."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes import AttributeChange
 from veomni_core.errors import BindingError
-from veomni_core.sites.site import AttributeChange
 
 _METHODS = ("set_use_kernels", "kernelize")  # the second is where use_kernels = True leads before transformers 5.17
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from veomni_core.plan import OpDecision, Plan
@@ -15,12 +16,14 @@ class Receipt:
     """The account of one binding.
 
     ``verified`` names the kernels that were run against their contract here. ``sequence_parallel`` says how the
-    attention runs over several ranks, and is empty where it doesn't.
+    attention runs over several ranks, and is empty where it doesn't. ``changed`` says, by module path, why a bound site
+    does not run its kernel any more.
     """
 
     plan: Plan
     verified: tuple[str, ...] = ()
     sequence_parallel: str = ""
+    changed: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; ``ops`` lists one mapping per op, with ``eager`` naming each site that no kernel took."""
@@ -30,6 +33,7 @@ class Receipt:
             "assumptions": list(self.plan.assumptions),
             "verified": list(self.verified),
             "sequence_parallel": self.sequence_parallel,
+            "changed": dict(self.changed),
             "kernels": [
                 {"kernel": str(k.spec), "factory": k.spec.factory, "distribution": k.distribution, "version": k.version}
                 for k in self.plan.kernels
@@ -57,6 +61,8 @@ class Receipt:
         title = f"Bound on {self.plan.hardware.describe()}, plan {self.plan.sha256[:12]}"
         if self.sequence_parallel:
             title += f"\nThe attention runs sequence-parallel: {self.sequence_parallel}"
+        for path, what in self.changed.items():
+            title += f"\nChanged since: {path}: {what}"
         return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
 
     def __str__(self) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from veomni_core.binding import binding_of
+from veomni_core.changes import AttributeChange, Change, ChangeSet, ForwardChange
 from veomni_core.errors import BindingError, BoundModelPickleError
 from veomni_core.sequence_parallel.agreement import check_batches_agree
 from veomni_core.sequence_parallel.attention import Attention, packing_of, ulysses_attention, whole_mask
@@ -24,7 +23,6 @@ from veomni_core.sequence_parallel.losses import sum_over_ranks, whole_sequence
 from veomni_core.sequence_parallel.refusals import attention_site, balancing_sites, reads_positions_from_mask
 from veomni_core.sites.attention import config_changes
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
-from veomni_core.sites.site import AttributeChange, Change
 
 _IN_FORCE = "_veomni_sequence_parallel"
 _BALANCING = "load_balancing_loss_func"
@@ -36,7 +34,7 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, group: ProcessGroup, attention: str) -> None:
         self.model, self.group, self.attention = model, group, attention
-        self._changes: list[Change] = []
+        self._changes = ChangeSet()
         self._whole: WholeSequence | None = None
         self._batches_agree = False
 
@@ -57,15 +55,11 @@ class SequenceParallel:
         """Restore the model exactly as it was before.
 
         Raises:
-            BindingError: already undone, or something replaced a changed attribute since, which undoing would lose.
+            BindingError: already undone.
         """
         if vars(self.model).get(_IN_FORCE) is not self:
             raise BindingError("this sequence parallelism is not in force any more; it was undone before")
-        outermost = {change.place: change for change in self._changes}.values()
-        replaced = [what for change in outermost if (what := change.overridden())]
-        if replaced:
-            raise BindingError(f"undo would lose changes made since: {'; '.join(replaced)}. Take those back first")
-        self._revert()
+        self._changes.revert()
 
     def __enter__(self) -> SequenceParallel:
         return self
@@ -87,15 +81,10 @@ class SequenceParallel:
     def _apply(self, changes: Iterable[Change]) -> None:
         try:
             for change in changes:
-                change.apply()
-                self._changes.append(change)
+                self._changes.apply(change)
         except BaseException:
-            self._revert()
+            self._changes.revert()
             raise
-
-    def _revert(self) -> None:
-        while self._changes:
-            self._changes.pop().revert()
 
 
 def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> SequenceParallel:
@@ -147,15 +136,14 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
         forward = current_forward(module)
         function = dict(global_functions(forward))[_BALANCING]
         forward = with_globals(forward, {_BALANCING: _balancing(function, state)})
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield ForwardChange(module, forward)
     if "labels" in inspect.signature(type(model).forward).parameters:
         yield AttributeChange(model, "_loss_function", _causal_loss(model.loss_function, state))  # type: ignore[arg-type]
     owner = model.get_submodule(path)
     forward = _whole_forward(current_forward(model), state, by_lengths, lambda: _check_in_force(owner, name))
-    yield AttributeChange(model, "forward", MethodType(forward, model))
+    yield ForwardChange(model, forward)
     if binding := binding_of(model):
-        receipt = dataclasses.replace(binding.receipt, sequence_parallel=state.describe())
-        yield AttributeChange(binding, "receipt", receipt)
+        yield AttributeChange(binding, "sequence_parallel", state.describe())
 
 
 def _check_in_force(owner: Any, name: str) -> None:

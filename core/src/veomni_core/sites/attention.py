@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes import AttributeChange, Change
 from veomni_core.ops.attention import FEATURES_OF_OPTIONS
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # transformers builds the mask that a kernel takes by the kernel's name; a kernel of ours says whose mask it takes in

@@ -10,18 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from veomni_core.changes import AttributeChange, Change, ForwardChange
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.head_twin import IGNORED, VOCABULARY, head_twin
 from veomni_core.sites.lazy_logits import DEFER, LazyLogits, LogitsRequest, LossRequest
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 
 class CausalLosses:
@@ -48,8 +48,8 @@ class CausalLosses:
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
     head = module.get_output_embeddings()
     yield AttributeChange(head, DEFER, False)
-    yield AttributeChange(head, "forward", MethodType(_deferring_head(current_forward(head), kernel), head))
-    yield AttributeChange(module, "forward", MethodType(_deferring_model(current_forward(module)), module))
+    yield ForwardChange(head, _deferring_head(current_forward(head), kernel))
+    yield ForwardChange(module, _deferring_model(current_forward(module)))
 
 
 def _takes_labels(module: nn.Module) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from veomni_core.changes import AttributeChange, Change
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _SINGLE_LABEL = "single_label_classification"
 

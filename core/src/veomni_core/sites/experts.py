@@ -11,16 +11,16 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.moe_experts import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.expert_layouts import LAYOUTS, Forward
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _KNOWN = (*_WEIGHTS, "gate_up_proj_bias", "down_proj_bias")
@@ -45,7 +45,7 @@ class ExpertsModules:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = LAYOUTS[site.detail["layout"]].forward_with(kernel)
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield ForwardChange(module, forward)
 
 
 def _prove(module: nn.Module) -> tuple[str | None, str, str]:

@@ -11,14 +11,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites import probe
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _HIDDEN, _INTERMEDIATE = 8, 12
 Modules = dict[str, Any]
@@ -56,7 +56,7 @@ class GatedMlpModules:
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
-        yield AttributeChange(module, "forward", MethodType(_gated(kernel, tuple(site.detail["layout"])), module))
+        yield ForwardChange(module, _gated(kernel, tuple(site.detail["layout"])))
 
 
 def _gated(kernel: Kernel, layout: Layout) -> Kernel:

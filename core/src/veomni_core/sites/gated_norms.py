@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.rms_norm_gated import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.norm_proof import Inputs, eps_of, prove_norm
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _WIDTH, _GROUP = 16, 8
 
@@ -39,7 +39,7 @@ class GatedNormModules:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = _gated(kernel, site.detail["eps"], site.detail["group_size"])
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield ForwardChange(module, forward)
 
 
 def _gated(kernel: Kernel, eps: float, group_size: int | None) -> Kernel:

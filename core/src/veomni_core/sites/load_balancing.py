@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _NAME = "load_balancing_loss_func"
 _EXPERTS, _TOP_K, _BATCH, _LENGTH = 9, 2, 2, 5
@@ -33,7 +33,7 @@ class LoadBalancingFunctions:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = with_globals(current_forward(module), {_NAME: kernel})
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield ForwardChange(module, forward)
 
 
 def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.norm_proof import Inputs, eps_of, prove_norm
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
 _WIDTH = 16
@@ -42,7 +42,7 @@ class NormModules:
         module, eps = model.get_submodule(site.path), site.detail["eps"]
         weighted = module._parameters.get("weight") is not None
         forward = (_weighted if weighted else _unweighted)(kernel, eps)
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield ForwardChange(module, forward)
 
 
 def _weighted(kernel: Kernel, eps: float) -> Kernel:

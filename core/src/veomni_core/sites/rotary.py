@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from types import MethodType
 from typing import Any
 
 from torch import nn
 
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.sites import probe, rotary_embeddings, rotary_trace
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.rotary_proof import Proofs, Verdict
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 
 _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 
@@ -34,7 +34,7 @@ class RotaryFunctions:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = with_globals(current_forward(module), {site.detail["function"]: kernel})
-        yield AttributeChange(module, "forward", MethodType(forward, module))
+        yield ForwardChange(module, forward)
 
 
 def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...], proofs: Proofs) -> Iterator[Site]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from veomni_core.changes import Change
 from veomni_core.spec import EAGER
 
 Kernel = Callable[..., Any]
@@ -38,23 +39,6 @@ class Site:
         object.__setattr__(self, "needs", tuple(self.needs))
 
 
-class Change(Protocol):
-    """One reversible change to a model."""
-
-    def apply(self) -> None:
-        """Make the change."""
-
-    def revert(self) -> None:
-        """Restore what was there before :meth:`apply`, exactly."""
-
-    def overridden(self) -> str:
-        """What somebody else has put in the place of this change, or an empty string."""
-
-    @property
-    def place(self) -> Hashable:
-        """What is changed; a later change of the same place hides this one."""
-
-
 class SiteLocator(Protocol):
     """Finds the sites of one rule, and puts kernels there."""
 
@@ -66,43 +50,3 @@ class SiteLocator(Protocol):
 
         ``kernel`` is ``None`` only for rules with ``installs_eager``: select the op's eager code.
         """
-
-
-class _Missing:
-    """Marks an attribute that was not there; one object in every process and every copy."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
-        return self
-
-
-_MISSING = _Missing()
-
-
-class AttributeChange:
-    """Sets an attribute of one object, in the object's own ``__dict__``.
-
-    For a module's ``forward`` this shadows the class's method for that one instance.
-    """
-
-    def __init__(self, target: Any, name: str, value: Any) -> None:
-        self.target, self.name, self.value = target, name, value
-        self._before: Any = _MISSING
-
-    def apply(self) -> None:
-        self._before = vars(self.target).get(self.name, _MISSING)
-        vars(self.target)[self.name] = self.value
-
-    @property
-    def place(self) -> Hashable:
-        return (id(self.target), self.name)
-
-    def overridden(self) -> str:
-        if vars(self.target).get(self.name) is self.value:
-            return ""
-        return f"{type(self.target).__name__}.{self.name} was replaced since"
-
-    def revert(self) -> None:
-        if self._before is _MISSING:
-            vars(self.target).pop(self.name, None)
-        else:
-            vars(self.target)[self.name] = self._before

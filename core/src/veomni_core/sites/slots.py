@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes import AttributeChange, Change
 from veomni_core.sites.probe import parameter_dtype
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.sites.site import Kernel, Site
 from veomni_core.slot import OpSlot
 
 _DECLARED = "declared by the modeling code"

@@ -9,7 +9,8 @@ from torch import nn
 from transformers.activations import GELUTanh, NewGELUActivation
 
 from acme_gelu.contract import tanh
-from veomni_core.sites.site import AttributeChange, Change, Kernel, Site
+from veomni_core.changes import AttributeChange, Change
+from veomni_core.sites.site import Kernel, Site
 
 
 class GeluModules:
