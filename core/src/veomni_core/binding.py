@@ -104,12 +104,13 @@ def bind(
     registry: Registry | None = None,
     verify: bool = False,
     on_change: str | None = None,
+    training_logits: str | None = None,
 ) -> Binding:
     """Put the plan's kernels into ``model``, and into no other model.
 
     Given a config, the plan is made first, and all ranks of a distributed job must agree on it. With ``verify`` every
-    chosen kernel first runs through its op's contract on the model's device and in its dtype. ``on_change`` overrides
-    the config's (see :class:`veomni_core.OpsConfig`).
+    chosen kernel first runs through its op's contract on the model's device and in its dtype. ``on_change`` and
+    ``training_logits`` override the config's (see :class:`veomni_core.OpsConfig`).
 
     Raises:
         BindingError: the model is bound already, or transformers would replace the kernels again.
@@ -121,23 +122,37 @@ def bind(
     if isinstance(plan_or_config, Plan):
         registry = registry or discover()
         plan = agree_on_plan(lambda: plan_or_config)
-        return apply_plan(model, plan, registry, verify=verify, on_change=on_change or "raise")
+        options = {"on_change": on_change or "raise", "training_logits": training_logits or "deferred"}
+        return apply_plan(model, plan, registry, verify=verify, **options)
     config = plan_or_config
     if not isinstance(config, OpsConfig):
         config = OpsConfig.from_dict(config, registry)
     registry = registry or config.registry
     plan = agree_on_plan(lambda: make_plan(model, config, registry=registry))
-    return apply_plan(model, plan, registry, verify=verify, on_change=on_change or config.on_change)
+    return apply_plan(
+        model,
+        plan,
+        registry,
+        verify=verify,
+        on_change=on_change or config.on_change,
+        training_logits=training_logits or config.training_logits,
+    )
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, registry: Registry, *, verify: bool = False, on_change: str = "raise"
+    model: nn.Module,
+    plan: Plan,
+    registry: Registry,
+    *,
+    verify: bool = False,
+    on_change: str = "raise",
+    training_logits: str = "deferred",
 ) -> Binding:
     """:func:`bind` for a plan that all ranks already have."""
     _refuse_unbindable(model)
     kernels = {planned.spec.key: planned.spec.load() for planned in plan.kernels}
     verified = tuple(_verify(planned.spec, model, registry) for planned in plan.kernels) if verify else ()
-    changes = ChangeSet(on_change)
+    changes = ChangeSet(on_change, training_logits)
     binding = Binding(model, plan, changes, verified)
     try:
         changes.apply(AttributeChange(model, _BINDING, binding))

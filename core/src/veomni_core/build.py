@@ -72,7 +72,7 @@ def build_foundation_model(
         model = skeleton
     else:
         model = _random_model(model_class, config, dtype, device, trust_remote_code)
-    apply_plan(model, plan, ops.registry, on_change=ops.on_change)
+    apply_plan(model, plan, ops.registry, on_change=ops.on_change, training_logits=ops.training_logits)
     return model  # type: ignore[no-any-return]
 
 

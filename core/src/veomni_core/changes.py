@@ -152,8 +152,8 @@ class BoundClasses:
     ``changed`` lists, by module path, what was changed after bind so that a site runs its own code again.
     """
 
-    def __init__(self, on_change: str = "raise") -> None:
-        self.on_change = on_change
+    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
+        self.on_change, self.training_logits = on_change, training_logits
         self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.changed: dict[str, str] = {}
         self.copied: dict[type[nn.Module], type[nn.Module]] = {}
@@ -166,11 +166,17 @@ class BoundClasses:
             self._made[key] = _subclass(eager, forward, guarded, self)
         return self._made[key]
 
+    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
+        """Bind ``module``, which took a bound module's place, until the binding is undone."""
+        eager = type(module)
+        module.__class__ = self.of(eager, forward, frozenset())
+        self.paths[module] = path
+
     def note(self, path: str, what: str) -> None:
-        """Record, and say once, that the site at ``path`` runs its own code since ``what``."""
+        """Record, and say once, why the site at ``path`` does not run its kernel."""
         if path not in self.changed:
             self.changed[path] = what
-            logger.warning("%s runs its own code from now on: %s", path, what)
+            logger.warning("%s: %s", path, what)
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Called before the guarded attribute ``name`` of ``module`` changes; raises where the config says so."""
@@ -186,6 +192,9 @@ class BoundClasses:
 
     def retire(self) -> None:
         """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
+        for module in list(self.paths):
+            if type(module) in self._made.values():
+                module.__class__ = eager_class(type(module))
         for bound in self._made.values():
             for name in ("forward", "__setattr__", "__delattr__"):
                 if name in vars(bound):
@@ -193,7 +202,7 @@ class BoundClasses:
             setattr(bound, _MADE_BY, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundClasses:
-        duplicate = BoundClasses(self.on_change)
+        duplicate = BoundClasses(self.on_change, self.training_logits)
         memo[id(self)] = duplicate
         duplicate.changed = dict(self.changed)
         for module, path in self.paths.items():
@@ -204,8 +213,8 @@ class BoundClasses:
 class ChangeSet:
     """Changes that are made, and taken back, together."""
 
-    def __init__(self, on_change: str = "raise") -> None:
-        self.classes = BoundClasses(on_change)
+    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
+        self.classes = BoundClasses(on_change, training_logits)
         self._changes: list[Change] = []
 
     def __iter__(self) -> Iterator[Change]:

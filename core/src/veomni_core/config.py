@@ -19,6 +19,7 @@ from veomni_core.spec import EAGER, OpSpec
 AUTO = "auto"
 DEFAULT = "default"
 ON_CHANGE = ("raise", "eager")
+TRAINING_LOGITS = ("deferred", "computed", "none")
 REMOVED_VARIABLES = {
     "VEOMNI_USE_LIGER_KERNEL": "rms_norm_implementation, rotary_pos_emb_implementation, swiglu_mlp_implementation and "
     "cross_entropy_loss_implementation",
@@ -63,6 +64,8 @@ class OpsConfig:
     ``profile`` gives measured milliseconds, ``{op: {kernel: ms}}``; ``auto`` then takes the fastest it lists.
     ``on_change`` says what follows when a bound module's settings change, on which the proof of its site rests:
     ``raise`` an error, or let the module run its own code (``eager``), with a warning and a line in the receipt.
+    ``training_logits`` says what ``outputs.logits`` are in a training step whose loss is fused: a tensor that is
+    computed when it is first read (``deferred``), ``computed`` in each step, or ``none``.
     """
 
     preset: str
@@ -71,6 +74,7 @@ class OpsConfig:
     backend: str = "veomni"
     profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     on_change: str = "raise"
+    training_logits: str = "deferred"
 
     @classmethod
     def from_yaml(cls, path: str | Path, registry: Registry | None = None) -> OpsConfig:
@@ -93,17 +97,16 @@ class OpsConfig:
         fields = dict(_ops_section(data))
         preset = fields.pop("preset", "gpu")
         profile = fields.pop("profile", {})
-        on_change = fields.pop("on_change", "raise")
+        on_change = _one_of(fields, "on_change", ON_CHANGE)
+        training_logits = _one_of(fields, "training_logits", TRAINING_LOGITS)
         presets = _presets(registry)
         if str(preset) not in presets:
             raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
-        if on_change not in ON_CHANGE:
-            raise UnknownNameError(f"on_change: {on_change!r} is unknown. {did_you_mean(str(on_change), ON_CHANGE)}")
         _check_profile(profile, registry)
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
             if name not in by_field:
-                nearest = did_you_mean(str(name), [*by_field, "preset", "profile", "on_change"])
+                nearest = did_you_mean(str(name), [*by_field, "preset", "profile", "on_change", "training_logits"])
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         _warn_of_removed_variables(environ)
         return cls(
@@ -118,6 +121,7 @@ class OpsConfig:
             backend=_modeling_backend(environ),
             profile=profile,
             on_change=on_change,
+            training_logits=training_logits,
         )
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
@@ -137,6 +141,14 @@ def _ops_section(data: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(model, Mapping) or model.get("ops_implementation") is None:
         raise MissingOpsImplementationError(f"model.ops_implementation is missing. {_SAY_SO}")
     return _ops_section(model["ops_implementation"])
+
+
+def _one_of(fields: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
+    """Take the setting ``name`` out of ``fields``; the first of ``values`` where it is not written."""
+    value = fields.pop(name, values[0])
+    if value not in values:
+        raise UnknownNameError(f"{name}: {value!r} is unknown. {did_you_mean(str(value), values)}")
+    return str(value)
 
 
 _SAY_SO = (

@@ -74,6 +74,10 @@ class SiteChangedError(BindingError):
     """A bound module's settings were changed, on which the proof that its kernel computes the same rests."""
 
 
+class LogitsGoneError(BindingError):
+    """The logits of a training step were read when what they are computed from was not there any more."""
+
+
 class SlotInUseError(BindingError):
     """A slot shared by a whole module or class already serves another model."""
 

@@ -1,26 +1,26 @@
 """cross_entropy_loss/causal sites: language models whose loss is the cross entropy of an output projection's logits.
 
-The fused kernel needs the hidden states and the head's weight, while a model hands logits to a loss. So, in training
-with labels, the bound head gives :class:`LazyLogits`, which ask it for the loss when a cross entropy is taken of them.
-The head runs as the module that it is, with its hooks, so a sharded weight is whole where the kernel reads it.
+The fused kernel needs the hidden states and the head's weight, while a model gives its logits to a loss. So, in
+training with labels, the bound head gives logits that are not computed yet, and a cross entropy of them calls the
+kernel.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes import AttributeChange, Change, ForwardChange
+from veomni_core.changes import Change, ChangeSet, ForwardChange
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward
+from veomni_core.sites.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.head_twin import IGNORED, VOCABULARY, head_twin
-from veomni_core.sites.lazy_logits import DEFER, LazyLogits, LogitsRequest, LossRequest
 from veomni_core.sites.site import Kernel, Site
 
 
@@ -46,61 +46,19 @@ class CausalLosses:
 
 
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
-    head = module.get_output_embeddings()
-    yield AttributeChange(head, DEFER, False)
-    yield ForwardChange(head, _deferring_head(current_forward(head), kernel))
-    yield ForwardChange(module, _deferring_model(current_forward(module)))
+    head, fused = module.get_output_embeddings(), FusedHead(kernel)
+    yield ForwardChange(head, fused.head_forward(current_forward(head)))
+    yield ForwardChange(module, fused.model_forward(current_forward(module)))
 
 
 def _takes_labels(module: nn.Module) -> bool:
-    return "labels" in inspect.signature(current_forward(module)).parameters
-
-
-def _deferring_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    _, *parameters = inspect.signature(original).parameters  # without self
-    labels_position = parameters.index("labels")
-
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = args[labels_position] if len(args) > labels_position else kwargs.get("labels")
-        if labels is None or not self.training:
-            return original(self, *args, **kwargs)
-        head = self.get_output_embeddings()
-        setattr(head, DEFER, True)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            setattr(head, DEFER, False)
-
-    return forward
-
-
-def _deferring_head(original: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
-    def forward(self: Any, input: Any) -> Any:
-        if isinstance(input, LossRequest):
-            return kernel(
-                input.hidden,
-                self.weight,
-                input.labels.to(input.hidden.device),
-                bias=self.bias,
-                ignore_index=input.ignore_index,
-                num_items_in_batch=input.items,
-                softcap=input.softcap,
-                scale=None if input.scale == 1.0 else input.scale,
-            )
-        if isinstance(input, LogitsRequest):
-            return original(self, input.hidden)
-        if getattr(self, DEFER):
-            return LazyLogits(input, self)
-        return original(self, input)
-
-    return forward
+    return "labels" in inspect.signature(type(module).forward).parameters
 
 
 def _prove(model: Any, head: Any) -> tuple[str | None, str]:
     """Run the model's own head and loss twice over a stand-in for its decoder: as they are, and bound."""
-    if not isinstance(head, nn.Linear):
-        return None, f"the output projection is {type(head).__name__}, expected a plain linear"
+    if why_not := _why_not_replaced(model) or why_not_plain(head):
+        return None, why_not
     with probe.seeded():
         hidden = probe.random(2, 5, _decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
@@ -114,6 +72,15 @@ def _prove(model: Any, head: Any) -> tuple[str | None, str]:
             if why_not:
                 return None, why_not
     return "causal", "its own head, run on a stand-in for the decoder, gave the reference's loss and gradients"
+
+
+def _why_not_replaced(model: nn.Module) -> str:
+    """Why the forward that runs is not the class's, which is what a binding replaces; empty where it is."""
+    own = vars(model).get("forward")
+    if own is None:
+        return ""
+    function = getattr(own, "__func__", getattr(own, "func", own))
+    return f"its forward was replaced on the model itself, by {function.__module__}.{function.__qualname__}: bind first"
 
 
 def _decoder_width(model: Any, head: nn.Linear) -> int:
@@ -144,17 +111,15 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, o
         calls.append(states.shape[0])
         return reference(states, *args, **kwargs)  # type: ignore[no-any-return]
 
-    changes: list[Change] = []
+    changes = ChangeSet()
 
     def run_bound() -> Tensor:
         for change in _changes(twin, counted):
-            change.apply()
-            changes.append(change)
+            changes.apply(change)
         return run()
 
     fused, why_not = probe.attempt(run_bound)
-    for change in reversed(changes):
-        change.revert()
+    changes.revert()
     if why_not:
         return f"with its logits deferred: {why_not}"
     if len(calls) != 1:

@@ -1,0 +1,116 @@
+"""One call of an output projection whose logits are not computed yet.
+
+Shape suffixes: ``H`` hidden width, ``V`` vocabulary, ``...`` positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from veomni_core.errors import LogitsGoneError
+
+Kernel = Callable[..., Tensor]
+
+_READ_FIRST = (
+    "Read outputs.logits before that, call the model in eval() or without labels, or write `training_logits: computed` "
+    "under ops_implementation to have them in every training step"
+)
+# Writing through `.data` does not move autograd's version counter, so this many of the weight's numbers are compared.
+_SAMPLED = 64
+
+
+class HeadCall:
+    """The values of one call: ``hidden[..., H]``, ``weight[V, H]``, ``bias[V]`` and the autocast state.
+
+    ``inputs`` are detached leaves over the same memory; a fused loss sends its gradients to them. ``open`` is whether
+    the model's forward still runs: only then a loss is fused. ``fused`` counts the losses that were. ``head`` is the
+    module that was called; FSDP2 is asked through it for a weight that it has sharded again.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, head: nn.Module | None = None
+    ) -> None:
+        self.kernel, self._head = kernel, head
+        self.open, self.fused = True, 0
+        self.hidden, self.weight, self.bias = (None if each is None else _leaf(each) for each in (hidden, weight, bias))
+        self.device = hidden.device
+        kind = hidden.device.type
+        self._autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.dtype = self._autocast_dtype or hidden.dtype
+        self._versions = self._current_versions()
+        self._sample = _sample(weight)
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """Hidden states, weight and bias."""
+        return self.hidden, self.weight, self.bias
+
+    def compute_logits(self) -> Tensor:
+        """``[..., V]``, as the head's own code would have computed them in the call, without a graph.
+
+        Raises:
+            LogitsGoneError: the weight or the hidden states are not those of the call any more.
+        """
+        self._check()
+        with torch.no_grad(), self._autocast(self._autocast_dtype):
+            return F.linear(*self.inputs)  # type: ignore[arg-type]
+
+    def fused_loss(self, rows: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """The kernel's loss of ``rows[T, H]`` against ``labels[T]``, in a graph that ends at ``inputs``."""
+        self.fused += 1
+        weight, bias = self.weight, self.bias
+        with self._gathered(), self._autocast(None):
+            if self._autocast_dtype is not None:
+                rows, weight = rows.to(self.dtype), weight.to(self.dtype)  # type: ignore[union-attr]
+                bias = None if bias is None else bias.to(self.dtype)
+            return self.kernel(rows, weight, labels.to(self.device), bias=bias, **options)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """With the whole weight in memory: a head that FSDP2 shards on its own is sharded again after its forward."""
+        if self._has_weight() or not isinstance(self._head, FSDPModule):
+            yield
+            return
+        self._head.unshard()
+        try:
+            yield
+        finally:
+            self._head.reshard()
+
+    def _has_weight(self) -> bool:
+        return not self.weight.numel() or self.weight.untyped_storage().size() > 0  # type: ignore[union-attr]
+
+    def _autocast(self, dtype: torch.dtype | None) -> Any:
+        if not torch.amp.is_autocast_available(self.device.type):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+    def _current_versions(self) -> list[int | None]:
+        # Tensors of inference mode have no version; they can't be written outside of it.
+        return [None if each is None or each.is_inference() else each._version for each in self.inputs]
+
+    def _check(self) -> None:
+        if not self._has_weight():
+            what = "the output projection's weight was sharded again since"
+        elif self._versions != self._current_versions() or not torch.equal(_sample(self.weight), self._sample):
+            what = "the output projection's weight was changed since, by optimizer.step() for instance"
+        else:
+            return
+        raise LogitsGoneError(f"the logits of this training step were not computed, and {what}. {_READ_FIRST}")
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _sample(weight: Any) -> Tensor:
+    """Some of the numbers in ``weight[V, H]``: one of every so many, at a column that moves with them."""
+    rows = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // _SAMPLED), device=weight.device)
+    return weight.detach()[rows, rows % weight.shape[1]]  # type: ignore[no-any-return]
