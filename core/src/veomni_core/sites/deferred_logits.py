@@ -25,6 +25,7 @@ from veomni_core.sites.head_call import HeadCall
 from veomni_core.sites.logit_steps import Step
 
 aten = torch.ops.aten
+_REDUCTIONS = ("none", "mean", "sum")  # as aten numbers them
 
 
 class DeferredLogits(DeferredTensor):
@@ -131,7 +132,7 @@ class _FusedLoss:
         Autograd itself is off while a deferred tensor's operator is dispatched.
         """
         log_probabilities = torch.log_softmax(self.step.logits(), dim=-1)
-        how = (None, F._Reduction.get_enum(self.reduction), self.ignore_index)
+        how = (None, _REDUCTIONS.index(self.reduction), self.ignore_index)
         labels = self.labels.to(log_probabilities.device)
         _, items = aten.nll_loss_forward(log_probabilities, labels, *how)
         upstream = upstream.to(log_probabilities.dtype)
@@ -168,7 +169,7 @@ def fused_cross_entropy(
         return None
     if reduction not in ("mean", "sum"):
         return None
-    return _Loss.apply(input, _FusedLoss(step, target, ignore_index, reduction))  # type: ignore[no-any-return]
+    return _Loss.apply(input, _FusedLoss(step, target, ignore_index, reduction))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Loss(torch.autograd.Function):
@@ -218,4 +219,4 @@ def _summed(parts: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]
 
 def deferred_logits(call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``hidden[..., H] @ weight[V, H].T + bias[V]``, connected to autograd and not computed."""
-    return _Projection.apply(hidden, weight, bias, call)  # type: ignore[no-any-return]
+    return _Projection.apply(hidden, weight, bias, call)  # type: ignore[no-any-return,no-untyped-call]

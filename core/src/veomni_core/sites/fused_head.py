@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from veomni_core.changes import made_by
 from veomni_core.errors import BindingError
@@ -52,11 +52,8 @@ class FusedHead:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             labels = args[labels_position] if len(args) > labels_position else kwargs.get("labels")
             if torch.compiler.is_compiling():
-                return (
-                    traced(self, args, kwargs)
-                    if labels is not None and self.training
-                    else original(self, *args, **kwargs)
-                )
+                run = original if labels is None or not self.training else traced
+                return run(self, *args, **kwargs)
             if torch._C._are_functorch_transforms_active():
                 raise BindingError(_NO_TRANSFORMS)
             if labels is None or not self.training or torch.is_inference_mode_enabled():

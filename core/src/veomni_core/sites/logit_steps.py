@@ -140,5 +140,6 @@ class Step:
 
 def _takes_all(arguments: tuple[Any, ...]) -> bool:
     """Whether a slice's ``(dim, start, end, step)`` leaves nothing out."""
-    _, start, end, step = (*arguments, *(0, None, None, 1)[len(arguments) :])
+    given: tuple[Any, ...] = (*arguments, *(0, None, None, 1)[len(arguments) :])
+    _, start, end, step = given
     return not start and end in (None, 2**63 - 1) and step == 1
