@@ -154,7 +154,7 @@ def _install(
     kernels: Mapping[tuple[str, str, str], Callable[..., Any]],
     changes: list[Change],
 ) -> None:
-    locator = locator_of(rule)
+    locator = None  # loaded for a first site only: a plugin's rule that can't be imported harms no model without one
     for op in plan.ops:
         for decision in op.sites:
             site = decision.site
@@ -166,6 +166,7 @@ def _install(
                 kernel = None
             else:
                 continue
+            locator = locator or locator_of(rule)
             for change in locator.install(model, site, kernel):
                 _apply(change, changes)
 
