@@ -94,9 +94,7 @@ def test_naming_a_kernel_of_a_failed_plugin_gives_its_reason(install):
     )
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "mine"})
     sites = (Site("rms_norm", "norm", "norm modules", "standard", ""),)
-    with pytest.raises(
-        KernelUnavailableError, match=r"mine is provided by bad-plugin 1.0, which failed: op 'rms"
-    ):
+    with pytest.raises(KernelUnavailableError, match=r"mine is provided by bad-plugin 1.0, which failed: op 'rms"):
         make_plan(sites, config, hardware=Hardware.named("cpu"))
 
 
@@ -176,10 +174,11 @@ def test_the_order_does_not_depend_on_installation_or_hash_seed(install_healthy,
         "from veomni_core import discover; r = discover({}); "
         "print([p.name for p in r.plugins], [str(k) for k in r.kernels('rms_norm')], list(r.ops))"
     )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")]))
     outputs = {
         subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path / "site-packages")},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,

@@ -86,9 +86,7 @@ def test_a_plugin_s_rule_that_fails_is_left_out_and_every_model_is_bound_without
 def test_a_choice_that_needs_a_rule_that_failed_is_refused_with_its_reason(registry):
     rules = registry("raise KeyError('no such child')")
     ask = {"preset": "eager", "swiglu_mlp_implementation": {"*.special": "torch"}}
-    message = (
-        r"(?s)no swiglu_mlp site.*site rule 'acme rule' .* failed on ReLU: KeyError: 'no such child'.*acme"
-    )
+    message = r"(?s)no swiglu_mlp site.*site rule 'acme rule' .* failed on ReLU: KeyError: 'no such child'.*acme"
     with pytest.raises(NoSiteError, match=message):
         make_plan(nn.ReLU(), ask, registry=rules, hardware="cpu")
 

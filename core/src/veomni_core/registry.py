@@ -136,6 +136,14 @@ class Registry:
                 return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
         return f"{name} is not installed: pip install {published[name]}"
 
+    def describe_conflicts(self) -> tuple[str, ...]:
+        """One sentence for each kernel that more than one plugin claims."""
+        return tuple(
+            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither's is used; block one of "
+            "them with VEOMNI_PLUGINS_BLOCK"
+            for (op, variant, name), claimants in sorted(self.conflicts.items())
+        )
+
     def known_values(self, op: str) -> tuple[str, ...]:
         """Every kernel name that a config may hold for ``op``: registered, claimed twice, broken or only published."""
         failed = [spec for plugin in self.plugins if not plugin.healthy for spec in plugin.kernels]
