@@ -113,6 +113,16 @@ def test_attn_implementation_overrides_the_field(sources):
         assert "sdpa" in model.config._attn_implementation
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a refusal that a GPU with FlashAttention doesn't give")
+def test_a_retired_name_of_attention_means_the_kernel(sources):
+    name = "veomni_flash_attention_2_with_sp"
+    with (
+        pytest.warns(FutureWarning, match=f"attn_implementation: {name} is now called flash_attention_2"),
+        pytest.raises(KernelUnavailableError, match="attn_implementation: flash_attention_2 "),
+    ):
+        build_on_cpu(sources["config"], attn_implementation=name)
+
+
 def test_nothing_runs_all_eager_unasked(sources):
     with pytest.raises(MissingOpsImplementationError, match=r"needs ops_implementation, e\.g\. \{'preset': 'auto'\}"):
         build_foundation_model(sources["config"], init_device="cpu")
