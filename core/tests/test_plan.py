@@ -173,8 +173,7 @@ def test_named_hardware_lists_package_requirements_as_assumptions():
     assert plan("needy", sites=NORMS[:2], registry=needy).assumptions == ("rms_norm/standard:needy: flash-attn>=3",)
     table = plan("needy", sites=NORMS[:2], hardware="h200", registry=needy).table()
     assert table.endswith(
-        "assumed of cuda 9.0 (NVIDIA H200), since it is not this machine, to be installed there:\n"
-        "  rms_norm/standard:needy: flash-attn>=3"
+        "assumed of cuda 9.0 (NVIDIA H200), since it is not this machine:\n  rms_norm/standard:needy: flash-attn>=3"
     )
     assert "assumed" not in plan("eager", registry=needy).table()
     here = Hardware("cuda", 90, "NVIDIA H200", detected=True)

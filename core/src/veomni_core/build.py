@@ -68,6 +68,8 @@ def build_foundation_model(
             f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "
             "weights_path out for the shapes, or write init_device='cuda' or 'cpu' to load the weights"
         )
+    if weights_path is not None:
+        check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
     skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
@@ -90,6 +92,12 @@ def build_skeleton(
     return _random_model(  # type: ignore[no-any-return]
         _model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code
     )
+
+
+def check_weights(path: Path) -> None:
+    """Raise CheckpointError unless ``path`` is a folder that weights can be loaded from."""
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -133,8 +141,6 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
 def _load_weights(
     model_class: Any, config: Any, path: Path, dtype: torch.dtype, device: torch.device, trust: bool
 ) -> Any:
-    if not path.is_dir() or not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
         # Weights alone: transformers 5.23 looks for generation settings in the folder and fails on the missing file.

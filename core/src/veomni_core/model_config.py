@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
 
+_NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
 ConfigSource = str | Path | Mapping[str, Any] | PretrainedConfig
 
 
@@ -21,7 +24,8 @@ def load_model_config(
     """The config in ``source``: a ``config.json``, a folder with one, a Hub id, a mapping, or a config (copied).
 
     Raises:
-        UnknownNameError: a model type that transformers doesn't know; the message offers the nearest.
+        UnknownNameError: a model type that transformers doesn't know, or a mapping's key that its config doesn't; the
+            message offers the nearest.
         ConfigError: the config asks for remote code, or misses its ``model_type``.
         JobFileError: the file is missing or is not JSON.
         HostError: a Hub id whose config can't be fetched.
@@ -32,7 +36,10 @@ def load_model_config(
         config.update(overrides)
         return config
     if isinstance(source, Mapping):
-        return _from_mapping({**source, **overrides}, "model.config", trust_remote_code)
+        data = {**source, **overrides}
+        config = _from_mapping(data, "model.config", trust_remote_code)
+        _check_keys(data, type(config))
+        return config
     path = Path(source)
     if path.is_dir():
         if not (path / "config.json").exists():
@@ -63,6 +70,24 @@ def _from_mapping(
         raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {hint}")
     known_class = CONFIG_MAPPING[model_type]
     return known_class.from_dict({key: value for key, value in data.items() if key != "model_type"})  # type: ignore[no-any-return]
+
+
+def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
+    """transformers keeps every key, so a misspelt size would silently leave the default in force.
+
+    Models also read keys that their config class doesn't list; so only one that resembles a listed key is refused.
+    """
+    try:
+        defaults = config_class().to_dict()
+    except Exception:  # a config without defaults can't say which keys it knows
+        return
+    known = {*defaults, *inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
+    for key in data:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
+        if key not in known and key not in _NEVER_LISTED and close:
+            raise UnknownNameError(
+                f"model.config.{key}: {data['model_type']} has no such key. Did you mean {close[0]!r}?"
+            )
 
 
 def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any]) -> PretrainedConfig:

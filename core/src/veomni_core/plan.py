@@ -149,7 +149,7 @@ class Plan:
         table = render_table(("field", "asked", "op/variant", "kernel", "sites", "why"), rows, title)
         notes = [f"left out: {failure}" for failure in self.failed_rules]
         if self.assumptions:
-            notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine, to be installed there:")
+            notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]
         return "\n".join([table, *notes])
 

@@ -205,15 +205,20 @@ class CommandSpec:
     """A verb that a plugin adds to the ``veomni`` command line.
 
     ``target`` names (``"module:attribute"``) a function that typer can turn into a command; it is imported only when
-    the verb is used.
+    the verb is used. ``job_check`` is for a verb that runs jobs: it names a function that takes a job file's path and
+    raises what the verb would raise for what the file says. ``veomni plan`` calls it for jobs that have other sections
+    than ``model``, so that it accepts no job that the verb refuses.
     """
 
     name: str
     target: str
     help: str = ""
+    job_check: str = ""
 
     def __post_init__(self) -> None:
         owner = f"CommandSpec {self.name!r}"
         require_name(owner, "name", self.name)
         require_reference(owner, "target", self.target)
         require_text(owner, "help", self.help)
+        if self.job_check != "":
+            require_reference(owner, "job_check", self.job_check)
