@@ -1,5 +1,7 @@
 """What the core costs: import, listing, discovery of many plugins, finding sites, and a bound site in forward.
 
+Sites are found in one large model and in every causal model type of the installed transformers.
+
 Writes ``docs/benchmarks/core.json`` and ``docs/benchmarks/core.md``. Run it on an otherwise idle machine:
 ``python benchmarks/core.py``. Times are medians; those of whole processes are of wall-clock time, and the bare
 interpreter's is subtracted where the row says so.
@@ -141,6 +143,21 @@ def measure_sites() -> dict[str, Any]:
     return {"seconds": first, "peak Python MB": peak / 1e6, "resident MB": resident / 1e3, "sites": sites}
 
 
+def measure_coverage() -> dict[str, Any]:
+    """Seconds to find, prove and plan the sites of every causal model type of the installed transformers."""
+    from veomni_core import discover
+    from veomni_core.coverage import cover, model_types
+
+    built = [model for model in cover(model_types("causal"), discover()) if not model.problem]
+    slowest = max(built, key=lambda model: model.find_seconds)
+    return {
+        "seconds": sum(model.find_seconds for model in built),
+        "model types": len(built),
+        "slowest": slowest.model_type,
+        "slowest, s": slowest.find_seconds,
+    }
+
+
 class PropertySlot:
     """The slot design that a bound site is compared with: a property that decides and a call that forwards."""
 
@@ -209,7 +226,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
     start_up, discovery = measure_import(repeats), measure_discovery((50, 100, 200), 20)
-    sites, dispatch = measure_sites(), measure_dispatch(60)
+    sites, coverage, dispatch = measure_sites(), measure_coverage(), measure_dispatch(60)
     rows = [
         ("`import veomni_core`, above bare Python", f"{start_up['import above bare Python, ms']:.0f} ms", "< 60 ms"),
         ("`veomni list`", f"{start_up['veomni list, ms']:.0f} ms", "< 400 ms"),
@@ -219,13 +236,25 @@ def main() -> None:
         ),
         ("find sites and plan, Qwen3-MoE of 48 layers on meta", f"{sites['seconds']:.2f} s", "< 2 s"),
         ("the same, growth of the process, imports included", f"{sites['resident MB']:.0f} MB", "< 100 MB"),
+        (
+            f"find sites and plan, all {coverage['model types']} causal model types, one after the other",
+            f"{coverage['seconds']:.1f} s, the slowest ({coverage['slowest']}) {coverage['slowest, s']:.2f} s",
+            "< 60 s",
+        ),
         ("a bound norm / a module calling the kernel itself", f"{dispatch['bound / direct']:.3f}", "<= 1.05"),
         ("a property-and-call slot / the same", f"{dispatch['property slot / direct']:.3f}", "for comparison"),
     ]
     write_results(
         "core",
         "What the core costs",
-        {"start-up": start_up, "discovery, s": discovery, "sites": sites, "dispatch": dispatch, "machine": machine()},
+        {
+            "start-up": start_up,
+            "discovery, s": discovery,
+            "sites": sites,
+            "coverage": coverage,
+            "dispatch": dispatch,
+            "machine": machine(),
+        },
         ("what", "measured", "to reach"),
         rows,
     )

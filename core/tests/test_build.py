@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,6 +113,16 @@ def test_attn_implementation_overrides_the_field(sources):
         assert "sdpa" in model.config._attn_implementation
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a refusal that a GPU with FlashAttention doesn't give")
+def test_a_retired_name_of_attention_means_the_kernel(sources):
+    name = "veomni_flash_attention_2_with_sp"
+    with (
+        pytest.warns(FutureWarning, match=f"attn_implementation: {name} is now called flash_attention_2"),
+        pytest.raises(KernelUnavailableError, match="attn_implementation: flash_attention_2 "),
+    ):
+        build_on_cpu(sources["config"], attn_implementation=name)
+
+
 def test_nothing_runs_all_eager_unasked(sources):
     with pytest.raises(MissingOpsImplementationError, match=r"needs ops_implementation, e\.g\. \{'preset': 'auto'\}"):
         build_foundation_model(sources["config"], init_device="cpu")
@@ -170,6 +183,79 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
     with pytest.raises(ConfigError, match=r"asks to run code that comes with the model.*trust_remote_code=True"):
         build_on_cpu(tmp_path)
     assert not ran.exists()
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+    def __init__(self, hidden_size=32, **others):
+        super().__init__(hidden_size=hidden_size, **others)
+        self.doubled = 2 * hidden_size
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_config_kwargs_reach_a_config_that_comes_with_code(tmp_path):
+    (tmp_path / "mine.py").write_text(REMOTE)
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": classes, **LLAMA}))
+    options = {"trust_remote_code": True, "config_kwargs": {"num_hidden_layers": 1, "hidden_size": 16}}
+    model = build_on_cpu(tmp_path, **options)
+    assert type(model).__name__ == "MineForCausalLM"
+    assert len(model.model.layers) == 1
+    assert (model.config.hidden_size, model.config.doubled) == (16, 32), "what is computed from a size follows it"
+    assert model.config.vocab_size == LLAMA["vocab_size"]
+
+
+def test_config_kwargs_reach_a_config_of_the_hub(tmp_path):
+    """A model in the Hub's cache, as a machine without a network has it."""
+    snapshot = tmp_path / "hub" / "models--nobody--tiny" / "snapshots" / ("0" * 40)
+    LlamaConfig(**LLAMA).save_pretrained(snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    source = (
+        "from veomni_core.model_config import load_model_config\n"
+        "config = load_model_config('nobody/tiny', {'hidden_size': 64, 'head_dim': None, 'mine': 3})\n"
+        "print(config.hidden_size, config.head_dim, config.mine, config.vocab_size)"
+    )
+    environ = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["64", "16", "3", str(LLAMA["vocab_size"])]
+
+
+def test_weights_without_a_config_json_load_beside_a_config(checkpoint):
+    saved, config = build("llama").eval(), LlamaConfig.from_pretrained(checkpoint)
+    for path in checkpoint.glob("*.json"):
+        path.unlink()
+    with torch.no_grad():
+        torch.testing.assert_close(build_on_cpu(config, checkpoint)(tokens()).logits, saved(tokens()).logits)
+
+
+def test_weights_alone_do_not_say_which_model_they_are_of(checkpoint):
+    (checkpoint / "config.json").unlink()
+    message = (
+        r"checkpoint holds weights and no config\.json, .* Give the model's config \(model\.config, or config_path\)"
+    )
+    with pytest.raises(JobFileError, match=message):
+        build_on_cpu(checkpoint, checkpoint)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path):
+    with pytest.raises(JobFileError, match=r"there is no config\.json in this folder"):
+        build_on_cpu(tmp_path)
+
+
+def test_weights_are_not_loaded_onto_meta(checkpoint):
+    message = (
+        r"init_device is meta, .* weights_path is .*checkpoint\. Leave weights_path out .* or write init_device='cuda'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_on_cpu(checkpoint, checkpoint, init_device="meta")
 
 
 def _edit(checkpoint, change):

@@ -87,6 +87,17 @@ def test_fused_is_answered_by_its_present_name():
     assert config.choices["moe_experts"].names == ("fused_triton",)
 
 
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_attention_s_names_of_veomni_s_own_trainer_are_answered_by_the_kernel_s(number):
+    retired, present = f"veomni_flash_attention_{number}_with_sp", f"flash_attention_{number}"
+    with pytest.warns(FutureWarning, match=f"attn_implementation: {retired} is now called {present}"):
+        config = OpsConfig.from_dict({"attn_implementation": retired})
+    assert config.choices["attention"].names == (present,)
+    with pytest.warns(FutureWarning, match=retired):
+        config = OpsConfig.from_dict({"preset": "eager"}).with_value("attn_implementation", [retired, "eager"])
+    assert config.choices["attention"].names == (present, "eager")
+
+
 @pytest.mark.parametrize(
     "variable, field",
     [

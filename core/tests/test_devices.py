@@ -69,5 +69,22 @@ def test_a_detection_that_fails_harms_nobody_else_and_is_told(acme, caplog):
     assert "driver too old" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "detect, told",
+    [
+        ("return True", "must return a Hardware or None, not True (bool)"),
+        ("return 'acme'", "must return a Hardware or None, not 'acme' (str)"),
+        ("return [Hardware('acme')]", "must return a Hardware or None, not [Hardware("),
+        ("return Hardware('acme', compute_capability='new')", "compute_capability must be an integer or None"),
+        ("raise SystemExit('no licence')", "no licence"),
+    ],
+)
+def test_a_detection_that_answers_with_something_else_counts_as_absent_and_is_told(acme, caplog, detect, told):
+    registry = acme(detect)
+    assert make_plan(SITES, {"preset": "auto"}, registry=registry).hardware.device_type in ("cpu", "cuda")
+    assert "device type acme counts as absent: veomni_acme" in caplog.text
+    assert told in caplog.text
+
+
 def _position(plan, op_name):
     return [op.op_name for op in plan.ops].index(op_name)

@@ -30,14 +30,6 @@ BAD_PLUGINS = {
         API + f"@hookimpl\ndef veomni_kernels():\n    return [{SPEC}, {SPEC}]",
         "kernel rms_norm/standard:bad is described twice",
     ),
-    "unknown op": (
-        API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('bad', 'rms_nrm', 'standard', 'm:f')]",
-        "op 'rms_nrm' is unknown. Did you mean 'rms_norm'?",
-    ),
-    "unknown variant": (
-        API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('bad', 'rms_norm', 'ofset', 'm:f')]",
-        "rms_norm has no variant 'ofset'. Did you mean 'offset'?",
-    ),
     "spec of the wrong type": (
         API + "@hookimpl\ndef veomni_kernels():\n    return [{'name': 'bad'}]",
         "veomni_kernels() item 0 must be a KernelSpec, not dict",
@@ -96,11 +88,13 @@ def test_the_traceback_is_kept(install):
 
 def test_naming_a_kernel_of_a_failed_plugin_gives_its_reason(install):
     install(
-        "bad-plugin", API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('mine', 'rms_norm', 'no', 'm:f')]"
+        "bad-plugin",
+        API + "@hookimpl\ndef veomni_ops():\n    return [OpSpec('rms_norm', ('a',), 'f', contract='m:C')]\n"
+        "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('mine', 'rms_norm', 'standard', 'm:f')]",
     )
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "mine"})
     sites = (Site("rms_norm", "norm", "norm modules", "standard", ""),)
-    with pytest.raises(KernelUnavailableError, match=r"mine is provided by bad-plugin 1.0, which failed: .* 'no'"):
+    with pytest.raises(KernelUnavailableError, match=r"mine is provided by bad-plugin 1.0, which failed: op 'rms"):
         make_plan(sites, config, hardware=Hardware.named("cpu"))
 
 
@@ -173,14 +167,6 @@ def test_a_plugin_that_is_allowed_and_blocked_is_an_error(install_healthy):
         discover({"VEOMNI_PLUGINS": "good-plugin", "VEOMNI_PLUGINS_BLOCK": "good-plugin"})
 
 
-def test_a_kernel_of_an_op_that_a_failed_plugin_defines_fails_too(install):
-    install(
-        "op-plugin", API + "@hookimpl\ndef veomni_ops():\n    return [OpSpec('rms_norm', ('a',), 'f', contract='m:C')]"
-    )
-    install("user-plugin", API + "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('k', 'new_op', 'a', 'm:f')]")
-    assert discover({}).plugin("user-plugin").status == "failed"
-
-
 def test_the_order_does_not_depend_on_installation_or_hash_seed(install_healthy, tmp_path):
     for name in ("plugin-c", "plugin-a", "plugin-b"):
         install_healthy(name, f"kernel_of_{name[-1]}")
@@ -188,10 +174,11 @@ def test_the_order_does_not_depend_on_installation_or_hash_seed(install_healthy,
         "from veomni_core import discover; r = discover({}); "
         "print([p.name for p in r.plugins], [str(k) for k in r.kernels('rms_norm')], list(r.ops))"
     )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")]))
     outputs = {
         subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path / "site-packages")},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veomni_core import Hardware, HardwareRequirement, KernelSpec, OpsConfig, Plan, Site, make_plan
-from veomni_core.discovery import CORE
+from veomni_core.conflicts import CORE
 from veomni_core.errors import KernelUnavailableError, NoSiteError
 from veomni_core.registry import PluginRecord, build_registry
 
@@ -171,6 +171,11 @@ def test_the_gpu_preset_elsewhere_raises_once_for_all_fields_with_the_alternativ
 def test_named_hardware_lists_package_requirements_as_assumptions():
     needy = registry(kernel("needy", hardware=HardwareRequirement("cuda", packages=("flash-attn>=3",))))
     assert plan("needy", sites=NORMS[:2], registry=needy).assumptions == ("rms_norm/standard:needy: flash-attn>=3",)
+    table = plan("needy", sites=NORMS[:2], hardware="h200", registry=needy).table()
+    assert table.endswith(
+        "assumed of cuda 9.0 (NVIDIA H200), since it is not this machine:\n  rms_norm/standard:needy: flash-attn>=3"
+    )
+    assert "assumed" not in plan("eager", registry=needy).table()
     here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
     with pytest.raises(KernelUnavailableError, match="needs flash-attn>=3, which is not installed"):
         plan("needy", sites=NORMS[:2], registry=needy, hardware=here)

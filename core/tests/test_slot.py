@@ -81,12 +81,40 @@ def test_a_module_level_slot_refuses_a_second_kernel_while_a_model_holds_the_fir
     slot, first, second = OpSlot("rms_norm", "standard"), Norm(), Norm()
     slot.bind(plus_one, holder=first)
     slot.bind(plus_one, holder=second)
-    with pytest.raises(SlotInUseError, match="already holds plus_one for a live model; binding plus_two would"):
+    message = r"holds \S*test_slot\.plus_one for a live Norm and a live Norm; binding \S*test_slot\.plus_two would"
+    with pytest.raises(SlotInUseError, match=message):
         slot.bind(plus_two, holder=second)
     slot.unbind(first)
     assert slot.bound_kernel() is plus_one
     slot.unbind(second)
     assert not slot.is_bound
+
+
+def kernel_of(module):
+    def rms_norm(x, weight, eps):
+        return x
+
+    rms_norm.__module__, rms_norm.__qualname__ = module, "rms_norm"
+    return rms_norm
+
+
+def test_kernels_of_one_name_are_told_apart_by_their_modules_and_else_by_their_addresses():
+    slot, model = OpSlot("rms_norm", "standard"), Norm()
+    slot.bind(kernel_of("veomni_liger.rms_norm"), holder=model)
+    with pytest.raises(SlotInUseError, match=r"holds veomni_liger.rms_norm.rms_norm for a live Norm; binding veomni_q"):
+        slot.bind(kernel_of("veomni_quack.rms_norm"), holder=Norm())
+    other = kernel_of("veomni_liger.rms_norm")
+    with pytest.raises(
+        SlotInUseError, match=rf"holds \S+ at 0x\w+ for a live Norm; binding \S+ at {id(other):#x} would"
+    ):
+        slot.bind(other, holder=Norm())
+
+
+def test_a_slot_bound_for_no_model_in_particular_says_so():
+    slot = OpSlot("rms_norm", "standard")
+    slot.bind(plus_one)
+    with pytest.raises(SlotInUseError, match=r"plus_one for a caller of bind\(\) that named no model; binding"):
+        slot.bind(plus_two)
 
 
 def test_a_module_level_slot_is_free_once_its_models_are_gone():

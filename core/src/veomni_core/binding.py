@@ -174,7 +174,7 @@ def _install(
     kernels: Mapping[tuple[str, str, str], Callable[..., Any]],
     changes: ChangeSet,
 ) -> None:
-    locator = locator_of(rule)
+    locator = None  # loaded for a first site only: a plugin's rule that can't be imported harms no model without one
     for op in plan.ops:
         for decision in op.sites:
             site = decision.site
@@ -186,6 +186,7 @@ def _install(
                 kernel = None
             else:
                 continue
+            locator = locator or locator_of(rule)
             for change in locator.install(model, site, kernel):
                 changes.apply(change, site.path)
 

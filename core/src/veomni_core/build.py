@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from veomni_core.binding import apply_plan
 from veomni_core.config import OpsConfig
@@ -39,7 +39,8 @@ def build_foundation_model(
         weights_path: a local folder of safetensors; random weights without it.
         ops_implementation: the job's ``model.ops_implementation``. Required: nothing runs all-eager unasked.
         torch_dtype: the dtype of the weights.
-        init_device: where the weights are made: ``cuda``, ``cpu``, ``meta`` (shapes only), or a device with an index.
+        init_device: where the weights are made: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
+            ``weights_path``), or a device with an index.
         attn_implementation: overrides that one field of ``ops_implementation``.
         config_kwargs: overrides of the model's config.
         trust_remote_code: whether code that comes with a model may run.
@@ -62,6 +63,13 @@ def build_foundation_model(
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     dtype, device = _dtype(torch_dtype), _device(init_device)
+    if device.type == "meta" and weights_path is not None:
+        raise ConfigError(
+            f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "
+            "weights_path out for the shapes, or write init_device='cuda' or 'cpu' to load the weights"
+        )
+    if weights_path is not None:
+        check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
     skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
@@ -84,6 +92,12 @@ def build_skeleton(
     return _random_model(  # type: ignore[no-any-return]
         _model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code
     )
+
+
+def check_weights(path: Path) -> None:
+    """Raise CheckpointError unless ``path`` is a folder that weights can be loaded from."""
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -127,9 +141,10 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
 def _load_weights(
     model_class: Any, config: Any, path: Path, dtype: torch.dtype, device: torch.device, trust: bool
 ) -> Any:
-    if not path.is_dir() or not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
+    if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
+        # Weights alone: transformers 5.23 looks for generation settings in the folder and fails on the missing file.
+        options["generation_config"] = GenerationConfig.from_model_config(config)
     try:
         model, info = model_class.from_pretrained(
             path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,8 @@ _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
 class OpCoverage:
     """One op in one model: its sites, those with a proven variant, those that get a kernel, why the others don't.
 
-    ``refused`` counts the sites that were seen to compute something else than every variant.
+    ``refused`` counts the sites that were seen to compute something else than every variant, and ``unproven`` says what
+    was seen. ``unexamined`` says why the probe could not run the code of the others: what these compute is not known.
     """
 
     op_name: str
@@ -41,6 +43,7 @@ class OpCoverage:
     bound: int
     variants: tuple[str, ...]
     unproven: tuple[str, ...]
+    unexamined: tuple[str, ...]
     left_eager: tuple[str, ...]
 
 
@@ -107,20 +110,28 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
                     op_name=decision.op_name,
                     found=len(found),
                     proven=sum(site.variant is not None for site in found),
-                    refused=sum(site.variant is None and site.examined for site in found),
+                    refused=sum(site.variant is None and _examined(site) for site in found),
                     bound=sum(left.bound for left in decision.sites),
                     variants=tuple(sorted({site.variant for site in found if site.variant})),
-                    unproven=tuple(sorted(_unproven(model, found))),
+                    unproven=_evidence(model, (s for s in found if s.variant is None and _examined(s))),
+                    unexamined=_evidence(model, (s for s in found if s.variant is None and not _examined(s))),
                     left_eager=tuple(sorted(eager)),
                 )
             )
     return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops))
 
 
-def _unproven(model: Any, sites: Iterable[Site]) -> set[str]:
-    return {
-        f"{type(model.get_submodule(site.path)).__name__}: {site.evidence}" for site in sites if site.variant is None
-    }
+# The whole evidence of a proof whose run ended with an exception, as sites.probe.attempt words it.
+_RAISED = re.compile(r"\w*(Error|Exception): ")
+
+
+def _examined(site: Site) -> bool:
+    """Whether the site's code ran far enough to be compared: an exception in a probe is no finding about the model."""
+    return site.examined and not _RAISED.match(site.evidence)
+
+
+def _evidence(model: Any, sites: Iterable[Site]) -> tuple[str, ...]:
+    return tuple(sorted({f"{type(model.get_submodule(site.path)).__name__}: {site.evidence}" for site in sites}))
 
 
 def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:

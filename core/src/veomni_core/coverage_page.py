@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 
-from veomni_core.coverage import ModelCoverage, claims, summarise
+from veomni_core.coverage import ModelCoverage, OpCoverage, claims, summarise
 from veomni_core.registry import Registry
 
 _ELSEWHERE = (
@@ -50,9 +50,18 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         *_table(("type", *ops), ([f"`{model.model_type}`", *(_cell(model, op) for op in ops)] for model in built)),
         "",
-        "## Not proven, and so left to the model's own code",
+        "## Refused, and so left to the model's own code",
         "",
-        *_unproven_lines(built),
+        "They were run, and compute something else than every variant.",
+        "",
+        *_reason_lines(built, lambda op: op.unproven),
+        "",
+        "## Not examined, and so left to the model's own code",
+        "",
+        "The probe could not run them, or could not see what they are called with. That says nothing about what they "
+        "compute: a better probe may prove or refuse them.",
+        "",
+        *_reason_lines(built, lambda op: op.unexamined),
         "",
         "## Not built",
         "",
@@ -75,11 +84,11 @@ def _cell(model: ModelCoverage, op_name: str) -> str:
     return f"{op.proven}/{op.found}{' *' * (op.bound == op.found)}"
 
 
-def _unproven_lines(models: Sequence[ModelCoverage]) -> Iterable[str]:
+def _reason_lines(models: Sequence[ModelCoverage], reasons_of: Callable[[OpCoverage], Iterable[str]]) -> Iterable[str]:
     types_of: dict[tuple[str, str], list[str]] = {}
     for model in models:
         for op in model.ops:
-            for reason in op.unproven:
+            for reason in reasons_of(op):
                 types_of.setdefault((op.op_name, _plain(reason)), []).append(model.model_type)
     for (op_name, reason), types in sorted(types_of.items()):
         yield f"- {op_name}, {', '.join(f'`{name}`' for name in types)}: {reason}"

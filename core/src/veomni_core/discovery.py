@@ -19,18 +19,10 @@ from typing import Any
 import pluggy
 
 from veomni_core import hookspecs
+from veomni_core.conflicts import CORE, claimed_twice, settle
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
-from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
 from veomni_core.registry import PluginRecord, Registry, build_registry
 
-CORE = PluginRecord(
-    name="veomni-core",
-    distribution="veomni-core",
-    version="built in",
-    module="veomni_core",
-    ops=BUILTIN_OPS,
-    site_rules=BUILTIN_SITE_RULES,
-)
 _FIELDS = {
     "veomni_ops": "ops",
     "veomni_kernels": "kernels",
@@ -60,10 +52,10 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
         key=lambda plugin: (plugin.name, plugin.distribution),
     )
     policy = _Policy.read(environ, found)
-    records = _refuse_conflicting([CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))])
+    records = settle([CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))])
     if strict:
         _raise_first(records)
-    return build_registry(records, _claimed_twice(records))
+    return build_registry(records, claimed_twice(records))
 
 
 def read_switch(environ: Mapping[str, str], name: str) -> bool:
@@ -174,7 +166,10 @@ def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
         raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
     described = {}
     for hook, kind in hookspecs.DESCRIPTIONS.items():
-        answers = getattr(manager.hook, hook)()
+        try:
+            answers = getattr(manager.hook, hook)()
+        except SpecError as error:
+            raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
         described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
     return described
 
@@ -189,80 +184,12 @@ def _checked(hook: str, kind: type, answer: Any) -> list[Any]:
     return items
 
 
-def _refuse_conflicting(records: list[PluginRecord]) -> list[PluginRecord]:
-    """Fail plugins whose descriptions contradict the core's or another plugin's, until none is left that does."""
-    while problems := _contradictions([record for record in records if record.healthy]):
-        records = [
-            replace(record, status="failed", problem=problems[id(record)]) if id(record) in problems else record
-            for record in records
-        ]
-    return records
-
-
-def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
-    problems: dict[int, str] = {}
-    for what, field, attribute in _MUST_BE_UNIQUE:
-        bearers: dict[str, list[PluginRecord]] = defaultdict(list)
-        for record in healthy:
-            for described in getattr(record, field):
-                bearers[getattr(described, attribute)].append(record)
-        for name, claimants in bearers.items():
-            if len(claimants) > 1:
-                who = " and ".join(sorted({str(record) for record in claimants}))
-                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in claimants)
-    problems.pop(id(CORE), None)
-    if problems:
-        return problems
-    ops = {op.name: op for record in healthy for op in record.ops}
-    fields = {op.config_field for op in ops.values()}
-    for record in healthy:
-        for device in record.devices:
-            if unknown := sorted(set(device.preset) - fields):
-                problems[id(record)] = (
-                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is no field. "
-                    f"{did_you_mean(unknown[0], fields)}"
-                )
-        seen: set[tuple[str, str, str]] = set()
-        for spec in record.kernels:
-            op = ops.get(spec.op_name)
-            if spec.key in seen:
-                problems[id(record)] = f"kernel {spec} is described twice by one plugin"
-            elif op is None:
-                problems[id(record)] = (
-                    f"kernel {spec}: op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
-                )
-            elif op.canonical_variant(spec.variant) not in op.variants:
-                problems[id(record)] = (
-                    f"kernel {spec}: {op.name} has no variant {spec.variant!r}. "
-                    f"{did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])}"
-                )
-            seen.add(spec.key)
-    return problems
-
-
-_MUST_BE_UNIQUE = (
-    ("op", "ops", "name"),
-    ("config field", "ops", "config_field"),
-    ("device type", "devices", "device_type"),
-    ("site rule", "site_rules", "name"),
-    ("command", "commands", "name"),
-)
-
-
-def _claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
-    """Kernels that more than one plugin describes. Only that kernel is withheld; both plugins' others stay."""
-    claimants: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for record in records:
-        if record.healthy:
-            for spec in record.kernels:
-                claimants[spec.key].append(str(record))
-    return {key: tuple(sorted(who)) for key, who in claimants.items() if len(who) > 1}
-
-
 def _raise_first(records: Iterable[PluginRecord]) -> None:
     for record in records:
         if record.status == "failed":
             detail = f"\n{record.traceback}" if record.traceback else ""
             raise PluginLoadError(f"plugin {record.name} of {record} failed to load: {record.problem}{detail}")
-    for key, who in _claimed_twice(records).items():
+        for skipped in record.skipped:
+            raise PluginLoadError(f"plugin {record.name} of {record} failed to load: {skipped}")
+    for key, who in claimed_twice(records).items():
         raise PluginLoadError(f"kernel {key[0]}/{key[1]}:{key[2]} is claimed by {' and '.join(who)}")

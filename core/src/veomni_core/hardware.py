@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from packaging.requirements import InvalidRequirement, Requirement
 
 from veomni_core.errors import SpecError, UnknownNameError, did_you_mean
+from veomni_core.field_types import names_in, require_boolean, require_integer, require_name, require_text
 
 ANY_DEVICE = "any"
 _DEVICE_ALIASES = {"gpu": "cuda"}
@@ -37,6 +38,11 @@ class Hardware:
     detected: bool = False
 
     def __post_init__(self) -> None:
+        require_name("Hardware", "device_type", self.device_type)
+        require_integer("Hardware", "compute_capability", self.compute_capability, optional=True)
+        require_text("Hardware", "name", self.name)
+        require_integer("Hardware", "count", self.count)
+        require_boolean("Hardware", "detected", self.detected)
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
 
     @classmethod
@@ -101,8 +107,12 @@ class HardwareRequirement:
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        owner = "HardwareRequirement"
+        require_name(owner, "device_type", self.device_type)
+        require_integer(owner, "min_compute_capability", self.min_compute_capability, optional=True)
+        require_integer(owner, "max_compute_capability", self.max_compute_capability, optional=True)
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
-        object.__setattr__(self, "packages", tuple(self.packages))
+        object.__setattr__(self, "packages", names_in(owner, "packages", self.packages))
         low, high = self.min_compute_capability, self.max_compute_capability
         if low is not None and high is not None and low > high:
             raise SpecError(f"HardwareRequirement: min_compute_capability {low} is above max_compute_capability {high}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import glob
+import os
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,26 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         found = "is empty" if value is None else f"holds a {type(value).__name__}"
         raise JobFileError(f"{path}: a job file is a mapping of sections such as model, data and train; this {found}")
     return value
+
+
+def job_file_error(source: str, problems: Mapping[str, str]) -> JobFileError:
+    """One error for all ``problems`` of the job in ``source``, by the dotted path of the key (empty: the whole job)."""
+    lines = [f"{path}: {problem}" if path else problem for path, problem in problems.items()]
+    if len(lines) == 1:
+        return JobFileError(f"{source}: {lines[0]}")
+    return JobFileError(f"{source}: {len(lines)} problems\n" + "\n".join(f"  - {line}" for line in lines))
+
+
+def shown(value: Any) -> str:
+    """A value and its type, as an author of YAML knows them."""
+    names = {bool: "true/false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
+
+
+def beside_job(name: str, folder: Path) -> str:
+    """The path or glob ``name`` in ``folder`` or in the working directory, absolute; unchanged where neither has it."""
+    candidates = [str(base / Path(name).expanduser()) for base in (folder.absolute(), Path.cwd())]
+    return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)

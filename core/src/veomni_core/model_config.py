@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
 
+_NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
 ConfigSource = str | Path | Mapping[str, Any] | PretrainedConfig
 
 
@@ -21,7 +24,8 @@ def load_model_config(
     """The config in ``source``: a ``config.json``, a folder with one, a Hub id, a mapping, or a config (copied).
 
     Raises:
-        UnknownNameError: a model type that transformers doesn't know; the message offers the nearest.
+        UnknownNameError: a model type that transformers doesn't know, or a mapping's key that its config doesn't; the
+            message offers the nearest.
         ConfigError: the config asks for remote code, or misses its ``model_type``.
         JobFileError: the file is missing or is not JSON.
         HostError: a Hub id whose config can't be fetched.
@@ -32,9 +36,14 @@ def load_model_config(
         config.update(overrides)
         return config
     if isinstance(source, Mapping):
-        return _from_mapping({**source, **overrides}, "model.config", trust_remote_code)
+        data = {**source, **overrides}
+        config = _from_mapping(data, "model.config", trust_remote_code)
+        _check_keys(data, type(config))
+        return config
     path = Path(source)
     if path.is_dir():
+        if not (path / "config.json").exists():
+            raise _no_config_in(path)
         path = path / "config.json"
     if path.exists() or path.suffix == ".json":
         return _from_mapping({**_read_json(path), **overrides}, str(path), trust_remote_code, path.parent)
@@ -44,7 +53,7 @@ def load_model_config(
 def _from_mapping(
     data: dict[str, Any], where: str, trust_remote_code: bool, folder: Path | None = None
 ) -> PretrainedConfig:
-    model_type = data.pop("model_type", None)
+    model_type = data.get("model_type")
     if model_type is None:
         raise ConfigError(f"{where}: model_type is missing, e.g. model_type: llama")
     if "auto_map" in data and folder is not None:
@@ -53,13 +62,51 @@ def _from_mapping(
                 f"{where} asks to run code that comes with the model (auto_map). Pass trust_remote_code=True if you "
                 "have read that code and trust it"
             )
-        return AutoConfig.from_pretrained(folder, trust_remote_code=True)  # type: ignore[no-any-return]
+        return _built_anew(AutoConfig.from_pretrained(folder, trust_remote_code=True), data)
     if model_type not in CONFIG_MAPPING:
         known = list(CONFIG_MAPPING.keys())
         nearest = did_you_mean(str(model_type), known)
         hint = nearest if nearest.startswith("Did") else f"transformers knows {len(known)} types"
         raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {hint}")
-    return CONFIG_MAPPING[model_type].from_dict(data)  # type: ignore[no-any-return]
+    known_class = CONFIG_MAPPING[model_type]
+    return known_class.from_dict({key: value for key, value in data.items() if key != "model_type"})  # type: ignore[no-any-return]
+
+
+def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
+    """transformers keeps every key, so a misspelt size would silently leave the default in force.
+
+    Models also read keys that their config class doesn't list; so only one that resembles a listed key is refused.
+    """
+    try:
+        defaults = config_class().to_dict()
+    except Exception:  # a config without defaults can't say which keys it knows
+        return
+    known = {*defaults, *inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
+    for key in data:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
+        if key not in known and key not in _NEVER_LISTED and close:
+            raise UnknownNameError(
+                f"model.config.{key}: {data['model_type']} has no such key. Did you mean {close[0]!r}?"
+            )
+
+
+def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any]) -> PretrainedConfig:
+    """A config of the class of ``stored`` from ``data``, with what its constructor computes from overridden settings.
+
+    ``from_pretrained(**overrides)`` would only set attributes that are there, after they were computed with.
+    """
+    config = type(stored).from_dict(dict(data))
+    config.name_or_path = stored.name_or_path  # where transformers looks for code that comes with the model
+    return config
+
+
+def _no_config_in(folder: Path) -> JobFileError:
+    if any(folder.glob("*.safetensors")):
+        return JobFileError(
+            f"{folder} holds weights and no config.json, so which model they are of is not known. Give the model's "
+            "config (model.config, or config_path) beside them, or put its config.json into the folder"
+        )
+    return JobFileError(f"{folder}: there is no config.json in this folder, so it is no model config")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -76,9 +123,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _from_hub(name: str, overrides: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **overrides)  # type: ignore[no-any-return]
+        stored = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        data, _ = PretrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise HostError(
             f"{name}: neither a local path nor a model that can be fetched from the Hub: {reason}"
         ) from error
+    return _built_anew(stored, {**data, **overrides}) if overrides else stored  # type: ignore[no-any-return]

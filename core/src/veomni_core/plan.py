@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from veomni_core.config import Choice, OpsConfig
@@ -75,12 +75,14 @@ class Plan:
     """Frozen, and equal wherever registry, config, hardware and sites are equal.
 
     ``assumptions`` are requirements that could not be checked, because the hardware was named rather than detected.
+    ``failed_rules`` are plugins' site rules that failed on the model: what they would have found is not in the plan.
     """
 
     hardware: Hardware
     ops: tuple[OpDecision, ...]
     kernels: tuple[PlannedKernel, ...]
     assumptions: tuple[str, ...] = ()
+    failed_rules: tuple[str, ...] = ()
 
     def spec(self, op_name: str, variant: str | None, kernel: str) -> KernelSpec:
         """The spec of a kernel that the plan uses."""
@@ -107,6 +109,7 @@ class Plan:
                 for kernel in data["kernels"]
             ),
             assumptions=tuple(data["assumptions"]),
+            failed_rules=tuple(data.get("failed_rules", ())),
         )
 
     @property
@@ -134,7 +137,7 @@ class Plan:
         return tuple(sentences)
 
     def table(self) -> str:
-        """What runs where, and why, one line per op and reason."""
+        """What runs where, and why, one line per op and reason; below it what was assumed, and which rules failed."""
         rows = []
         for op in self.ops:
             groups = Counter((decision.kernel, decision.site.variant or "?", decision.reason) for decision in op.sites)
@@ -143,7 +146,12 @@ class Plan:
             if not op.sites:
                 rows.append((op.config_field, _shown(op), op.op_name, "-", "0", "the model has no such site"))
         title = f"Plan for {self.hardware.describe()}, sha256 {self.sha256[:12]}"
-        return render_table(("field", "asked", "op/variant", "kernel", "sites", "why"), rows, title)
+        table = render_table(("field", "asked", "op/variant", "kernel", "sites", "why"), rows, title)
+        notes = [f"left out: {failure}" for failure in self.failed_rules]
+        if self.assumptions:
+            notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
+            notes += [f"  {assumption}" for assumption in self.assumptions]
+        return "\n".join([table, *notes])
 
     def _identity(self) -> dict[str, dict[str, str]]:
         return {
@@ -180,23 +188,28 @@ def make_plan(
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
     selection = Selection(registry, hardware, config.profile)
-    sites = _sites(model_or_sites, registry)
+    sites, failed_rules = _sites(model_or_sites, registry)
     ops = tuple(_decide(op_name, config, selection, sites.get(op_name, ())) for op_name in sorted(config.choices))
     if config.backend != "hf":
-        _raise_problems(ops, config, selection)
+        _raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry))
-    return Plan(hardware, ops, kernels, () if hardware.detected else _assumptions(kernels))
+    return Plan(hardware, ops, kernels, () if hardware.detected else _assumptions(kernels), failed_rules)
 
 
-def _sites(model_or_sites: Any, registry: Registry) -> dict[str, list[Site]]:
-    if not isinstance(model_or_sites, (tuple, list)):
-        from veomni_core.sites.find import find_sites
+def _sites(model_or_sites: Any, registry: Registry) -> tuple[dict[str, list[Site]], tuple[str, ...]]:
+    """The sites by op, their variants canonical, and the plugins' rules that failed on the model."""
+    failed_rules: tuple[str, ...] = ()
+    if isinstance(model_or_sites, (tuple, list)):
+        sites = [replace(s, variant=registry.canonical_variant(s.op_name, s.variant)) for s in model_or_sites]
+    else:
+        from veomni_core.sites.find import search
 
-        model_or_sites = find_sites(model_or_sites, registry)
+        found = search(model_or_sites, registry)
+        sites, failed_rules = list(found.sites), found.failed_rules
     by_op: dict[str, list[Site]] = {}
-    for site in model_or_sites:
+    for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
-    return by_op
+    return by_op, failed_rules
 
 
 def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterable[Site]) -> OpDecision:
@@ -211,8 +224,13 @@ def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterab
     return OpDecision(op_name, choice.config_field, choice.asked, choice.written, tuple(decisions))
 
 
-def _raise_problems(ops: tuple[OpDecision, ...], config: OpsConfig, selection: Selection) -> None:
-    """Raise for every explicit choice that came to nothing, all fields in one message."""
+def _raise_problems(
+    ops: tuple[OpDecision, ...], config: OpsConfig, selection: Selection, failed_rules: tuple[str, ...]
+) -> None:
+    """Raise for every explicit choice that came to nothing, all fields in one message.
+
+    A choice without a site may have been for what a failed rule would have found; so those rules are named beside it.
+    """
     pressing: list[str] = []
     others: list[str] = []
     siteless: list[str] = []
@@ -230,9 +248,9 @@ def _raise_problems(ops: tuple[OpDecision, ...], config: OpsConfig, selection: S
                 pressing.append(f"{field}: {' or '.join(names)} covers none of the {len(decisions)} sites: {reasons}")
         siteless += [f"{op.config_field}[{glob!r}]: {_nothing_there(op, glob)}" for glob in _idle_globs(op, config)]
     if pressing:
-        raise KernelUnavailableError("\n".join([*pressing, *others, *siteless]))
+        raise KernelUnavailableError("\n".join([*pressing, *others, *siteless, *(failed_rules if siteless else ())]))
     if siteless:
-        raise NoSiteError("\n".join(siteless))
+        raise NoSiteError("\n".join([*siteless, *failed_rules]))
 
 
 def _groups(op: OpDecision, choice: Choice) -> Iterable[tuple[str, tuple[str, ...], tuple[SiteDecision, ...]]]:

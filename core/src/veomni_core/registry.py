@@ -18,8 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class SkippedKernel:
+    """A kernel that a healthy plugin describes and that nothing here could call, and why."""
+
+    spec: KernelSpec
+    reason: str
+
+    def __str__(self) -> str:
+        return f"kernel {self.spec}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class PluginRecord:
-    """What became of one plugin. A failed one keeps what it declared, so that a config naming it can be answered."""
+    """What became of one plugin. A failed one keeps what it declared, so that a config naming it can be answered.
+
+    ``skipped`` are kernels of a healthy one whose op or variant is not known here; its ``kernels`` are the others.
+    """
 
     name: str
     distribution: str
@@ -31,6 +45,7 @@ class PluginRecord:
     seconds: float = 0.0
     ops: tuple[OpSpec, ...] = ()
     kernels: tuple[KernelSpec, ...] = ()
+    skipped: tuple[SkippedKernel, ...] = ()
     devices: tuple[DeviceSpec, ...] = ()
     site_rules: tuple[SiteRule, ...] = ()
     commands: tuple[CommandSpec, ...] = ()
@@ -63,10 +78,14 @@ class Registry:
             raise UnknownNameError(f"op {name!r} is not registered. {did_you_mean(name, self.ops)}")
         return self.ops[name]
 
+    def canonical_variant(self, op: str, variant: str | None) -> str | None:
+        """``variant``, or the variant of ``op`` that it is an alias of; ``None`` stays ``None``."""
+        return variant and self.op(op).canonical_variant(variant)
+
     def kernels(self, op: str, variant: str | None = None) -> tuple[KernelSpec, ...]:
         """The kernels of ``op`` (of one variant, where given), sorted by variant and name."""
-        spec = self.op(op)
-        wanted = variant and spec.canonical_variant(variant)
+        self.op(op)
+        wanted = self.canonical_variant(op, variant)
         return tuple(kernel for kernel in self._kernels.get(op, ()) if wanted in (None, kernel.variant))
 
     def find(self, op: str, variant: str, name: str) -> KernelSpec | None:
@@ -104,6 +123,9 @@ class Registry:
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
                 return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+            for skipped in plugin.skipped:
+                if (skipped.spec.op_name, skipped.spec.name) == (op, name):
+                    return f"{name} is provided by {plugin}, but left out: {skipped.reason}"
         published = self.op(op).published
         if name not in published:
             return None
@@ -114,11 +136,19 @@ class Registry:
                 return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
         return f"{name} is not installed: pip install {published[name]}"
 
+    def describe_conflicts(self) -> tuple[str, ...]:
+        """One sentence for each kernel that more than one plugin claims."""
+        return tuple(
+            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither's is used; block one of "
+            "them with VEOMNI_PLUGINS_BLOCK"
+            for (op, variant, name), claimants in sorted(self.conflicts.items())
+        )
+
     def known_values(self, op: str) -> tuple[str, ...]:
         """Every kernel name that a config may hold for ``op``: registered, claimed twice, broken or only published."""
-        broken = {
-            spec.name for plugin in self.plugins if not plugin.healthy for spec in plugin.kernels if spec.op_name == op
-        }
+        failed = [spec for plugin in self.plugins if not plugin.healthy for spec in plugin.kernels]
+        skipped = [kernel.spec for plugin in self.plugins for kernel in plugin.skipped]
+        broken = {spec.name for spec in (*failed, *skipped) if spec.op_name == op}
         claimed = {name for op_name, _, name in self.conflicts if op_name == op}
         return tuple(sorted({*self._names(op), *self.op(op).published, *broken, *claimed}))
 
@@ -128,7 +158,11 @@ class Registry:
 
     def plugin_of(self, spec: KernelSpec) -> PluginRecord:
         """The plugin that registered ``spec``."""
-        return self._owners[spec.key]
+        return self._owners[(spec.op_name, self.op(spec.op_name).canonical_variant(spec.variant), spec.name)]
+
+    def plugin_of_rule(self, rule: SiteRule) -> PluginRecord | None:
+        """The plugin that brings ``rule``; ``None`` for a rule that none described."""
+        return next((record for record in self.plugins if record.healthy and rule in record.site_rules), None)
 
     def plugin(self, name: str) -> PluginRecord:
         """The record of the plugin (or distribution) called ``name``."""
@@ -150,19 +184,26 @@ class Registry:
     def detect_hardware(self) -> Hardware:
         """What is on this machine: a plugin's device where it finds one, else what torch sees."""
         for device in self.devices.values():
-            try:
-                found = load_attribute(device.detect)()
-            except Exception as error:  # a broken plugin harms no other
-                logger.warning(
-                    "device type %s counts as absent: %s failed: %r", device.device_type, device.detect, error
-                )
-                continue
+            found, problem = detect(device)
+            if problem:  # a broken plugin harms no other
+                logger.warning("device type %s counts as absent: %s", device.device_type, problem)
             if found is not None:
-                return found  # type: ignore[no-any-return]
+                return found
         return Hardware.detect()
 
     def _names(self, op: str) -> set[str]:
         return {kernel.name for kernel in self._kernels.get(op, ())}
+
+
+def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
+    """The device that a plugin sees here, or ``None``; and what went wrong, empty where its ``detect`` did its work."""
+    try:
+        found = load_attribute(device.detect)()
+    except (Exception, SystemExit) as error:
+        return None, f"{device.detect} failed: {error!r}"
+    if found is None or isinstance(found, Hardware):
+        return found, ""
+    return None, f"{device.detect} must return a Hardware or None, not {found!r} ({type(found).__name__})"
 
 
 def build_registry(

@@ -61,7 +61,7 @@ class Selection:
             if not reason:
                 return ""
             reasons.append(reason)
-        return f"{'; '.join(reasons)}. Usable: {', '.join(self.usable(op_name))}."
+        return f"{'; '.join(reasons).rstrip('.')}. Usable: {', '.join(self.usable(op_name))}."
 
     def usable(self, op_name: str) -> tuple[str, ...]:
         """Every value that would be accepted for ``op_name`` here."""

@@ -71,8 +71,11 @@ class OpSlot:
                 f"(module.{self._attribute}), not {self._declared_in}"
             )
         if self._kernel is not None and self._kernel is not kernel and self._still_needed():
+            held, wanted = _describe(self._kernel), _describe(kernel)
+            if held == wanted:  # one name for two objects, such as two closures of one function
+                held, wanted = (f"{held} at {id(each):#x}" for each in (self._kernel, kernel))
             raise SlotInUseError(
-                f"{self!r} already holds {_describe(self._kernel)} for a live model; binding {_describe(kernel)} would "
+                f"{self!r} already holds {held} for {self._describe_holders()}; binding {wanted} would "
                 "change that model. A module-level slot is shared by all models of its module: undo the other binding "
                 "first, or declare the slot in the class body, where each instance has its own"
             )
@@ -100,6 +103,13 @@ class OpSlot:
     def _still_needed(self) -> bool:
         return self._held_by_nobody_in_particular or len(self._holders) > 0
 
+    def _describe_holders(self) -> str:
+        """Which live models the slot's kernel was bound for."""
+        holders = [f"a live {type(holder).__qualname__}" for holder in self._holders]
+        if self._held_by_nobody_in_particular:
+            holders.append("a caller of bind() that named no model")
+        return " and ".join(sorted(holders))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._kernel is None:
             raise BindingError(f"{self!r} is empty: guard the call with `if slot.use_non_eager_impl`")
@@ -117,4 +127,6 @@ class OpSlot:
 
 
 def _describe(kernel: Kernel) -> str:
-    return getattr(kernel, "__qualname__", None) or repr(kernel)
+    """A kernel by its module and name, since plugins call their functions alike; by its ``repr`` where it has none."""
+    name = getattr(kernel, "__qualname__", None)
+    return f"{kernel.__module__}.{name}" if name else repr(kernel)

@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from veomni_core.errors import KernelLoadError, SpecError
+from veomni_core.errors import KernelLoadError, SpecError, did_you_mean
+from veomni_core.field_types import (
+    names_in,
+    require_boolean,
+    require_instance,
+    require_integer,
+    require_mapping,
+    require_name,
+    require_reference,
+    require_text,
+)
 from veomni_core.hardware import Hardware, HardwareRequirement
 
 EAGER = "eager"
@@ -22,12 +32,6 @@ def load_attribute(reference: str) -> Any:
     for name in attribute.split("."):
         value = getattr(value, name)
     return value
-
-
-def _check_reference(owner: str, field_name: str, reference: str) -> None:
-    module_name, colon, attribute = str(reference).partition(":")
-    if not (colon and module_name and attribute):
-        raise SpecError(f'{owner}: {field_name} must read "module:attribute", not {reference!r}')
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,24 @@ class KernelSpec:
     features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtypes", tuple(self.dtypes))
-        object.__setattr__(self, "features", tuple(self.features))
         for name in ("name", "op_name", "variant"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise SpecError(f"KernelSpec: {name} must be a non-empty string, not {value!r}")
-        _check_reference(str(self), "factory", self.factory)
+            require_name(f"KernelSpec {self.name!r}", name, getattr(self, name))
+        owner = f"KernelSpec {self}"
         if self.name in (EAGER, "auto"):
-            raise SpecError(f"{self}: {self.name!r} is a word of the config and cannot name a kernel")
-        if not isinstance(self.hardware, HardwareRequirement):
-            raise SpecError(f"{self}: hardware must be a HardwareRequirement, not {type(self.hardware).__name__}")
+            raise SpecError(f"{owner}: {self.name!r} is a word of the config and cannot name a kernel")
+        require_reference(owner, "factory", self.factory)
+        require_instance(owner, "hardware", self.hardware, HardwareRequirement)
+        require_text(owner, "description", self.description)
+        require_integer(owner, "preference", self.preference)
+        for name in ("deterministic", "backward", "expert_parallel"):
+            require_boolean(owner, name, getattr(self, name))
+        for name in ("dtypes", "features"):
+            object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
         if not self.dtypes:
-            raise SpecError(f"{self}: dtypes is empty, so nothing could ever be computed")
+            raise SpecError(f"{owner}: dtypes is empty, so nothing could ever be computed")
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op is given. {did_you_mean(dtype, DTYPES)}")
 
     def __str__(self) -> str:
         return f"{self.op_name}/{self.variant}:{self.name}"
@@ -124,14 +133,22 @@ class OpSpec:
     legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "variants", tuple(self.variants))
-        if not self.name or not self.config_field:
-            raise SpecError(
-                f"OpSpec: name and config_field must not be empty, got {self.name!r}, {self.config_field!r}"
-            )
+        owner = f"OpSpec {self.name!r}"
+        for name in ("name", "config_field", "default"):
+            require_name(owner, name, getattr(self, name))
+        require_text(owner, "description", self.description)
+        require_reference(owner, "contract", self.contract)
+        object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
-            raise SpecError(f"OpSpec {self.name}: an op needs at least one variant")
-        _check_reference(f"OpSpec {self.name}", "contract", self.contract)
+            raise SpecError(f"{owner}: variants is empty, and an op needs at least one")
+        for name in ("variant_aliases", "published", "legacy_values"):
+            require_mapping(owner, name, getattr(self, name), str)
+        for alias, variant in self.variant_aliases.items():
+            if variant not in self.variants:
+                raise SpecError(
+                    f"{owner}: variant_aliases[{alias!r}] is {variant!r}, which is no variant. "
+                    f"{did_you_mean(variant, self.variants)}"
+                )
 
     def canonical_variant(self, variant: str) -> str:
         """``variant``, or the variant that it is an alias of."""
@@ -154,7 +171,11 @@ class DeviceSpec:
     preset: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _check_reference(f"DeviceSpec {self.device_type}", "detect", self.detect)
+        owner = f"DeviceSpec {self.device_type!r}"
+        require_name(owner, "device_type", self.device_type)
+        require_reference(owner, "detect", self.detect)
+        require_mapping(owner, "named", self.named, Hardware)
+        require_mapping(owner, "preset", self.preset, str)
 
 
 @dataclass(frozen=True)
@@ -172,7 +193,11 @@ class SiteRule:
     installs_eager: bool = False
 
     def __post_init__(self) -> None:
-        _check_reference(f"SiteRule {self.name}", "locator", self.locator)
+        owner = f"SiteRule {self.name!r}"
+        require_name(owner, "name", self.name)
+        require_reference(owner, "locator", self.locator)
+        require_integer(owner, "order", self.order)
+        require_boolean(owner, "installs_eager", self.installs_eager)
 
 
 @dataclass(frozen=True)
@@ -180,12 +205,20 @@ class CommandSpec:
     """A verb that a plugin adds to the ``veomni`` command line.
 
     ``target`` names (``"module:attribute"``) a function that typer can turn into a command; it is imported only when
-    the verb is used.
+    the verb is used. ``job_check`` is for a verb that runs jobs: it names a function that takes a job file's path and
+    raises what the verb would raise for what the file says. ``veomni plan`` calls it for jobs that have other sections
+    than ``model``, so that it accepts no job that the verb refuses.
     """
 
     name: str
     target: str
     help: str = ""
+    job_check: str = ""
 
     def __post_init__(self) -> None:
-        _check_reference(f"CommandSpec {self.name}", "target", self.target)
+        owner = f"CommandSpec {self.name!r}"
+        require_name(owner, "name", self.name)
+        require_reference(owner, "target", self.target)
+        require_text(owner, "help", self.help)
+        if self.job_check != "":
+            require_reference(owner, "job_check", self.job_check)

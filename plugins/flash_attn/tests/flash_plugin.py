@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from veomni_core import HardwareRequirement
-from veomni_core.discovery import CORE
+from veomni_core.conflicts import CORE
 from veomni_core.registry import PluginRecord, build_registry
 from veomni_flash_attn.plugin import veomni_kernels
 

@@ -13,7 +13,7 @@ import torch
 
 from models import build, step, tokens
 from veomni_core import HardwareRequirement, bind
-from veomni_core.discovery import CORE
+from veomni_core.conflicts import CORE
 from veomni_core.registry import PluginRecord, build_registry
 from veomni_liger.plugin import veomni_kernels
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veomni_core import Hardware, OpsConfig, Site, make_plan
-from veomni_core.discovery import CORE
+from veomni_core.conflicts import CORE
 from veomni_core.errors import KernelUnavailableError
 from veomni_core.registry import PluginRecord, build_registry
 from veomni_liger.chunks import LOGITS_BYTES, chunk_multiple

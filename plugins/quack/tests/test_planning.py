@@ -9,7 +9,7 @@ import pytest
 from quack_plugin import SPECS
 
 from veomni_core import OpsConfig, Site, make_plan
-from veomni_core.discovery import CORE
+from veomni_core.conflicts import CORE
 from veomni_core.errors import KernelUnavailableError
 from veomni_core.hardware import Hardware
 from veomni_core.ops.catalog import BUILTIN_OPS

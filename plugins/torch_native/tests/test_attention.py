@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 import veomni_torch.attention
 from models import build
 from veomni_core import OpsConfig, find_sites, make_plan
-from veomni_core.discovery import CORE
+from veomni_core.conflicts import CORE
 from veomni_core.ops.attention import AttentionModule
 from veomni_core.registry import PluginRecord, build_registry
 from veomni_torch.attention import sdpa

@@ -81,7 +81,11 @@ def test_weights_alone_name_a_model(job_data: dict[str, Any]) -> None:
         ("model", "config", None, "model: needs config (a mapping with model_type, a path, or a Hub id), or weights"),
         ("train", "validate_every", 2, "train.validate_every has nothing to validate on without data.validation_fr"),
         ("train", "warmup", 5, "train.warmup is 5 steps, but train.steps is 4"),
-        ("model", "dtype", "float8", "model.dtype: must be 'float32' or 'bfloat16', got 'float8' (text)"),
+        ("model", "dtype", "float8", "model.dtype: must be 'float32', 'bfloat16' or 'float16', got 'float8' (text)"),
+        ("model", "dtype", "float16", "model.dtype: float16 holds nothing below 6e-8, so weights"),
+        ("model", "path", 3, "model.path: must be text, got 3 (integer)"),
+        ("model", "config_path", "config.json", "model.config_path: is another word for model.config, which is given"),
+        ("model", "moe_implementation", "eager", "model.moe_implementation: there is no such key. A kernel is chosen"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(
@@ -160,6 +164,8 @@ def test_set_may_write_a_section_that_is_not_there() -> None:
     [
         ("train.stps=3", UnknownNameError, "--set train.stps: there is no such key. Did you mean 'train.steps'?"),
         ("steps=3", UnknownNameError, "--set steps: there is no such key."),
+        ("model.confg=x", UnknownNameError, "--set model.confg: there is no such key. Did you mean 'model.config'?"),
+        ("model.dtype.more=3", UnknownNameError, "--set model.dtype.more: model.dtype holds a value, not a section"),
         ("train.steps.more=3", UnknownNameError, "--set train.steps.more: train.steps holds a value, not a section"),
         ("train.steps", ConfigError, "--set train.steps: write it as path=value, e.g. --set train.steps=100"),
         ("=3", ConfigError, "--set =3: write it as path=value"),

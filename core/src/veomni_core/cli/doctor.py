@@ -1,4 +1,4 @@
-"""``veomni doctor``: each plugin loaded in a process of its own, and what to install to gain what."""
+"""``veomni doctor``: each plugin loaded in a process of its own, then all together; and what could be installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json as json_module
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.discovery import discover
+from veomni_core.hardware import Hardware
 from veomni_core.registry import PluginRecord, Registry
 from veomni_core.tables import render_table
 
@@ -20,39 +22,66 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds that one plugin may take to load.")] = 60.0,
     json: AsJson = False,
 ) -> None:
-    """Say what each plugin imports, how long it takes, whether it initialises CUDA; exit 1 if one fails."""
+    """Say what each plugin imports, how long it takes, whether it initialises CUDA; exit 1 if one fails or conflicts.
+
+    Each is loaded in a process of its own. What loads there is then judged together, as a job would see it: plugins may
+    contradict each other, and a kernel may be for another plugin's op.
+    """
     # Autoload is off here, so that a plugin that hangs or crashes does so in its own process only.
     installed = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": ""})
-    reports = [_examine(record, timeout) for record in installed.plugins if record.name != "veomni-core"]
-    healthy = [report["name"] for report in reports if report["status"] == "loaded"]
-    registry = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": ",".join(healthy)})
+    alone = [_examine(record, timeout) for record in installed.plugins if record.name != "veomni-core"]
+    loaded = ",".join(report["name"] for report in alone if report["status"] == "loaded")
+    registry = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": loaded})
     hardware = registry.detect_hardware()
+    reports = [_together(report, registry, hardware) for report in alone]
+    conflicts = registry.describe_conflicts()
     gains = _gains(registry)
     if json:
-        print_json({"hardware": hardware.describe(), "plugins": reports, "gains": gains})
+        found = {"hardware": hardware.describe(), "plugins": reports, "conflicts": list(conflicts), "gains": gains}
+        print_json(found)
     else:
         print(f"hardware: {hardware.describe()}, {hardware.count} of it\n")
-        print(
-            render_table(
-                ("plugin", "state", "seconds", "imports", "initialises CUDA", "kernels that run here"),
-                [
-                    (
-                        report["name"],
-                        report["status"] + (f": {report['problem']}" if report["problem"] else ""),
-                        f"{report['seconds']:.2f}",
-                        ", ".join(report["imports"]) or "nothing more",
-                        "yes" if report["initialises_cuda"] else "no",
-                        f"{report['usable']} of {report['kernels']}",
-                    )
-                    for report in reports
-                ],
-                "Plugins",
-            )
-        )
+        print(_table(reports))
+        for conflict in conflicts:
+            print(f"conflict: {conflict}")
         for gain in gains:
             print(f"pip install {gain['distribution']}: {', '.join(gain['values'])}")
-    if any(report["status"] == "failed" for report in reports):
+    if conflicts or any(report["status"] == "failed" or report["devices"] for report in reports):
         raise typer.Exit(1)
+
+
+def _together(report: dict[str, Any], registry: Registry, hardware: Hardware) -> dict[str, Any]:
+    """``report`` of a plugin that was loaded alone, with what the joint registry says of it."""
+    if report["status"] != "loaded":
+        return report
+    record = registry.plugin(report["name"])
+    return {
+        **report,
+        "status": record.status,
+        "problem": record.problem,
+        "left_out": [str(skipped) for skipped in record.skipped],
+        "kernels": len(record.kernels),
+        "usable": sum(not spec.hardware.unmet(hardware) for spec in record.kernels) if record.healthy else 0,
+    }
+
+
+def _table(reports: Iterable[dict[str, Any]]) -> str:
+    rows = []
+    for report in reports:
+        remarks = [report["problem"], *report["devices"], *(f"left out: {kernel}" for kernel in report["left_out"])]
+        remarks = [remark for remark in remarks if remark]
+        rows.append(
+            (
+                report["name"],
+                report["status"] + (f": {'; '.join(remarks)}" if remarks else ""),
+                f"{report['seconds']:.2f}",
+                ", ".join(report["imports"]) or "nothing more",
+                "yes" if report["initialises_cuda"] else "no",
+                f"{report['usable']} of {report['kernels']}",
+            )
+        )
+    columns = ("plugin", "state", "seconds", "imports", "initialises CUDA", "kernels that run here")
+    return render_table(columns, rows, "Plugins")
 
 
 def _examine(record: PluginRecord, timeout: float) -> dict[str, Any]:
@@ -72,6 +101,8 @@ def _examine(record: PluginRecord, timeout: float) -> dict[str, Any]:
         "seconds": timeout,
         "imports": [],
         "initialises_cuda": False,
+        "devices": [],
+        "left_out": [],
         "kernels": 0,
         "usable": 0,
     }

@@ -6,6 +6,7 @@ import json
 import sys
 
 from veomni_core.discovery import discover
+from veomni_core.registry import detect
 
 
 def probe(name: str) -> dict[str, object]:
@@ -17,15 +18,13 @@ def probe(name: str) -> dict[str, object]:
     imported = sorted(new - set(sys.stdlib_module_names) - {record.module.partition(".")[0]})
     torch = sys.modules.get("torch")
     initialises_cuda = torch is not None and torch.cuda.is_initialized()
-    hardware = registry.detect_hardware()
     return {
         "status": record.status,
         "problem": record.problem,
         "seconds": record.seconds,
         "imports": [module for module in imported if not module.startswith("_")],
         "initialises_cuda": initialises_cuda,
-        "kernels": len(record.kernels),
-        "usable": sum(not spec.hardware.unmet(hardware) for spec in record.kernels) if record.healthy else 0,
+        "devices": [problem for device in record.devices if (problem := detect(device)[1])],
     }
 
 

@@ -14,7 +14,13 @@ def list_kernels(json: AsJson = False) -> None:
     """Print every plugin with its state, and every op with its kernels."""
     registry = discover()
     if json:
-        print_json({"plugins": [_plugin(record) for record in registry.plugins], "ops": _ops(registry)})
+        print_json(
+            {
+                "plugins": [_plugin(record) for record in registry.plugins],
+                "conflicts": list(registry.describe_conflicts()),
+                "ops": _ops(registry),
+            }
+        )
     else:
         print(
             render_table(
@@ -23,6 +29,8 @@ def list_kernels(json: AsJson = False) -> None:
                 "Plugins",
             )
         )
+        for conflict in registry.describe_conflicts():
+            print(f"conflict: {conflict}")
         print(
             render_table(
                 ("op", "field", "variant", "kernels"),
@@ -37,7 +45,8 @@ def list_kernels(json: AsJson = False) -> None:
 
 
 def _state(record: PluginRecord) -> str:
-    return record.status if record.healthy else f"{record.status}: {record.problem}"
+    left_out = "; ".join(f"left out: {skipped}" for skipped in record.skipped)
+    return ": ".join(part for part in (record.status, record.problem or left_out) if part)
 
 
 def _plugin(record: PluginRecord) -> dict[str, Any]:
@@ -50,6 +59,7 @@ def _plugin(record: PluginRecord) -> dict[str, Any]:
         "problem": record.problem,
         "traceback": record.traceback,
         "kernels": [str(spec) for spec in record.kernels],
+        "left_out": [{"kernel": str(skipped.spec), "reason": skipped.reason} for skipped in record.skipped],
     }
 
 

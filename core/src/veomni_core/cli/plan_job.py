@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +13,11 @@ import typer
 from veomni_core.cli.output import AsJson, HardwareName
 from veomni_core.config import OpsConfig
 from veomni_core.discovery import discover
-from veomni_core.errors import JobFileError
+from veomni_core.errors import JobFileError, VeOmniError
+from veomni_core.job_model import model_section_of
 from veomni_core.jobfile import load_yaml
+from veomni_core.registry import Registry
+from veomni_core.spec import load_attribute
 
 
 def plan_job(
@@ -19,25 +25,47 @@ def plan_job(
     hardware: HardwareName = None,
     json: AsJson = False,
 ) -> None:
-    """Build the job's model on the meta device, find its sites, and print the plan."""
+    """Check the job, build its model on the meta device, find its sites, and print the plan."""
     data = load_yaml(job)
     registry = discover()
-    config = OpsConfig.from_dict({"model": data.get("model")}, registry)
     # Before torch is imported: a device's own library may break that, and its plugin knows why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
+    _check_other_sections(data, job, registry)
+    section = model_section_of(data, str(job), job.parent)
+    config = OpsConfig.from_dict({"model": {"ops_implementation": section.ops_implementation}}, registry)
 
-    from veomni_core.build import build_skeleton
+    from veomni_core.build import build_skeleton, check_weights
     from veomni_core.plan import make_plan
 
-    skeleton = build_skeleton(_model_source(data, job), torch_dtype=data["model"].get("dtype", "bfloat16"))
+    assumed: tuple[str, ...] = ()
+    if section.weights is not None:
+        if target.detected or Path(section.weights).exists():
+            check_weights(Path(section.weights))
+        else:
+            assumed = (f"model.weights: {section.weights}",)
+    skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
     plan = make_plan(skeleton, config, registry=registry, hardware=target)
+    plan = replace(plan, assumptions=(*plan.assumptions, *assumed))
     print(plan.to_json() if json else plan.table())
 
 
-def _model_source(data: dict[str, Any], job: Path) -> Any:
-    model = data["model"]
-    for key in ("config", "config_path", "weights", "path"):
-        if (source := model.get(key)) is not None:
-            beside = job.parent / str(source)
-            return beside if isinstance(source, str) and beside.exists() else source
-    raise JobFileError(f"{job}: model.config is missing; it holds a model's config, its path or its Hub id")
+def _check_other_sections(data: Mapping[str, Any], job: Path, registry: Registry) -> None:
+    """Raise what the verbs that run jobs would say of this one; a job of a model alone is no job of theirs yet."""
+    others = [str(name) for name in data if name != "model"]
+    if not others:
+        return
+    problems: dict[str, VeOmniError] = {}
+    verbs = [command for command in registry.commands.values() if command.job_check]
+    for verb in verbs:
+        try:
+            load_attribute(verb.job_check)(job)
+            return
+        except VeOmniError as error:
+            problems[verb.name] = error
+    if not verbs:
+        sections = ", ".join(others)
+        print(f"not checked: {sections}. No installed plugin runs jobs; veomni-trainer does", file=sys.stderr)
+    elif len(problems) == 1:
+        raise next(iter(problems.values()))
+    else:
+        raise JobFileError("\n".join(f"veomni {verb}: {error}" for verb, error in problems.items()))

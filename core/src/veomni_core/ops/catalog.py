@@ -21,6 +21,8 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
             "npu_fusion_attention": "veomni-npu",
             "native-sparse": "",
         },
+        # The names that VeOmni's own trainer writes; sharing sequences is asked for by sp_size, whatever the kernel.
+        legacy_values={f"veomni_flash_attention_{n}_with_sp": f"flash_attention_{n}" for n in (2, 3, 4)},
     ),
     OpSpec(
         name="rms_norm",

@@ -2,7 +2,8 @@
 
 ``(gate_logits: tuple of [T, E], num_experts, top_k, attention_mask[B, S] or None) -> scalar`` in float32, with the
 value and the gradient of transformers' ``load_balancing_loss_func``. The variants are the other functions of that name,
-each with its own arguments.
+each with its own arguments. Where they take a tuple of logits, they return the number 0 for anything that is not one
+(``None``: the model collected no router logits), and for an empty one (no layer has a router), as transformers does.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_
 
 
 def standard(
-    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
-) -> Tensor:
+    gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
+) -> Tensor | int:
     """``E * sum over experts of (share of routes to it) * (mean probability of it)``, over all layers' tokens.
 
     A token that ``attention_mask`` marks 0 counts in neither. Probabilities are rounded to the logits' dtype, sums are
-    float32. The gradient reaches the logits through the probabilities only.
+    float32. The gradient reaches the logits through the probabilities only. 0 where there are no logits.
     """
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return 0
     dtype = compute_dtype(gate_logits[0])
     routes = torch.zeros(num_experts, dtype=dtype, device=gate_logits[0].device)
     probability = torch.zeros_like(routes)
@@ -53,16 +56,18 @@ def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
 
 
 def product_keys(
-    gate_logits: tuple[Tensor, ...],
+    gate_logits: tuple[Tensor, ...] | None,
     num_experts: int,
     num_keys: int,
     top_k: int = 2,
     attention_mask: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | float:
     """:func:`standard` for experts that are pairs of keys (Doge), with the share taken of all routes, not of tokens.
 
     A layer's logits ``[2, T, num_keys]`` score the first and the second key; a pair's score is their sum.
     """
+    if not isinstance(gate_logits, tuple):
+        return 0
     scores = tuple((first[:, :, None] + second[:, None, :]).flatten(1) for first, second in gate_logits)
     return standard(scores, num_experts, top_k, attention_mask) / top_k
 

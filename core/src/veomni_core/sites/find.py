@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from veomni_core.conflicts import CORE
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.registry import Registry
 from veomni_core.sites.site import Site, SiteLocator
 from veomni_core.spec import SiteRule, load_attribute
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The sites of a model, and one sentence about each plugin's rule that failed on it and was left out."""
+
+    sites: tuple[Site, ...]
+    failed_rules: tuple[str, ...] = ()
+
 
 def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site, ...]:
     """Every site in ``model`` (on any device, ``meta`` too), sorted by op and path.
 
-    The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU.
+    The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU. A
+    plugin's rule that fails is left out with a logged warning that names it.
 
     Raises:
         BindingError: ``model`` is not a module.
-        SpecError: a rule failed, or names an op that is not registered; the message names the rule.
+        SpecError: a rule of the core failed; the message names it.
     """
+    return search(model, registry).sites
+
+
+def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
+    """:func:`find_sites`, and which plugins' rules failed."""
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
     registry = registry or discover()
-    sites = [site for rule in registry.site_rules for site in _sites_of(rule, model, registry)]
-    return tuple(sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path))))
+    sites: list[Site] = []
+    failed: list[str] = []
+    for rule in registry.site_rules:
+        try:
+            sites += _sites_of(rule, model, registry)
+        except (Exception, SystemExit) as error:
+            plugin = registry.plugin_of_rule(rule)
+            failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
+            failure += str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
+            if plugin is None or plugin.name == CORE.name:
+                raise SpecError(failure) from error
+            failed.append(f"{failure}. {plugin} brings it, and VEOMNI_PLUGINS_BLOCK={plugin.name} leaves it out")
+            logger.warning("no site of this rule is bound: %s", failed[-1], exc_info=error)
+    ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
+    return SearchResult(tuple(ordered), tuple(failed))
 
 
-def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> tuple[Site, ...]:
-    try:
-        sites = tuple(locator_of(rule).find(model, rule.name))
-    except Exception as error:
-        raise SpecError(
-            f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: {type(error).__name__}: "
-            f"{error}. If a plugin brings it, VEOMNI_PLUGINS_BLOCK=<the plugin> leaves it out"
-        ) from error
+def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site]:
+    sites = list(locator_of(rule).find(model, rule.name))
     for site in sites:
+        if not isinstance(site, Site):
+            raise SpecError(f"it found {site!r} ({type(site).__name__}), which is no Site")
         if site.op_name not in registry.ops:
-            raise SpecError(f"site rule {rule.name!r} found a site of the unknown op {site.op_name!r}")
-    return sites
+            raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
+    return [replace(site, variant=registry.canonical_variant(site.op_name, site.variant)) for site in sites]
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:

@@ -16,26 +16,31 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 
 
 def standard(
-    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
-) -> Tensor:
+    gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
+) -> Tensor | int:
     """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
 
     The gradient has the logits' dtype. Results do not depend on the order of additions: routes are whole numbers.
+    As in transformers, the result is the number 0 where ``gate_logits`` is no tuple of logits, or an empty one.
     """
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return 0
     return _LoadBalancing.apply(num_experts, top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
 
 
 def product_keys(
-    gate_logits: tuple[Tensor, ...],
+    gate_logits: tuple[Tensor, ...] | None,
     num_experts: int,
     num_keys: int,
     top_k: int = 2,
     attention_mask: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | float:
     """:func:`standard` for experts that are pairs of keys, of all layers' ``[2, T, num_keys]``; the share is of routes.
 
     The pairs' scores ``[T, num_keys²]`` of every layer are kept for backward.
     """
+    if not isinstance(gate_logits, tuple):
+        return 0
     scores = tuple((first[:, :, None] + second[:, None, :]).flatten(1) for first, second in gate_logits)
     return standard(scores, num_experts, top_k, attention_mask) / top_k
 

@@ -1,4 +1,7 @@
-"""What a training job's YAML may say: its sections, their keys, types and defaults."""
+"""What a training job's YAML may say: its sections, their keys, types and defaults.
+
+The core reads ``model``, as it does for ``veomni plan``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from veomni_core.job_model import ModelSection, read_model_section
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
@@ -22,26 +27,6 @@ class Section(BaseModel):
     """A part of a job: no unknown keys, no values of another type than the one that is asked for."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ModelSection(Section):
-    """Which model, from which weights, with which kernels.
-
-    ``config`` is a mapping with ``model_type`` and sizes, a path, or a Hub id; without it, ``weights`` brings its own.
-    ``ops_implementation`` is checked by the core, against the plugins that are installed.
-    """
-
-    config: str | dict[str, Any] | None = None
-    weights: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    ops_implementation: dict[str, Any] | None = None
-    trust_remote_code: bool = False
-
-    @model_validator(mode="after")
-    def _has_a_source(self) -> Self:
-        if self.config is None and self.weights is None:
-            raise ValueError("needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder)")
-        return self
 
 
 class DataSection(Section):
@@ -91,12 +76,17 @@ class TrainSection(Section):
 class Job(Section):
     """A training job, checked and complete."""
 
-    model: ModelSection
+    model: Annotated[ModelSection, BeforeValidator(read_model_section)]
     data: DataSection
     train: TrainSection
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> Self:
+        if self.model.dtype == "float16":
+            raise ValueError(
+                "model.dtype: float16 holds nothing below 6e-8, so weights, gradients and optimizer states in it lose "
+                "small updates; write bfloat16 or float32"
+            )
         if self.train.validate_every is not None and not self.data.validation_fraction:
             raise ValueError("train.validate_every has nothing to validate on without data.validation_fraction")
         if self.train.warmup > self.train.steps:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.errors import JobFileError
-from veomni_core.jobfile import load_yaml
+from veomni_core.jobfile import beside_job, load_yaml
 from veomni_trainer.job import Job
 from veomni_trainer.job_problems import explain_problems
 from veomni_trainer.overrides import apply_overrides
@@ -69,30 +67,19 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
-    model, data = job.model, job.data
+    data = job.data
     files = [data.files] if isinstance(data.files, str) else data.files
-    found = [name if name == STDLIB else _found(name, folder) for name in files]
+    found = [name if name == STDLIB else beside_job(name, folder) for name in files]
     output_dir = str(Path(job.train.output_dir).expanduser().absolute())
     return job.model_copy(
         update={
-            "model": model.model_copy(
-                update={
-                    "config": _found(model.config, folder) if isinstance(model.config, str) else model.config,
-                    "weights": _found(model.weights, folder) if model.weights else None,
-                }
-            ),
+            "model": job.model.beside(folder),
             "data": data.model_copy(
                 update={
                     "files": found[0] if isinstance(data.files, str) else found,
-                    "tokenizer": data.tokenizer if data.tokenizer == BYTES else _found(data.tokenizer, folder),
+                    "tokenizer": data.tokenizer if data.tokenizer == BYTES else beside_job(data.tokenizer, folder),
                 }
             ),
             "train": job.train.model_copy(update={"output_dir": output_dir}),
         }
     )
-
-
-def _found(name: str, folder: Path) -> str:
-    """``name`` beside the job or in the working directory, absolute; unchanged where neither has it."""
-    candidates = [str(base / Path(name).expanduser()) for base in (folder, Path.cwd())]
-    return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import OpsConfig, build_foundation_model
-from veomni_core.errors import ConfigError, UnknownNameError
+from veomni_core.errors import ConfigError
 from veomni_core.model_config import load_model_config
 from veomni_trainer.job import Job
 from veomni_trainer.tokens import Tokenizer
 
 _VOCABULARY_STEP = 64
-_NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
+
+
+def ops_config(job: Job) -> OpsConfig:
+    """Which kernels the job chooses.
+
+    Raises:
+        ConfigError: it doesn't say, or names a field, value or preset that isn't there.
+    """
+    return OpsConfig.from_dict({"model": {"ops_implementation": job.model.ops_implementation}})
 
 
 def build_model(
@@ -43,7 +48,7 @@ def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrained
 
 def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None) -> PreTrainedModel:
     return build_foundation_model(
-        _config(job, tokenizer),
+        model_config(job, tokenizer),
         weights,
         ops_implementation=ops,
         torch_dtype=job.model.dtype,
@@ -52,15 +57,17 @@ def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights:
     )
 
 
-def _config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
-    source = job.model.config if job.model.config is not None else job.model.weights
-    assert source is not None
+def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
+    """The config of the job's model, its vocabulary the tokenizer's where the job gives neither one nor weights.
+
+    Raises:
+        ConfigError: the model has too few embeddings or positions for the data, or the config can't be read.
+    """
+    source = job.model.source
     config = load_model_config(source, trust_remote_code=job.model.trust_remote_code)
     text_config = config.get_text_config()
-    if isinstance(source, dict):
-        _check_keys(source, type(config))
-        if "vocab_size" not in source and job.model.weights is None:
-            text_config.vocab_size = -(-tokenizer.vocab_size // _VOCABULARY_STEP) * _VOCABULARY_STEP
+    if isinstance(source, dict) and "vocab_size" not in source and job.model.weights is None:
+        text_config.vocab_size = -(-tokenizer.vocab_size // _VOCABULARY_STEP) * _VOCABULARY_STEP
     if text_config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.config.vocab_size is {text_config.vocab_size}, but data.tokenizer has {tokenizer.vocab_size} "
@@ -72,21 +79,3 @@ def _config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
             f"data.sequence_length is {job.data.sequence_length}, but the model's max_position_embeddings is {longest}"
         )
     return config
-
-
-def _check_keys(config: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
-    """transformers keeps every key, so a misspelt size would silently leave the default in force.
-
-    Models also read keys that their config class doesn't list; so only one that resembles a listed key is refused.
-    """
-    try:
-        defaults = config_class().to_dict()
-    except Exception:  # a config without defaults can't say which keys it knows
-        return
-    known = {*defaults, *inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
-    for key in config:
-        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
-        if key not in known and key not in _NEVER_LISTED and close:
-            raise UnknownNameError(
-                f"model.config.{key}: {config['model_type']} has no such key. Did you mean {close[0]!r}?"
-            )

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
-from veomni_core.jobfile import parse_yaml
+from veomni_core.jobfile import parse_yaml, shown
 from veomni_trainer.job import Job
-from veomni_trainer.job_problems import is_free_mapping, known_paths, section_at, shown
+from veomni_trainer.job_problems import is_free_mapping, keys_of, known_paths, section_at
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _check_path(path: str, parts: list[str]) -> None:
             if is_free_mapping(Job, parts[: depth - 1]):
                 return
             raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
-        if parts[depth - 1] not in parent.model_fields:
+        if parts[depth - 1] not in keys_of(parent):
             raise UnknownNameError(f"--set {path}: there is no such key. {did_you_mean(path, known_paths(Job))}")
 
 

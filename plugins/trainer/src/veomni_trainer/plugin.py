@@ -10,4 +10,11 @@ VEOMNI_PLUGIN_API_VERSION = 1
 @hookimpl
 def veomni_commands() -> list[CommandSpec]:
     """The verb `train`."""
-    return [CommandSpec("train", "veomni_trainer.command:train", "Train a model as a job's YAML says.")]
+    return [
+        CommandSpec(
+            "train",
+            "veomni_trainer.command:train",
+            "Train a model as a job's YAML says.",
+            job_check="veomni_trainer.check_job:check_job",
+        )
+    ]

@@ -13,7 +13,7 @@ import transformers
 from torch import distributed
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from veomni_core import Binding, OpsConfig, binding_of
+from veomni_core import Binding, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
 from veomni_core.sequence_parallel import apply_ulysses
 from veomni_trainer.arguments import training_arguments
@@ -25,7 +25,7 @@ from veomni_trainer.interrupt import InterruptCallback
 from veomni_trainer.job import Job
 from veomni_trainer.load_job import changed_keys, dump_job
 from veomni_trainer.loop import JobTrainer
-from veomni_trainer.model import build_model
+from veomni_trainer.model import build_model, ops_config
 from veomni_trainer.progress import Progress
 from veomni_trainer.record import RunRecord
 from veomni_trainer.report import describe_run, write_report
@@ -77,7 +77,7 @@ def run_job(
 
 
 def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_plan_change: bool) -> bool:
-    ops = OpsConfig.from_dict({"model": job.model.model_dump()})
+    ops = ops_config(job)
     step, checkpoint = _starting_point(job, folder, resume, overwrite)
     if step == job.train.steps:
         _say(f"{folder.path} is complete: it stands at step {step} of {job.train.steps}. Raise train.steps to go on.")

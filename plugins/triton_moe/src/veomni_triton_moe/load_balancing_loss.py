@@ -24,16 +24,19 @@ MAX_EXPERTS = 2**13
 
 
 def standard(
-    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
-) -> Tensor:
+    gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
+) -> Tensor | int:
     """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
 
     Probabilities are rounded to the logits' dtype; among equal ones the lowest expert is chosen. The gradient has the
-    logits' dtype, and is computed only for layers that need it.
+    logits' dtype, and is computed only for layers that need it. As in transformers, the result is the number 0 where
+    ``gate_logits`` is no tuple of logits, or an empty one.
 
     Raises:
         ValueError: the layers differ in shape or dtype, or another argument does not fit them.
     """
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return 0
     shape, dtype = gate_logits[0].shape, gate_logits[0].dtype
     if any(logits.shape != shape or logits.dtype != dtype for logits in gate_logits):
         raise ValueError("gate_logits: every layer must have the same shape and dtype")

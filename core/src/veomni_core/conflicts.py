@@ -1,0 +1,122 @@
+"""Judges plugins' descriptions together: what contradicts the core or another plugin, and which kernels have an op.
+
+A plugin fails whole where its ops, fields, devices, rules or commands contradict others'. A kernel for an op or a
+variant that nothing here defines is left out alone, with the reason: its plugin may have been written for a newer core,
+or beside another plugin that is absent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from veomni_core.errors import did_you_mean
+from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
+from veomni_core.registry import PluginRecord, SkippedKernel
+from veomni_core.spec import KernelSpec, OpSpec
+
+CORE = PluginRecord(
+    name="veomni-core",
+    distribution="veomni-core",
+    version="built in",
+    module="veomni_core",
+    ops=BUILTIN_OPS,
+    site_rules=BUILTIN_SITE_RULES,
+)
+
+
+def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
+    """``records`` with contradicting plugins failed, kernels' variants canonical, and kernels without an op skipped."""
+    settled = list(records)
+    while problems := _contradictions([record for record in settled if record.healthy]):
+        settled = [
+            replace(record, status="failed", problem=problems[id(record)]) if id(record) in problems else record
+            for record in settled
+        ]
+    ops = {op.name: op for record in settled if record.healthy for op in record.ops}
+    return [_with_known_kernels(record, ops, settled) if record.healthy else record for record in settled]
+
+
+def claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
+    """Kernels that more than one plugin describes. Only that kernel is withheld; both plugins' others stay."""
+    claimants: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for record in records:
+        if record.healthy:
+            for spec in record.kernels:
+                claimants[spec.key].append(str(record))
+    return {key: tuple(sorted(who)) for key, who in claimants.items() if len(who) > 1}
+
+
+_MUST_BE_UNIQUE = (
+    ("op", "ops", "name"),
+    ("config field", "ops", "config_field"),
+    ("device type", "devices", "device_type"),
+    ("site rule", "site_rules", "name"),
+    ("command", "commands", "name"),
+)
+
+
+def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
+    """What is wrong with each plugin in view of the others, by the record's ``id``."""
+    problems: dict[int, str] = {}
+    for what, field, attribute in _MUST_BE_UNIQUE:
+        owners: dict[str, list[PluginRecord]] = defaultdict(list)
+        for record in healthy:
+            for described in getattr(record, field):
+                owners[getattr(described, attribute)].append(record)
+        for name, claimants in owners.items():
+            if len(claimants) > 1:
+                who = " and ".join(sorted({str(record) for record in claimants}))
+                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in claimants)
+    problems.pop(id(CORE), None)
+    if problems:
+        return problems
+    ops = {op.name: op for record in healthy for op in record.ops}
+    fields = {op.config_field for op in ops.values()}
+    for record in healthy:
+        for device in record.devices:
+            if unknown := sorted(set(device.preset) - fields):
+                problems[id(record)] = (
+                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is no field. "
+                    f"{did_you_mean(unknown[0], fields)}"
+                )
+        seen: set[tuple[str, str, str]] = set()
+        for spec in record.kernels:
+            key = _canonical(spec, ops).key
+            if key in seen:
+                problems[id(record)] = f"kernel {'{}/{}:{}'.format(*key)} is described twice by one plugin"
+            seen.add(key)
+    return problems
+
+
+def _with_known_kernels(
+    record: PluginRecord, ops: Mapping[str, OpSpec], records: Iterable[PluginRecord]
+) -> PluginRecord:
+    kernels, skipped = [], []
+    for spec in record.kernels:
+        if reason := _unknown(spec, ops, records):
+            skipped.append(SkippedKernel(spec, reason))
+        else:
+            kernels.append(_canonical(spec, ops))
+    return replace(record, kernels=tuple(kernels), skipped=tuple(skipped))
+
+
+def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[PluginRecord]) -> str:
+    """Why nothing here could call ``spec``; empty where its op and variant are known."""
+    op = ops.get(spec.op_name)
+    if op is None:
+        for record in records:
+            if any(absent.name == spec.op_name for absent in record.ops):
+                return f"op {spec.op_name!r} is defined by {record}, which {record.status}: {record.problem}"
+        return f"op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
+    if op.canonical_variant(spec.variant) not in op.variants:
+        nearest = did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])
+        return f"{op.name} has no variant {spec.variant!r}. {nearest}"
+    return ""
+
+
+def _canonical(spec: KernelSpec, ops: Mapping[str, OpSpec]) -> KernelSpec:
+    """``spec`` for the variant that its ``variant`` is an alias of; from here on no key holds an alias."""
+    op = ops.get(spec.op_name)
+    return replace(spec, variant=op.canonical_variant(spec.variant)) if op else spec

@@ -1,0 +1,106 @@
+"""Every command that a page of Markdown tells its reader to run is there, with the options that it is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from veomni_core.cli.app import build_app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    page for page in sorted(ROOT.glob("**/*.md")) if not {".venv", "dist", "runs"} & {*page.relative_to(ROOT).parts}
+]
+TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+PLUGINS = {
+    name
+    for file in [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
+    for project in [tomllib.loads(file.read_text(encoding="utf-8"))["project"]]
+    for name in (project["name"], *project["entry-points"]["veomni.plugins"])
+}
+IMAGINED = {"acme"}  # the plugin that the how-to writes
+VEOMNI = get_command(build_app())
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> Iterator[str]:
+    """The shell lines of a page: of blocks that are no other language, and of code within a sentence."""
+    for language, block in FENCE.findall(page):
+        if language in ("", "bash", "console", "sh", "shell"):
+            for line in block.splitlines():
+                yield from re.split(r"&&|;|\|", line.strip().removeprefix("$ ").partition(" #")[0])
+    yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", page)))
+
+
+def problem(command: str) -> str:
+    """What of a command isn't there; empty where it is, or where it is no command of this project."""
+    try:
+        words = shlex.split(command.replace("\\|", "|"))
+    except ValueError:
+        return ""  # code that is no shell line
+    words = [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    if words[:1] == ["veomni"] and words[1:]:
+        return _problem_of_veomni(words[1:])
+    if words[:3] == ["python", "-m", "veomni_core.cli"] and words[3:]:
+        return _problem_of_veomni(words[3:])
+    if words[:2] == ["python", "-m"] and words[2:]:
+        return "" if importlib.util.find_spec(words[2].partition(".")[0]) else f"no module {words[2]}"
+    if words[:1] == ["make"] and words[1:]:
+        missing = [word for word in words[1:] if "=" not in word and word not in TARGETS]
+        return f"no target {missing}" if missing else ""
+    if words and words[0] in ("python", "pytest", "torchrun"):
+        named = [
+            word for word in words[1:] if re.fullmatch(r"[\w/]+\.py", word) or word.startswith(("plugins/", "tests/"))
+        ]
+        missing = [word for word in named if not (ROOT / word.partition("::")[0]).exists()]
+        return f"no file {missing}" if missing else ""
+    return ""
+
+
+def _problem_of_veomni(words: list[str]) -> str:
+    verb, *rest = words
+    found = VEOMNI.get_command(None, verb)
+    if found is None:
+        return f"no verb {verb!r}"
+    options = {option for parameter in found.params for option in parameter.opts} | {"--help"}
+    unknown = [word for word in rest if word.startswith("--") and word.strip("[]").partition("=")[0] not in options]
+    if unknown:
+        return f"veomni {verb} has no option {unknown}"
+    named = [word for word in rest[:1] if verb == "verify" and not word.isupper() and word not in PLUGINS | IMAGINED]
+    return f"no plugin {named}" if named else ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_are_there(page):
+    problems = {command: problem(command) for command in commands(page.read_text(encoding="utf-8"))}
+    assert not {command: what for command, what in problems.items() if what}
+
+
+def test_commands_are_found_in_pages():
+    found = {
+        word for page in PAGES for command in commands(page.read_text(encoding="utf-8")) for word in command.split()
+    }
+    assert {"veomni", "make", "python", "pytest", "verify", "train", "demo", "benchmarks/train_step.py"} <= found
+
+
+@pytest.mark.parametrize(
+    "command, what",
+    [
+        ("veomni verfy veomni-torch", "no verb 'verfy'"),
+        ("veomni verify fused_quack --device cuda", "no plugin ['fused_quack']"),
+        ("veomni plan job.yaml --hardwear h200", "veomni plan has no option ['--hardwear']"),
+        ("make benchmark", "no target ['benchmark']"),
+        ("python benchmarks/nothing.py", "no file ['benchmarks/nothing.py']"),
+        ("python -m veomni_nothing", "no module veomni_nothing"),
+        ("pytest tests/test_nothing.py -k memory", "no file ['tests/test_nothing.py']"),
+    ],
+)
+def test_a_command_that_is_not_there_is_seen(command, what):
+    assert problem(command) == what

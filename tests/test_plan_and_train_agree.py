@@ -1,0 +1,202 @@
+"""``veomni plan`` and ``veomni train`` read one job alike: both take it, or both refuse it with the same message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from veomni_core.cli.app import build_app
+from veomni_core.errors import VeOmniError
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "vocab_size": 320,
+}
+JOB = {
+    "model": {
+        "config": {"model_type": "llama", **SIZES},
+        "dtype": "float32",
+        "ops_implementation": {"preset": "eager"},
+    },
+    "data": {"files": "text.txt", "sequence_length": 16},
+    "train": {"output_dir": "run", "steps": 1, "batch_size": 2, "device": "cpu", "save_every": "never"},
+}
+REMOVED = object()
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    """The job with other values, by dotted path (dots written as double underscores)."""
+    job = deepcopy(JOB)
+    for path, value in values.items():
+        *sections, key = path.split("__")
+        target = job
+        for section in sections:
+            target = target[section]
+        if value is REMOVED:
+            del target[key]
+        else:
+            target[key] = value
+    return job
+
+
+BAD = {
+    "no model": (changed(model=REMOVED), "model: is missing"),
+    "an empty model": (changed(model=None), "model: must be a mapping, got nothing"),
+    "a list for a model": (changed(model=["llama"]), "model: must be a mapping, got ['llama'] (list)"),
+    "no config": (changed(model__config=REMOVED), "model: needs config (a mapping with model_type"),
+    "a number for a config": (changed(model__config=3), "model.config: must be text or a mapping, got 3 (integer)"),
+    "no model type": (changed(model__config=SIZES), "model.config: model_type is missing"),
+    "an unknown type": (
+        changed(model__config__model_type="lama"),
+        "'lama' is unknown. Did you mean 'llama'",
+    ),
+    "a type that speaks no language": (changed(model__config={"model_type": "vit"}), "vit has no "),
+    "a misspelt size": (changed(model__config__hiden_size=8), "model.config.hiden_size: llama has no such key"),
+    "a config that is not there": (changed(model__config="nowhere/config.json"), "there is no such model config"),
+    "a folder without a config": (changed(model__config="empty"), "there is no config.json in this folder"),
+    "one thing by two words": (changed(model__config_path="llama"), "model.config_path: is another word for model.con"),
+    "an unknown key": (changed(model__confg="llama"), "model.confg: there is no such key. Did you mean 'config'?"),
+    "a kernel beside the section for it": (
+        changed(model__moe_implementation="eager"),
+        "model.moe_implementation: there is no such key. A kernel is chosen under model.ops_implementation.",
+    ),
+    "an unknown dtype": (changed(model__dtype="fp8"), "model.dtype: must be 'float32', 'bfloat16' or 'float16'"),
+    "a dtype that can't be trained in": (changed(model__dtype="float16"), "model.dtype: float16 holds nothing below"),
+    "a word for a switch": (changed(model__trust_remote_code="yes"), "model.trust_remote_code: must be true or false"),
+    "code that comes with it": (changed(model__config="remote"), "asks to run code that comes with the model"),
+    "no kernels": (changed(model__ops_implementation=REMOVED), "model.ops_implementation is missing"),
+    "a word for kernels": (changed(model__ops_implementation="auto"), "model.ops_implementation: must be a mapping"),
+    "an unknown field": (changed(model__ops_implementation__rms="torch"), "ops_implementation.rms: no such field"),
+    "an unknown preset": (changed(model__ops_implementation__preset="fast"), "preset: 'fast' is unknown"),
+    "an unknown kernel": (
+        changed(model__ops_implementation__rms_norm_implementation="trch"),
+        "rms_norm_implementation: 'trch' is unknown. Did you mean 'torch'?",
+    ),
+    "a kernel for other hardware": (
+        changed(model__ops_implementation__rms_norm_implementation="npu"),
+        "rms_norm_implementation: npu can't run here",
+    ),
+    "a kernel without a site": (
+        changed(model__ops_implementation__moe_implementation="grouped_mm"),
+        "the model has no moe_experts site",
+    ),
+    "weights that are not there": (changed(model__weights="nowhere"), "nowhere: expected a folder with *.safetensors"),
+    "a folder without weights": (changed(model__weights="empty"), "expected a folder with *.safetensors files"),
+    "weights that don't say whose": (
+        changed(model__config=REMOVED, model__weights="bare"),
+        "bare holds weights and no config.json",
+    ),
+    "an unknown section": (changed(trian={}), "trian: there is no such key. Did you mean 'train'?"),
+    "no data": (changed(data=REMOVED), "data: is missing"),
+    "a word for a number": (changed(train__steps="sixty"), "train.steps: must be an integer, got 'sixty' (text)"),
+    "two problems": (changed(train__steps=0, model__dtype="fp8"), "2 problems"),
+    "sections that contradict each other": (changed(train__warmup=5), "train.warmup is 5 steps, but train.steps is 1"),
+    "too few positions": (changed(data__sequence_length=128), "the model's max_position_embeddings is 64"),
+    "too few embeddings": (
+        changed(model__config__vocab_size=100),
+        "model.config.vocab_size is 100, but data.to",
+    ),
+    "no such tokenizer": (changed(data__tokenizer="nowhere/tokenizer.json"), "data.tokenizer: there is no file"),
+}
+GOOD = {
+    "as it is": JOB,
+    "another word for config": changed(model__config=REMOVED, model__config_path="llama"),
+    "weights, by another word": changed(model__config=REMOVED, model__path="llama"),
+    "a config of the working directory": changed(model__config="here/config.json"),
+    "a vocabulary from the tokenizer": changed(model__config__vocab_size=REMOVED),
+    "code that is trusted": changed(model__config="remote", model__trust_remote_code=True),
+}
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine_of_the_jobs"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the jobs name: beside them, text and models; in the working directory, a config."""
+    root = tmp_path_factory.mktemp("jobs")
+    jobs = root / "beside"
+    for name in ("empty", "bare", "remote"):
+        (jobs / name).mkdir(parents=True)
+    (jobs / "text.txt").write_text("some text to train on; " * 20, encoding="utf-8")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(jobs / "llama")
+    (jobs / "bare" / "model.safetensors").write_bytes((jobs / "llama" / "model.safetensors").read_bytes())
+    (jobs / "remote" / "mine.py").write_text(CODE, encoding="utf-8")
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    config = {"model_type": "mine_of_the_jobs", "auto_map": classes, **SIZES}
+    (jobs / "remote" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    LlamaConfig(**SIZES).save_pretrained(root / "here")
+    return root
+
+
+@pytest.fixture
+def ask(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], str]:
+    """What a verb says of a job: nothing where it takes it."""
+    monkeypatch.chdir(folder)
+
+    def run(verb: str, data: dict[str, Any]) -> str:
+        data = deepcopy(data)
+        if isinstance(data.get("train"), dict):
+            data["train"]["output_dir"] = str(tmp_path / "run")
+        path = folder / "beside" / "job.yaml"
+        path.write_text(yaml.safe_dump(data), encoding="utf-8")
+        result = CliRunner().invoke(build_app(), [verb, str(path)])
+        assert isinstance(result.exception, (VeOmniError, type(None))), result.exception
+        assert (result.exit_code == 0) == (result.exception is None)
+        return str(result.exception or "")
+
+    return run
+
+
+@pytest.mark.parametrize("job, message", BAD.values(), ids=BAD)
+def test_both_refuse_a_bad_job_with_the_same_message(ask, job, message):
+    refused = ask("plan", job)
+    assert message in refused
+    assert ask("train", job) == refused
+
+
+@pytest.mark.parametrize("job", GOOD.values(), ids=GOOD)
+def test_both_take_a_good_job(ask, job):
+    assert (ask("plan", job), ask("train", job)) == ("", "")
+
+
+def test_without_a_plugin_that_runs_jobs_plan_says_what_it_did_not_check(folder, monkeypatch):
+    monkeypatch.setenv("VEOMNI_PLUGINS", "veomni-torch")
+    path = folder / "beside" / "job.yaml"
+    path.write_text(yaml.safe_dump(changed(train__steps="sixty", trian={})), encoding="utf-8")
+    result = CliRunner().invoke(build_app(), ["plan", str(path)])
+    assert result.exit_code == 0 and "Plan for" in result.stdout
+    assert result.stderr == "not checked: data, train, trian. No installed plugin runs jobs; veomni-trainer does\n"
+
+
+def test_a_job_of_a_model_alone_is_planned(ask):
+    assert ask("plan", {"model": JOB["model"]}) == ""
+    assert "data: is missing" in ask("train", {"model": JOB["model"]})
+
+
+def test_weights_that_only_the_named_hardware_has_are_assumed_there(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    path = folder / "beside" / "job.yaml"
+    path.write_text(yaml.safe_dump(changed(model__weights="/data/llama")), encoding="utf-8")
+    result = CliRunner().invoke(build_app(), ["plan", str(path), "--hardware", "h200"])
+    assert result.exit_code == 0
+    assert result.stdout.endswith("since it is not this machine:\n  model.weights: /data/llama\n")
