@@ -24,7 +24,7 @@ WHOLE, FSDP1, FSDP2, TENSOR_PARALLEL = "whole", "fsdp1", "fsdp2", "tensor_parall
 
 @dataclass(frozen=True)
 class Sharding:
-    """``kind`` is one of the four above; ``why_not`` says why no kernel is bound there, and is empty where one may be."""
+    """``kind`` is one of the four above; ``why_not`` says why no kernel is bound there, and is empty where one is."""
 
     kind: str
     why_not: str = ""
@@ -80,8 +80,8 @@ _NOT_YET = "bind does not support tensor-parallel weights yet"
 
 def _why_not_flattened(path: str) -> str:
     return (
-        f"FullyShardedDataParallel has flattened the parameters of {path or 'the model'}, so that what runs there can't "
-        "be proven any more: call bind before the model is wrapped, or shard it with FSDP2 (fully_shard)"
+        f"FullyShardedDataParallel has flattened the parameters of {path or 'the model'}, so what runs there can't be "
+        "proven any more: call bind before the model is wrapped, or shard it with FSDP2 (fully_shard)"
     )
 
 
@@ -106,7 +106,7 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 def _gathered_by_fsdp2(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """The parameters that FSDP2 turns into plain tensors for a forward: the id of the module that owns it, and its name.
+    """The parameters that FSDP2 turns into plain tensors for a forward: the id of each one's module, and its name.
 
     torch tells this nowhere in its public interface: a parameter that tensor parallel had sharded before, and that
     stays a DTensor, differs in no attribute of its own.
