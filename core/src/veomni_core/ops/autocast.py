@@ -55,7 +55,7 @@ def as_softmax_takes(tensor: Tensor) -> Tensor:
 
 
 def without_autocast(function: Call) -> Call:
-    """Decorates the forward or backward of an ``autograd.Function`` whose products run in their operands' own dtypes."""
+    """Decorates forward or backward of an ``autograd.Function``: its products run in their operands' own dtypes."""
 
     @functools.wraps(function)
     def run(ctx: Any, *args: Any) -> Any:

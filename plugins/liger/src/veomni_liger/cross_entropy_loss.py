@@ -15,6 +15,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.loading import part
@@ -41,13 +42,15 @@ def causal(
     Logits are multiplied by ``scale`` (which is applied to ``hidden``, and rounded there), then bounded by
     ``softcap * tanh(logits / softcap)``. With ``num_items_in_batch`` the sum is divided by it. Where no label counts,
     the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias
-    are summed over chunks in their own dtype, as by Liger.
+    are summed over chunks in their own dtype, as by Liger. Under autocast, hidden, weight and bias take its dtype.
 
     Raises:
+        TypeError: hidden, weight and bias differ in dtype, and autocast is off.
         RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
     """
     if scale is not None:
         hidden = hidden * scale
+    hidden, weight, bias = product_operands("liger_kernel", hidden=hidden, weight=weight, bias=bias)
     total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap, torch.is_grad_enabled())
     items = _counted(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
     return total / items  # type: ignore[no-any-return]
