@@ -52,16 +52,12 @@ def clamped(
     """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
 
     Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
-    or every other one where ``interleaved``. Gradients reach all tensors but the index. Dtypes as in :func:`standard`.
+    or every other one where ``interleaved``. Gradients reach all tensors but the index. Dtypes as in :func:`standard`;
+    under autocast a float32 bias is added in float32, as by gpt-oss.
     """
     dtype = hidden.dtype
-    hidden, gate_up_proj, down_proj, gate_up_bias, down_bias = product_operands(
-        "grouped_mm",
-        hidden=hidden,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
+    hidden, gate_up_proj, down_proj = product_operands(
+        "grouped_mm", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj
     )
     experts, k = gate_up_proj.shape[0], top_k_index.shape[1]
     order, ends = _sorted_routes(top_k_index, experts)
@@ -70,14 +66,15 @@ def clamped(
     kept = (torch.arange(order.shape[0], device=order.device) < ends[-1]).unsqueeze(1)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = torch.where(kept, grouped_linear(rows, weight, ends), 0.0)
+        product = torch.where(kept, grouped_linear(rows.to(weight.dtype), weight, ends), 0.0)
         return product if bias is None else product + torch.where(kept, bias[expert], 0.0)
 
     both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_bias)
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     outputs = linear((up + up_offset) * (gate * torch.sigmoid(gate * alpha)), down_proj, down_bias)
-    return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends).to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # outputs to which a float32 bias was added are summed so
+        return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends).to(dtype)
 
 
 # The groups' sizes are values that no traced graph can hold, so forward and backward are one opaque operator each.
