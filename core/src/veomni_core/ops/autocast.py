@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ Call = Callable[..., Any]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype in which matrix products run on such devices here; ``None`` where autocast is off for them."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    """The dtype in which matrix products run on such devices here; ``None`` where autocast is off for them.
+
+    It is off for ``meta`` and other devices that autocast doesn't know.
+    """
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def cast_as_autocast(tensor: Tensor) -> Tensor:
@@ -49,19 +55,24 @@ def as_softmax_takes(tensor: Tensor) -> Tensor:
 
     Autocast takes softmax in float32 on CUDA, and in its input's dtype on the CPU; so PyTorch is asked, with no rows.
     """
-    if not torch.is_autocast_enabled(tensor.device.type):
+    if autocast_dtype(tensor.device.type) is None:
         return tensor
     return tensor.to(torch.softmax(tensor[:0], dim=-1).dtype)
 
 
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """A context in which matrix products on such devices run in their operands' own dtypes."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
 def without_autocast(function: Call) -> Call:
-    """Decorates forward or backward of an ``autograd.Function``: its products run in their operands' own dtypes."""
+    """Decorates forward or backward of an ``autograd.Function``, which then runs in :func:`autocast_off`."""
 
     @functools.wraps(function)
     def run(ctx: Any, *args: Any) -> Any:
         for arg in args:
-            if isinstance(arg, Tensor) and torch.is_autocast_enabled(arg.device.type):
-                with torch.autocast(arg.device.type, enabled=False):
+            if isinstance(arg, Tensor):
+                with autocast_off(arg.device.type):
                     return function(ctx, *args)
         return function(ctx, *args)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import product_operands
+from veomni_core.ops.autocast import autocast_off, product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_torch.grouped_products import grouped_linear, grouped_outer, grouped_product
 
@@ -73,7 +73,7 @@ def clamped(
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     outputs = linear((up + up_offset) * (gate * torch.sigmoid(gate * alpha)), down_proj, down_bias)
-    with torch.autocast(hidden.device.type, enabled=False):  # outputs to which a float32 bias was added are summed so
+    with autocast_off(hidden.device.type):  # outputs to which a float32 bias was added are summed so
         return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends).to(dtype)
 
 
