@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
 from lookalikes import sites, variants
+from veomni_core import find_sites
 
 
 class AnMLP(modeling_llama.LlamaMLP):
@@ -122,3 +123,16 @@ class UnweightedRouter(Experts):
 
 def test_experts_that_send_the_router_no_gradient():
     assert variants("moe_experts", UnweightedRouter()) == [None]
+
+
+def test_an_mlp_that_casts_between_its_linears_is_refused_for_their_dtypes(tmp_path):
+    """transformers keeps T5's ``wo`` in float32 where the model is loaded in float16, and T5's MLP casts for it."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    for dtype, variant in ((torch.float16, None), (torch.bfloat16, "gelu_tanh")):
+        model = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+        found = [site for site in find_sites(model) if site.op_name == "swiglu_mlp"]
+        assert [site.variant for site in found] == [variant] * 2
+        if variant is None:
+            assert "wi_0 is float16, wi_1 is float16, wo is float32" in found[0].evidence

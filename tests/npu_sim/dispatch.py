@@ -22,6 +22,8 @@ def register() -> None:
     """Register the fallback, and the operators that PyTorch asks of every device."""
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(run_on_host, "PrivateUse1")
+    # As torch_npu does it; of its casts under autocast there are none here.
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     for name in ("as_strided", "view", "_reshape_alias", "unfold"):
         aten.impl(name, _by_the_cpu_kernel(getattr(torch.ops.aten, name).default), "PrivateUse1")

@@ -184,13 +184,15 @@ class SiteRule:
 
     ``locator`` names (``"module:attribute"``) a class without constructor parameters that has the two methods of
     :class:`veomni_core.sites.site.SiteLocator`. ``order`` says whose changes are applied first (low first) where two
-    rules change one module. ``installs_eager`` marks an op whose eager code must itself be selected.
+    rules change one module. ``installs_eager`` marks an op whose eager code must itself be selected. A rule that looks
+    at no parameter, as it says by ``reads_parameters=False``, is run even where FSDP1 has flattened them.
     """
 
     name: str
     locator: str
     order: int = 50
     installs_eager: bool = False
+    reads_parameters: bool = True
 
     def __post_init__(self) -> None:
         owner = f"SiteRule {self.name!r}"

@@ -173,3 +173,27 @@ def test_chunk_loss_takes_no_gradients_where_none_are_wanted():
     torch.testing.assert_close(loss, cross_entropy_loss.causal(hidden, weight, labels).detach())
     products = sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
     assert products == len(chunked._chunks(300, 11, hidden.device))
+
+
+@pytest.mark.parametrize("scale, mean", [(65536.0, 0.0), (1024.0, 4.0)], ids=["small gradients", "large sums"])
+@pytest.mark.parametrize("tokens", [2048, 131072])
+def test_a_scaled_loss_of_many_tokens_loses_no_more_in_float16_than_the_reference(tokens, scale, mean):
+    """float16 ends at 6e-8 and at 65504. A gradient of the mean over 131072 tokens falls below, one of the sum rises
+    above, where half of the tokens have one label; a loss's scale is there for both, if it gets that far.
+    """
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(tokens, 32), torch.randn(256, 32) * 0.02, torch.randint(0, 256, (tokens,))
+    labels[::2] = 7
+    hidden[::2] += mean
+
+    def gradients(loss, dtype, factor):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        found = torch.autograd.grad(loss(*leaves, labels) * factor, leaves)
+        return [gradient.double() / factor for gradient in found]
+
+    exact = gradients(cross_entropy_loss.causal, torch.float32, 1.0)
+    reference, found = (gradients(f, torch.float16, scale) for f in (cross_entropy_loss.causal, chunked.causal))
+    allowed = cross_entropy_loss.GRADIENTS["float16"].norm
+    for mine, theirs, true in zip(found, reference, exact, strict=True):
+        error, own = (float((gradient - true).norm() / true.norm()) for gradient in (mine, theirs))
+        assert error <= min(1.5 * own, allowed)

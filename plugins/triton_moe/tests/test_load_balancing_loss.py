@@ -207,3 +207,15 @@ def test_memory_beyond_the_gradients_is_small():
     kernels.standard(logits, 128, 8).backward()
     gradients = sum(x.numel() * x.element_size() for x in logits)
     assert torch.cuda.max_memory_allocated() - before <= gradients + 2**21
+
+
+@pytest.mark.gpu
+def test_under_autocast_probabilities_are_not_rounded_as_softmax_is_in_float32():
+    logits = _logits(2, 300, 60, torch.bfloat16)
+    wide = tuple(layer.detach().float().requires_grad_() for layer in logits)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = kernels.standard(logits, 60, 4)
+    wanted = reference(wide, 60, 4)
+    torch.testing.assert_close(found, wanted)
+    for mine, theirs in zip(torch.autograd.grad(found, logits), torch.autograd.grad(wanted, wide), strict=True):
+        torch.testing.assert_close(mine, theirs.bfloat16())

@@ -268,3 +268,25 @@ def test_a_hook_still_gets_the_whole_gradient_when_accumulating():
     gate_up.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
     moe_experts.standard_accumulating(*arguments).sum().backward()
     torch.testing.assert_close(seen[0], 2 * alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_under_autocast_float32_inputs_are_computed_in_its_dtype(spec, dtype):
+    arguments = problem(tokens=19, hidden=32, intermediate=16)
+    wanted = getattr(reference, spec.variant)(*arguments)
+    with torch.autocast(DEVICE, dtype):
+        found = spec.load()(*arguments)
+    assert found.dtype == torch.float32
+    rounding = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    mine, theirs = (found, *gradients(found, arguments)), (wanted, *gradients(wanted, arguments))
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == torch.float32
+        assert 1e-5 < (one - other).norm() / other.norm() < rounding
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_projections_of_another_dtype_than_hidden_are_refused_by_name(spec):
+    hidden, index, weights, gate_up, down = problem()
+    with pytest.raises(TypeError, match="fused_triton multiplies tensors of one dtype, but hidden is bf"):
+        spec.load()(hidden.bfloat16(), index, weights, gate_up, down)

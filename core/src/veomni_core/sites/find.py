@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from veomni_core.conflicts import CORE
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.registry import Registry
+from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Site, SiteLocator
 from veomni_core.spec import SiteRule, load_attribute
 
@@ -30,7 +32,9 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     """Every site in ``model`` (on any device, ``meta`` too), sorted by op and path.
 
     The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU. A
-    plugin's rule that fails is left out with a logged warning that names it.
+    plugin's rule that fails is left out with a logged warning that names it. Where parameters are sharded in a way that
+    kernels can't be bound on, sites have no variant, and say so. In a model that FSDP1 has flattened no rule that reads
+    parameters is run: each op then has one site, at the path of what was flattened.
 
     Raises:
         BindingError: ``model`` is not a module.
@@ -44,11 +48,14 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
     registry = registry or discover()
+    sharding = ModelSharding(model)
     sites: list[Site] = []
     failed: list[str] = []
     for rule in registry.site_rules:
+        if sharding.flattened is not None and rule.reads_parameters:
+            continue
         try:
-            sites += _sites_of(rule, model, registry)
+            sites += [_where_sharded(site, sharding) for site in _sites_of(rule, model, registry)]
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
             failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
@@ -57,6 +64,8 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
                 raise SpecError(failure) from error
             failed.append(f"{failure}. {plugin} brings it, and VEOMNI_PLUGINS_BLOCK={plugin.name} leaves it out")
             logger.warning("no site of this rule is bound: %s", failed[-1], exc_info=error)
+    if sharding.flattened is not None:
+        sites += _not_looked_for({*registry.ops} - {site.op_name for site in sites}, sharding)
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
     return SearchResult(tuple(ordered), tuple(failed))
 
@@ -69,6 +78,16 @@ def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site
         if site.op_name not in registry.ops:
             raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
     return [replace(site, variant=registry.canonical_variant(site.op_name, site.variant)) for site in sites]
+
+
+def _where_sharded(site: Site, sharding: ModelSharding) -> Site:
+    why_not = sharding.of(site.path).why_not
+    return replace(site, variant=None, evidence=why_not) if why_not else site
+
+
+def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Site]:
+    path = sharding.flattened or ""
+    return [Site(name, path, "flattened", None, sharding.of(path).why_not, examined=False) for name in op_names]
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from veomni_core.changes import Change, ForwardChange
+from veomni_core.ops.contract import dtype_name
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.site import Kernel, Site
@@ -43,6 +44,9 @@ class GatedMlpModules:
         for path, module in model.named_modules():
             linears = _linears(module)
             if not _is_gated_shape(linears) or not _takes_one_tensor(module):
+                continue
+            if why_not := _mixed_dtypes(linears):
+                yield Site("swiglu_mlp", path, rule, None, why_not, probe.parameter_dtype(module))
                 continue
             key = probe.behaviour(module)
             if key not in proofs:
@@ -82,6 +86,23 @@ def _linears(module: nn.Module) -> dict[str, Any]:
         for name, child in module._modules.items()
         if child is not None and hasattr(child, "in_features") and hasattr(child, "out_features")
     }
+
+
+def _mixed_dtypes(linears: dict[str, Any]) -> str:
+    """Which floating-point dtypes the linears have, where they have several; else an empty string.
+
+    Such a module casts between its linears (T5 v1.1 in float16 keeps ``wo`` in float32), and a bound forward does not.
+    """
+    weights = {name: getattr(linear, "weight", None) for name, linear in linears.items()}
+    dtypes = {
+        name: dtype_name(weight.dtype)
+        for name, weight in weights.items()
+        if isinstance(weight, Tensor) and weight.is_floating_point()
+    }
+    if len(set(dtypes.values())) < 2:
+        return ""
+    found = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+    return f"its linears have different dtypes ({found}), and a bound forward does not cast between linears"
 
 
 def _is_gated_shape(linears: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.ops.attention import refuse
+from veomni_core.ops.autocast import cast_as_autocast
 from veomni_npu.operators import npu
 
 _TRIANGLE = 2048
@@ -38,17 +39,19 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, D]``, and ``None`` for the weights.
 
-    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, D]``. A boolean mask keeps what is true; another one
-    is added, and takes ``[B, Hq, S, L]`` of memory. Without a mask the attention is causal where ``is_causal``, or else
-    the module, says so. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int, ``[sequences + 1]``, from 0) say where packed
-    sequences begin, and take the mask's place; the operator wants them on the host, so handing them over there saves a
-    wait for the device in every layer. Gradients reach query, key and value.
+    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, D]``; under autocast they take its dtype. A boolean
+    mask keeps what is true; another one is added, and takes ``[B, Hq, S, L]`` of memory. Without a mask the attention
+    is causal where ``is_causal``, or else the module, says so. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int,
+    ``[sequences + 1]``, from 0) say where packed sequences begin, and take the mask's place; the operator wants them on
+    the host, so handing them over there saves a wait for the device in every layer. Gradients reach query, key and
+    value.
 
     Raises:
         ValueError: a softcap, sinks or a padding mask are asked for; a sliding window that no mask holds; or packed
             sequences with a sliding window, or in a batch.
     """
     refuse("npu_fusion_attention", kwargs)
+    query, key, value = map(cast_as_autocast, (query, key, value))
     asked = [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]
     if asked:
         raise ValueError(f"npu_fusion_attention does not compute {' and '.join(asked)}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 
 IGNORED = -100
@@ -35,8 +36,13 @@ def causal(
 
     Logits are multiplied by ``scale``, then bounded by ``softcap * tanh(logits / softcap)``, in float32. With
     ``num_items_in_batch`` the sum is divided by it. Where no label counts, the loss and its gradients are zero.
-    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32.
+    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32. Under autocast
+    the logits are computed in its dtype.
+
+    Raises:
+        TypeError: hidden, weight and bias differ in dtype, and autocast is off.
     """
+    hidden, weight, bias = product_operands("npu", hidden=hidden, weight=weight, bias=bias)
     divisor: Any = num_items_in_batch
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)

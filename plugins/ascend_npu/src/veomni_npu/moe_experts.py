@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_npu.grouped_products import grouped_outer, grouped_product
 from veomni_npu.operators import npu
@@ -25,17 +26,26 @@ def standard(
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
 
     ``hidden[T, H]``, ``top_k_index[T, K]``, ``top_k_weights[T, K]``, ``gate_up_proj[E, 2I, H]`` with gate first,
-    ``down_proj[E, H, I]``; gives ``[T, H]``. A route outside ``[0, E)`` is dropped: the last expert computes it
-    with a weight of zero, so that no size has to be read on the host. Gradients reach all but the index; experts
-    without tokens get zeros. The weights enter in hidden's dtype.
+    ``down_proj[E, H, I]``; gives ``[T, H]``. A route outside ``[0, E)`` is dropped: the last expert computes it with a
+    weight of zero, so that no size has to be read on the host. Gradients reach all but the index; experts without
+    tokens get zeros. The weights enter in hidden's dtype. Under autocast all of this is in its dtype, but for the
+    result's.
+
+    Raises:
+        TypeError: hidden and the projections differ in dtype, and autocast is off.
     """
+    dtype = hidden.dtype
+    hidden, gate_up_proj, down_proj = product_operands(
+        "fused_npu", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj
+    )
     if not top_k_index.numel():  # only some of the operators are documented to take empty tensors
-        return _no_routes(hidden, top_k_weights, gate_up_proj, down_proj)
+        return _no_routes(hidden, top_k_weights, gate_up_proj, down_proj).to(dtype)
     experts = gate_up_proj.shape[0]
     is_expert = (top_k_index >= 0) & (top_k_index < experts)
     kept_weights = torch.where(is_expert, top_k_weights, 0.0)
     index = torch.where(is_expert, top_k_index, experts - 1)
-    return _Experts.apply(hidden, index, kept_weights.to(hidden.dtype), gate_up_proj, down_proj)  # type: ignore[no-any-return]
+    result: Tensor = _Experts.apply(hidden, index, kept_weights.to(hidden.dtype), gate_up_proj, down_proj)
+    return result.to(dtype)
 
 
 def _no_routes(hidden: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from veomni_core.ops.attention import refuse
+from veomni_core.ops.autocast import cast_as_autocast
 from veomni_flash_attn.packing import packing
 
 _WIDEST = 256
@@ -80,15 +81,15 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The op's call (:mod:`veomni_core.ops.attention`) by ``library``.
 
-    Under autocast, float32 queries, keys and values (as a rotary embedding in float32 leaves them) take its dtype. With
-    ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, sequences whose
+    Under autocast, queries, keys and values (which a rotary embedding in float32 leaves in float32) take its dtype.
+    With ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, sequences whose
     ``position_ids [B, S]`` restart are packed too, which takes a look in every layer; and a padding mask is looked at.
 
     Raises:
         ValueError: the library can't compute what is asked for.
     """
     refuse(library.name, others)
-    query, key, value = (_in_autocast_dtype(each.transpose(1, 2)) for each in (query, key, value))
+    query, key, value = (cast_as_autocast(each.transpose(1, 2)) for each in (query, key, value))
     options = Options(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=module.is_causal if is_causal is None else is_causal,
@@ -140,13 +141,6 @@ def equally_wide(*heads: Tensor) -> tuple[Tensor, ...]:
     again. Latent attention (DeepSeek's) has values narrower than its queries."""
     width = max(each.shape[-1] for each in heads)
     return tuple(each if each.shape[-1] == width else pad(each, (0, width - each.shape[-1])) for each in heads)
-
-
-def _in_autocast_dtype(heads: Tensor) -> Tensor:
-    device = heads.device.type
-    if heads.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        return heads.to(torch.get_autocast_dtype(device))
-    return heads
 
 
 def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:

@@ -12,6 +12,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from veomni_core.ops.attention import refuse
+from veomni_core.ops.autocast import cast_as_autocast
 from veomni_core.sites.attention import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
@@ -40,7 +41,8 @@ def standard(
 
     ``attention_mask`` is the ``BlockMask`` that transformers builds for this interface, which holds the window and what
     position ids say of packing; or a mask ``[B, 1 or Hq, S, L]``, boolean or added; or one of padding, ``[B, L]``.
-    Gradients reach query, key, value and sinks, not an added mask. D is at least 16.
+    Gradients reach query, key, value and sinks, not an added mask. D is at least 16. Under autocast query, key and
+    value take its dtype.
 
     Raises:
         ValueError: dropout is asked for, or a bias or choice that is no part of the contract; packed sequences come in
@@ -49,6 +51,7 @@ def standard(
     if dropout:
         raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
     refuse("flex_attention", others)
+    query, key, value = map(cast_as_autocast, (query, key, value))
     bounds = packing(query, cu_seq_lens_q, cu_seq_lens_k)
     causal = module.is_causal if is_causal is None else is_causal
     padding = added = None

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.loading import part
@@ -23,6 +24,8 @@ _linear_cross_entropy = part("fused_linear_cross_entropy", "fused_linear_cross_e
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")
 _multiply_in_place = part("utils", "element_mul_kernel")
 _WIDEST_BLOCK = 32768
+# Liger sums the weight's gradient in its dtype, and float16 ends at 65504: the sum of as many numbers of 32 each.
+_FLOAT16_TOKENS = 2048
 IGNORED = -100
 
 
@@ -38,16 +41,19 @@ def causal(
 ) -> Tensor:
     """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
 
-    Logits are multiplied by ``scale`` (which is applied to ``hidden``, and rounded there), then bounded by
+    Logits are multiplied by ``scale`` (which is applied to ``hidden`` and ``bias``, and rounded there), then bounded by
     ``softcap * tanh(logits / softcap)``. With ``num_items_in_batch`` the sum is divided by it. Where no label counts,
     the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias
-    are summed over chunks in their own dtype, as by Liger.
+    are summed over chunks in their own dtype, as by Liger, of float16 over 2048 tokens and then in float32. Under
+    autocast, hidden, weight and bias take its dtype.
 
     Raises:
+        TypeError: hidden, weight and bias differ in dtype, and autocast is off.
         RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
     """
     if scale is not None:
-        hidden = hidden * scale
+        hidden, bias = hidden * scale, None if bias is None else bias * scale
+    hidden, weight, bias = product_operands("liger_kernel", hidden=hidden, weight=weight, bias=bias)
     total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap, torch.is_grad_enabled())
     items = _counted(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
     return total / items  # type: ignore[no-any-return]
@@ -84,13 +90,14 @@ class _CausalSum(Function):
         train = any(ctx.wanted)
         total, *gradients = _causal_sum(hidden, weight, bias, labels, ignore_index, softcap, train, ctx.wanted[1])
         ctx.save_for_backward(*gradients)
+        ctx.dtype = hidden.dtype
         return total  # type: ignore[no-any-return]
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        gradients = [_scaled(gradient, dtotal) if wanted else None for gradient, wanted in saved]
+        gradients = [_scaled(gradient, dtotal).to(ctx.dtype) if wanted else None for gradient, wanted in saved]
         return *gradients, None, None, None, None
 
 
@@ -136,20 +143,32 @@ def _causal_sum_of(
     torch._assert_async(known.all(), f"a label is neither in [0, {vocabulary}) nor {ignore_index}")
     if not tokens:  # Liger divides by the size of its chunks, of which there are none
         return tuple(x.zero_() for x in _causal_sum_like(hidden, weight, bias, labels, 0, None, train, train_weight))
+    at_once = min(tokens, _FLOAT16_TOKENS) if hidden.dtype == torch.float16 else tokens
+    parts = []
     with torch.no_grad(), torch.cuda.device_of(hidden):
-        total, _, _, _, *gradients = _linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            ignore_index=ignore_index,
-            reduction="sum",
-            softcap=softcap,
-            compute_gradients=train,
-            weight_requires_grad=train_weight,
-            chunk_mem_const=chunk_multiple(tokens, width, vocabulary, hidden.element_size()),
-        )
-    return total, *(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)
+        for states, targets in zip(hidden.split(at_once), labels.split(at_once), strict=True):
+            total, _, _, _, *gradients = _linear_cross_entropy(
+                states,
+                weight,
+                targets,
+                bias=bias,
+                ignore_index=ignore_index,
+                reduction="sum",
+                softcap=softcap,
+                compute_gradients=train,
+                weight_requires_grad=train_weight,
+                chunk_mem_const=chunk_multiple(at_once, width, vocabulary, hidden.element_size()),
+            )
+            parts.append((total, *(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)))
+    return _together(parts, hidden.dtype)
+
+
+def _together(parts: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The loss and the gradients of all parts of the tokens; of float16 the sums of weight and bias are float32."""
+    totals, dhidden, dweight, dbias = zip(*parts, strict=True)
+    if dtype != torch.float16:
+        return parts[0]
+    return sum(totals), torch.cat(dhidden), *(sum(part.float() for part in sums) for sums in (dweight, dbias))
 
 
 def _causal_sum_like(
@@ -162,9 +181,10 @@ def _causal_sum_like(
     train: bool,
     train_weight: bool,
 ) -> tuple[Tensor, ...]:
-    given = (hidden, weight if train and train_weight else None, bias if train else None)
-    gradients = (hidden.new_empty(0) if x is None else torch.empty_like(x) for x in given)
-    return hidden.new_empty((), dtype=torch.float32), *gradients
+    wide = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+    given = (weight if train and train_weight else None, bias if train else None)
+    sums = (hidden.new_empty(0, dtype=wide) if x is None else torch.empty_like(x, dtype=wide) for x in given)
+    return hidden.new_empty((), dtype=torch.float32), torch.empty_like(hidden), *sums
 
 
 def _class_sum_of(logits: Tensor, labels: Tensor, ignore_index: int, train: bool) -> tuple[Tensor, Tensor]:

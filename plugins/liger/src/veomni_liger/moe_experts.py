@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_core.ops.autocast import product_operands
 from veomni_liger.functions import first_derivative_of
 from veomni_liger.pinned_experts import pinned_experts
 
@@ -29,10 +30,16 @@ def standard(
     ``hidden[T, H]``, ``top_k_index[T, K]``, ``top_k_weights[T, K]``, ``gate_up_proj[E, 2I, H]``,
     ``down_proj[E, H, I]`` give ``[T, H]`` of hidden's dtype, summed over experts in float32. An index outside
     ``[0, E)`` is dropped. Gradients reach everything but the index; those of the routing weights are summed by
-    atomics in hidden's dtype, so their last bits change from run to run.
+    atomics in hidden's dtype, so their last bits change from run to run. Under autocast all of this is in its dtype,
+    but for the result's.
+
+    Raises:
+        TypeError: hidden and the projections differ in dtype, and autocast is off.
     """
+    rows, gate_up, down = product_operands("fused_liger", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj)
     kept = (top_k_index >= 0) & (top_k_index < gate_up_proj.shape[0])
     index = torch.where(kept, top_k_index, 0).int()
     weights = torch.where(kept, top_k_weights, 0)
     with torch.cuda.device_of(hidden):
-        return _apply(hidden, gate_up_proj, down_proj, index, weights)  # type: ignore[no-any-return]
+        result: Tensor = _apply(rows, gate_up, down, index, weights)
+    return result.to(hidden.dtype)

@@ -23,8 +23,8 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     """Rotate every dimension of ``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` by ``cos`` and ``sin`` of ``[B or 1, S, D]``.
 
     Reads the first half of ``cos`` and ``sin``, which the second repeats. The results have the dtypes of ``q`` and
-    ``k``, and are computed in that of ``cos``. With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No gradient
-    reaches ``cos`` and ``sin``.
+    ``k``, and are computed in the widest of the four. With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``. No
+    gradient reaches ``cos`` and ``sin``.
 
     Raises:
         ValueError: ``cos`` is not as wide as a head, or ``unsqueeze_dim`` is neither 1 nor 2.
@@ -51,7 +51,9 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
-    return _RotaryPosEmb.apply(q, k, cos, sin, 3 - unsqueeze_dim, rotary_width)  # type: ignore[no-any-return]
+    # Liger computes in the dtype of the angles; eager code in the wider one.
+    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), cos.dtype)
+    return _RotaryPosEmb.apply(q, k, cos.to(wide), sin.to(wide), 3 - unsqueeze_dim, rotary_width)  # type: ignore[no-any-return]
 
 
 class _RotaryPosEmb(Function):

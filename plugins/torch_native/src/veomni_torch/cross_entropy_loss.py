@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 
 IGNORED = -100
@@ -36,19 +37,27 @@ def causal(
 
     Logits are multiplied by ``scale``, then bounded by ``softcap * tanh(logits / softcap)``. With
     ``num_items_in_batch`` the sum is divided by it. Where no label counts, the loss and its gradients are zero.
-    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32.
+    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32. Under autocast
+    the logits are computed in its dtype.
+
+    Raises:
+        TypeError: hidden, weight and bias differ in dtype, and autocast is off.
     """
-    if num_items_in_batch is None:
-        divisor: Any = (labels != ignore_index).sum().clamp_min(1)
-    else:
-        divisor = num_items_in_batch
+    divisor: Any = num_items_in_batch
+    if divisor is None:
+        divisor = (labels != ignore_index).sum().clamp_min(1)
+    hidden, weight, bias = product_operands("chunk_loss", hidden=hidden, weight=weight, bias=bias)
     differentiate = torch.is_grad_enabled()  # of no use inside a Function, where it is always off
-    return _ChunkLoss.apply(  # type: ignore[no-any-return]
-        hidden, weight, bias, labels, divisor, ignore_index, softcap, scale, differentiate
-    )
+    total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
+    return total / divisor  # type: ignore[no-any-return]
 
 
-class _ChunkLoss(Function):
+class _SumOfLosses(Function):
+    """Gradients are kept of the sum, whose numbers are of the size of the inputs'.
+
+    Those of the mean over 131072 tokens would lie below what float16 can hold, before a loss scale could lift them.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -56,7 +65,6 @@ class _ChunkLoss(Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        divisor: int | Tensor,
         ignore_index: int,
         softcap: float | None,
         scale: float | None,
@@ -81,27 +89,37 @@ class _ChunkLoss(Function):
             if dbias is not None:
                 dbias += (dlogits * counts.unsqueeze(1)).sum(dim=0, dtype=torch.float32)
             if dhidden is not None:
-                dhidden[rows] = (dlogits @ weight) * (counts / divisor).unsqueeze(1)
+                dhidden[rows] = (dlogits @ weight) * counts.unsqueeze(1)
             if dweight is not None:
                 _add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
             del dlogits  # or it would still be there while the next chunk's logits are made
-        ctx.save_for_backward(
-            dhidden,
-            None if dweight is None else dweight.div_(divisor).to(weight.dtype),
-            None if dbias is None or bias is None else dbias.div_(divisor).to(bias.dtype),
-        )
-        return total / divisor
+        ctx.save_for_backward(dhidden, _kept_for_backward(dweight, weight), _kept_for_backward(dbias, bias))
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return total
 
     @staticmethod
     @first_derivatives_only
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if saved is None else _scaled(saved, dloss) for saved in ctx.saved_tensors]
-        return *gradients, None, None, None, None, None, None
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            None if saved is None else _scaled(saved, dtotal, dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *gradients, None, None, None, None, None
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def _kept_for_backward(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
+    """A float32 sum over all tokens in the dtype of its tensor; in float32 still where that is float16.
+
+    float16 ends at 65504, which the sum over 131072 tokens may pass, whatever its mean is.
+    """
+    if gradient is None or of is None or of.dtype == torch.float16:
+        return gradient
+    return gradient.to(of.dtype)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in float32, rounded once; a GPU rounds a factor without dimensions to the gradient's dtype first."""
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
@@ -140,5 +158,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif a.is_cuda:  # one pass over the total where the sum of two tensors would take three
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == torch.float16:  # in which a sum over a chunk's tokens may overflow
+        total.addmm_(a.float(), b.float())
     else:
         total += a @ b

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from veomni_core.ops.autocast import as_softmax_takes, without_autocast
 from veomni_core.ops.first_derivatives import first_derivatives_only
 
 
@@ -21,10 +22,12 @@ def standard(
     """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
 
     The gradient has the logits' dtype. Results do not depend on the order of additions: routes are whole numbers.
-    As in transformers, the result is the number 0 where ``gate_logits`` is no tuple of logits, or an empty one.
+    As in transformers, the result is the number 0 where ``gate_logits`` is no tuple of logits, or an empty one. Where
+    autocast takes softmax in float32, probabilities are not rounded to the logits' dtype.
     """
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
+    gate_logits = tuple(map(as_softmax_takes, gate_logits))
     return _LoadBalancing.apply(num_experts, top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
 
 
@@ -58,6 +61,7 @@ def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
 
 class _LoadBalancing(Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, num_experts: int, top_k: int, mask: Tensor | None, *gate_logits: Tensor) -> Tensor:
         device = gate_logits[0].device
         routes = torch.zeros(num_experts, device=device)
@@ -81,6 +85,7 @@ class _LoadBalancing(Function):
         return num_experts * (share * (probability / tokens)).sum()
 
     @staticmethod
+    @without_autocast
     @first_derivatives_only
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dprobability, counted, *gate_logits = ctx.saved_tensors

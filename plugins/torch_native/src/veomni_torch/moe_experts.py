@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from veomni_core.ops.autocast import autocast_off, product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_torch.grouped_products import grouped_linear, grouped_outer, grouped_product
 
@@ -25,10 +26,14 @@ def standard(
     ``hidden[T, H]``, ``top_k_index[T, K]`` (outside ``[0, E)`` is dropped), ``top_k_weights[T, K]``,
     ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
     index; experts without tokens get zeros. Sums over experts are float32, rounded to hidden's dtype at the end; the
-    weights enter them in hidden's dtype.
+    weights enter them in hidden's dtype. Under autocast all of this is in its dtype, but for the result's.
+
+    Raises:
+        TypeError: hidden and the projections differ in dtype, and autocast is off.
     """
-    result: Tensor = _forward(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)[0]
-    return result
+    rows, gate_up, down = product_operands("grouped_mm", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj)
+    result: Tensor = _forward(rows, top_k_index, top_k_weights, gate_up, down)[0]
+    return result.to(hidden.dtype)
 
 
 def clamped(
@@ -47,8 +52,13 @@ def clamped(
     """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
 
     Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
-    or every other one where ``interleaved``. Gradients reach all tensors but the index.
+    or every other one where ``interleaved``. Gradients reach all tensors but the index. Dtypes as in :func:`standard`;
+    under autocast a float32 bias is added in float32, as by gpt-oss.
     """
+    dtype = hidden.dtype
+    hidden, gate_up_proj, down_proj = product_operands(
+        "grouped_mm", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj
+    )
     experts, k = gate_up_proj.shape[0], top_k_index.shape[1]
     order, ends = _sorted_routes(top_k_index, experts)
     # Dropped routes' rows are zero throughout, so that nothing reaches a bias's gradient through them.
@@ -56,14 +66,15 @@ def clamped(
     kept = (torch.arange(order.shape[0], device=order.device) < ends[-1]).unsqueeze(1)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = torch.where(kept, grouped_linear(rows, weight, ends), 0.0)
+        product = torch.where(kept, grouped_linear(rows.to(weight.dtype), weight, ends), 0.0)
         return product if bias is None else product + torch.where(kept, bias[expert], 0.0)
 
     both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_bias)
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     outputs = linear((up + up_offset) * (gate * torch.sigmoid(gate * alpha)), down_proj, down_bias)
-    return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends)
+    with autocast_off(hidden.device.type):  # outputs to which a float32 bias was added are summed so
+        return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends).to(dtype)
 
 
 # The groups' sizes are values that no traced graph can hold, so forward and backward are one opaque operator each.

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
+from veomni_core.ops.autocast import as_softmax_takes
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
 from veomni_triton_moe.multiprocessors import multiprocessors
@@ -28,9 +29,9 @@ def standard(
 ) -> Tensor | int:
     """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
 
-    Probabilities are rounded to the logits' dtype; among equal ones the lowest expert is chosen. The gradient has the
-    logits' dtype, and is computed only for layers that need it. As in transformers, the result is the number 0 where
-    ``gate_logits`` is no tuple of logits, or an empty one.
+    Probabilities are rounded to the logits' dtype, unless autocast takes softmax in float32; among equal ones the
+    lowest expert is chosen. The gradient has the logits' dtype, and is computed only for layers that need it. As in
+    transformers, the result is the number 0 where ``gate_logits`` is no tuple of logits, or an empty one.
 
     Raises:
         ValueError: the layers differ in shape or dtype, or another argument does not fit them.
@@ -49,7 +50,7 @@ def standard(
         raise ValueError(
             f"attention_mask has {attention_mask.numel()} elements, expected one for each of {shape[0]} tokens"
         )
-    return _LoadBalancing.apply(top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
+    return _LoadBalancing.apply(top_k, attention_mask, *map(as_softmax_takes, gate_logits))  # type: ignore[no-any-return]
 
 
 class _LoadBalancing(Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_core.ops.autocast import product_operands
 from veomni_quack.compiling import check_dtypes
 from veomni_quack.cross_entropy_loss.operators import forward
 
@@ -23,7 +24,8 @@ def causal(
 
     ``scale`` multiplies the logits, then ``softcap`` bounds them by ``softcap * tanh(logits / softcap)``. With
     ``num_items_in_batch`` the sum is divided by it instead. Without any label that counts the loss is 0, with zero
-    gradients. bfloat16 and float16; logits are rounded to that, everything after them is float32.
+    gradients. bfloat16 and float16, under autocast its dtype; logits are rounded to that, everything after them is
+    float32.
 
     Gradients reach ``hidden``, ``weight`` and ``bias``; they are computed together with the loss, so that the logits
     are computed once, and scaled in backward. Until then the weight's gradient is held in float32, ``V * H`` values,
@@ -33,6 +35,7 @@ def causal(
         TypeError: hidden and weight are not both of one of these dtypes.
         RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
     """
+    hidden, weight, bias = product_operands("quack", hidden=hidden, weight=weight, bias=bias)
     check_dtypes("quack", hidden, weight)
     learns = torch.is_grad_enabled()
     wants_hidden = learns and hidden.requires_grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from veomni_core.ops.autocast import product_operands
 from veomni_quack.compiling import check_dtypes
 from veomni_quack.moe_experts.alignment import padded
 from veomni_quack.moe_experts.operators import forward
@@ -19,12 +20,16 @@ def standard(
     and sums are float32, pre-activations, activations and the experts' outputs are rounded to hidden's dtype.
     Gradients reach all but the index; experts without tokens get zeros.
 
+    Under autocast hidden and the projections take its dtype, and the result has hidden's.
+
     Sizes that are no multiple of 8, and weights whose last dimension isn't the contiguous one, are copied on the way.
 
     Raises:
         TypeError: hidden and projections are not all of one of these dtypes.
     """
-    check_dtypes("fused_quack", hidden, gate_up_proj, down_proj)
-    tokens, gate_up, down = padded(hidden, gate_up_proj, down_proj)
+    operands = product_operands("fused_quack", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj)
+    check_dtypes("fused_quack", *operands)
+    tokens, gate_up, down = padded(*operands)
     result: Tensor = forward(tokens, top_k_index, top_k_weights, gate_up, down)[0]
-    return result if tokens is hidden else result[:, : hidden.shape[1]]
+    result = result if tokens is operands[0] else result[:, : hidden.shape[1]]
+    return result.to(hidden.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from veomni_core.ops.autocast import product_operands
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.operators import forward
 
@@ -18,10 +19,13 @@ def standard(
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
 
-    ``hidden[T, H]``, ``top_k_index[T, K]`` (outside ``[0, E)`` is dropped), ``top_k_weights[T, K]``,
-    ``gate_up_proj[E, 2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the
-    index; experts without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the
-    weights' last two dimensions may be the contiguous one.
+    ``hidden[T, H]``, ``top_k_index[T, K]`` (outside ``[0, E)`` is dropped), ``top_k_weights[T, K]``, ``gate_up_proj[E,
+    2I, H]`` with gate first, ``down_proj[E, H, I]``; gives ``[T, H]``. Gradients reach all but the index; experts
+    without tokens get zeros. Sums are float32, rounded to hidden's dtype at the end. Either of the weights' last two
+    dimensions may be the contiguous one. Under autocast all of this is in its dtype, but the result's.
+
+    Raises:
+        TypeError: hidden and the projections differ in dtype, and autocast is off.
     """
     return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)
 
@@ -78,8 +82,16 @@ def _experts(
     recompute: bool = False,
     accumulate: bool = False,
 ) -> Tensor:
+    rows, gate_up_proj, down_proj, gate_up_bias, down_bias = product_operands(
+        "fused_triton",
+        hidden=hidden,
+        gate_up_proj=gate_up_proj,
+        down_proj=down_proj,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
     result: Tensor = forward(
-        hidden,
+        rows,
         top_k_index,
         top_k_weights,
         gate_up_proj,
@@ -93,4 +105,4 @@ def _experts(
         recompute,
         accumulate,
     )[0]
-    return result
+    return result.to(hidden.dtype)
