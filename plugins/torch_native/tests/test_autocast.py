@@ -38,18 +38,20 @@ CONFIGS = [
     *(("qwen3_moe", {"preset": "eager", field: KERNELS[field]}) for field in list(KERNELS)[4:]),
 ]
 BF16 = torch.bfloat16
+# Where a GPU is, `auto` chooses its kernels.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _model(family):
     model = build(family, **FAMILIES[family])
     model.set_attn_implementation("eager")
-    return model
+    return model.to(DEVICE)
 
 
 def _gradients(model, seed, autocast):
-    ids = tokens(2, 33, seed=seed)
+    ids = tokens(2, 33, seed=seed).to(DEVICE)
     model.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", BF16, enabled=autocast):
+    with torch.autocast(DEVICE, BF16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
@@ -85,7 +87,7 @@ def test_trainer_in_bf16_mixed_precision_learns_as_it_does_unbound(family, tmp_p
         if bound:
             bind(model, {"preset": "auto", "attn_implementation": "eager"})
         rows = [{"input_ids": ids, "labels": ids} for ids in tokens(16, 9)]
-        settings = {"bf16": True, "use_cpu": True, "max_steps": 2, "logging_steps": 1}
+        settings = {"bf16": True, "use_cpu": DEVICE == "cpu", "max_steps": 2, "logging_steps": 1}
         quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
         trainer = Trainer(model, TrainingArguments(tmp_path / str(bound), **settings, **quiet), train_dataset=rows)
         trainer.train()

@@ -21,9 +21,10 @@ Call = Callable[..., Any]
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype in which matrix products run on such devices here; ``None`` where autocast is off for them.
 
-    It is off for ``meta`` and other devices that autocast doesn't know.
+    It is always off for ``meta``, of which PyTorch can't be asked. (``torch.amp.is_autocast_available`` would tell, but
+    PyTorch 2.11 can't compile it.)
     """
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
