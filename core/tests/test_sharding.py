@@ -60,6 +60,38 @@ def test_what_fsdp1_has_flattened_is_left_eager_and_never_looked_at(family, keep
     assert "FullyShardedDataParallel has flattened the parameters of the model" in outputs[0]
 
 
+WRAPPED_AFTER = """
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from models import EVERY_KERNEL, build, tokens
+    from counting_kernels import calls, counting_registry
+    from veomni_core import bind
+
+    config = {{**EVERY_KERNEL, "cross_entropy_loss_implementation": "eager"}}
+    steps = []
+    for bound in (False, True):
+        model = build("qwen3_moe")
+        if bound:
+            bind(model, config, registry=counting_registry("one"))
+        policy, cpu = ModuleWrapPolicy({{type(model.model.layers[0])}}), torch.device("cpu")
+        settings = {{"auto_wrap_policy": policy, "use_orig_params": {keep_parameters}, "device_id": cpu}}
+        wrapped = FullyShardedDataParallel(model, **settings)
+        ids = tokens(2, 9, seed=torch.distributed.get_rank())
+        loss = wrapped(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        steps.append([loss.detach(), *(p.grad for p in wrapped.parameters() if p.grad is not None)])
+    assert {{op for op, *_ in calls}} == {{"rms_norm", "moe_experts", "rotary_pos_emb", "load_balancing_loss"}}, calls
+    for eager, kernels in zip(*steps, strict=True):
+        torch.testing.assert_close(kernels, eager, rtol=1e-4, atol=1e-6)
+"""
+
+
+@pytest.mark.parametrize("keep_parameters", [True, False])
+def test_a_model_that_fsdp1_wraps_after_bind_trains_on_its_kernels(keep_parameters):
+    run_ranks(WRAPPED_AFTER.format(keep_parameters=keep_parameters))
+
+
 TENSOR_PARALLEL = """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
