@@ -137,7 +137,7 @@ def _flattened(model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         # The wrapper itself is not seen from a model within it, but what it leaves in the modules is.
         if isinstance(module, FullyShardedDataParallel) or any(map(_is_of_a_flat_parameter, _tensors(module))):
-            return path
+            return str(path)
     return None
 
 
