@@ -31,6 +31,18 @@ def test_it_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
 
 
 @without_gpu
+def test_under_autocast_heads_of_several_dtypes_take_its_dtype(monkeypatch):
+    """As a rotary embedding in float32 leaves them: queries and keys in float32, values as the projection gave them."""
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
+    query, key, value = (each.detach() for each in heads(dtype=torch.float32))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, _ = flex_attention.standard(AttentionModule(2), query, key, value.bfloat16(), None)
+    wanted, _ = standard(AttentionModule(2), query, key, value, None)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@without_gpu
 def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch):
     monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
     ids, bounds = tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DTensor: Any = None
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor
+
 Call = Callable[..., Any]
 
 
@@ -41,14 +45,25 @@ def product_operands(kernel: str, **operands: Tensor | None) -> tuple[Any, ...]:
     """The operands of ``kernel``'s matrix products, in order, each as :func:`cast_as_autocast` gives it, or ``None``.
 
     Raises:
-        TypeError: they differ in dtype. Eager code raises there too, but from within its first product.
+        TypeError: they differ in dtype. Eager code raises there too, but from within its first product. Or one is a
+            DTensor, as a weight is that tensor parallel sharded after the kernel was bound.
     """
+    sharded = [name for name, tensor in operands.items() if _is_dtensor(tensor)]
+    if sharded:
+        raise TypeError(
+            f"{kernel} takes plain tensors, but {' and '.join(sharded)} came as DTensors: kernels don't run on "
+            "tensor-parallel weights yet; choose eager for this op"
+        )
     cast = {name: None if tensor is None else cast_as_autocast(tensor) for name, tensor in operands.items()}
     dtypes = {name: tensor.dtype for name, tensor in cast.items() if tensor is not None}
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{name} is {dtype}".replace("torch.", "") for name, dtype in dtypes.items())
         raise TypeError(f"{kernel} multiplies tensors of one dtype, but {found}: cast them, or train under autocast")
     return tuple(cast.values())
+
+
+def _is_dtensor(tensor: Tensor | None) -> bool:
+    return DTensor is not None and isinstance(tensor, DTensor)
 
 
 def as_softmax_takes(tensor: Tensor) -> Tensor:

@@ -53,26 +53,14 @@ class ModelSharding:
             module = self._model.get_submodule(path)
         for owner, name in _parameters(module):
             if self._stays_a_dtensor(owner, name):
-                return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: {self._described(owner, name)}")
+                return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: {_described(module, owner, name)}")
         if self._is_tensor_parallel and "forward" in vars(module):
-            why_not = f"{_NOT_YET}: {path or 'the model'} runs a forward of its own that tensor parallel put there"
-            return Sharding(TENSOR_PARALLEL, why_not)
+            return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: its forward is one that was put there for tensor parallel")
         is_gathered = any((id(owner), name) in self._gathered for owner, name in _parameters(module))
         return Sharding(FSDP2 if is_gathered else WHOLE)
 
     def _stays_a_dtensor(self, owner: nn.Module, name: str) -> bool:
         return _is_dtensor(owner._parameters[name]) and (id(owner), name) not in self._gathered
-
-    def _described(self, owner: nn.Module, name: str) -> str:
-        """``lm_head.weight is a DTensor, Shard(dim=0) over mesh dimension tp``; says the same on every rank."""
-        parameter: Any = owner._parameters[name]
-        path = next(path for path, module in self._model.named_modules() if module is owner)
-        dimensions = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
-        placements = " and ".join(
-            f"{placement} over mesh dimension {dimension}"
-            for placement, dimension in zip(parameter.placements, dimensions, strict=True)
-        )
-        return f"{path}.{name} is a DTensor, {placements}".removeprefix(".")
 
 
 _NOT_YET = "bind does not support tensor-parallel weights yet"
@@ -83,6 +71,18 @@ def _why_not_flattened(path: str) -> str:
         f"FullyShardedDataParallel has flattened the parameters of {path or 'the model'}, so what runs there can't be "
         "proven any more: call bind before the model is wrapped, or shard it with FSDP2 (fully_shard)"
     )
+
+
+def _described(module: nn.Module, owner: nn.Module, name: str) -> str:
+    """``its gate_proj.weight is a DTensor, Shard(dim=0) over mesh dimension tp``; the same on every rank."""
+    parameter: Any = owner._parameters[name]
+    path = next(path for path, child in module.named_modules() if child is owner)
+    dimensions = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
+    placements = " and ".join(
+        f"{placement!r} over mesh dimension {dimension}"
+        for placement, dimension in zip(parameter.placements, dimensions, strict=True)
+    )
+    return f"its {f'{path}.{name}'.removeprefix('.')} is a DTensor, {placements}"
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -137,7 +137,7 @@ def _flattened(model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         # The wrapper itself is not seen from a model within it, but what it leaves in the modules is.
         if isinstance(module, FullyShardedDataParallel) or any(map(_is_of_a_flat_parameter, _tensors(module))):
-            return path
+            return str(path)
     return None
 
 
