@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from veomni_core.bound_classes import made_by
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, SpecError
+from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.registry import Registry
+from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.site import Site, SiteLocator
 from veomni_core.spec import SiteRule, load_attribute
 
@@ -19,14 +23,19 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU.
 
     Raises:
-        BindingError: ``model`` is not a module.
+        BindingError: ``model`` is not a module, or is bound.
         SpecError: a rule failed, or names an op that is not registered; the message names the rule.
     """
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
+    if any(made_by(module) is not None for module in model.modules()):
+        raise BindingError(
+            "find_sites reads a model's own code, and this model is bound: binding_of(model).plan has its sites, and "
+            "binding_of(model).undo() gives its own code back"
+        )
     registry = registry or discover()
     sites = [site for rule in registry.site_rules for site in _sites_of(rule, model, registry)]
-    return tuple(sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path))))
+    return settle_claims(sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path))))
 
 
 def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> tuple[Site, ...]:
@@ -40,7 +49,10 @@ def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> tuple[Sit
     for site in sites:
         if site.op_name not in registry.ops:
             raise SpecError(f"site rule {rule.name!r} found a site of the unknown op {site.op_name!r}")
-    return sites
+    if rule in BUILTIN_SITE_RULES:
+        return sites
+    # Only the core's own rules are known to prove; a plugin's may, but nothing here can tell.
+    return tuple(replace(site, declared=True) for site in sites)
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:
