@@ -151,7 +151,7 @@ def test_undo_leaves_what_others_set_since():
     norm = model.model.norm
     norm.forward = ours = types.MethodType(lambda self, x: x, norm)
     assert list(binding.receipt.changed) == ["model.norm"]
-    assert binding.receipt.changed["model.norm"].startswith("it was given a forward of its own, set to test_binding.")
+    assert "a forward of its own, set to" in binding.receipt.changed["model.norm"]
     binding.undo()
     assert norm.forward is ours
     del norm.forward

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.errors import BoundModelPickleError, SiteChangedError
-from veomni_core.forward_functions import equivalence
+from veomni_core.forward_functions import equivalence, replace_captured
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,10 @@ def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
 def run_eager(module: nn.Module) -> None:
     """Let ``module`` run its own code again, whatever class stands over the bound ones."""
     kind = type(module)
-    beneath = vars([each for each in kind.__mro__ if _EAGER in vars(each)][-1])[_EAGER]
+    bound = [each for each in kind.__mro__ if _EAGER in vars(each)]
+    beneath = vars(bound[-1])[_EAGER]
+    for each in bound:
+        replace_captured(module, each.forward, beneath.forward)
     if eager_class(kind) is beneath:
         module.__class__ = beneath
     else:  # FSDP2 or a parametrization has put a subclass of its own over ours

@@ -11,7 +11,7 @@ from torch import nn
 
 from veomni_core.bound_classes import BoundClasses
 from veomni_core.errors import BindingError
-from veomni_core.forward_functions import reaches
+from veomni_core.forward_functions import reaches, replace_captured
 
 
 class Change(Protocol):
@@ -181,8 +181,8 @@ class ForwardChange(ClassChange):
         module = self.target
         if "forward" in vars(module):
             raise BindingError(
-                f"{type(module).__name__} has a forward of its own, {setter_of(module)}: a kernel beneath it would "
-                "not run. Take it off before bind, or leave this site eager"
+                f"{self.classes.paths.get(module, 'a module')} ({type(module).__name__}) has a forward of its own, "
+                f"{setter_of(module)}: a kernel beneath it might not run. Take it off before bind, and put it on after"
             )
         self.keeps_original = reaches(self.forward, type(module).forward)
         super().apply()
@@ -194,9 +194,18 @@ class ForwardChange(ClassChange):
         given = module is not None and "forward" in vars(module)
         return f"it was given a forward of its own, {setter_of(module)}" if given else ""
 
+    def revert(self) -> None:
+        module = self.target
+        super().revert()
+        if module is not None and self._bound is not None:
+            # Not self.forward: modules that are bound alike share the class, and so the first one's function.
+            replace_captured(module, vars(self._bound)["forward"], self._before.forward)
+
 
 def setter_of(module: nn.Module) -> str:
-    """Who set the ``forward`` that stands in the module's own ``__dict__``, as far as that can be seen."""
+    """Who set the ``forward`` that stands in the module's own ``__dict__``, as far as that can be seen; else empty."""
+    if "forward" not in vars(module):
+        return ""
     if (hook := vars(module).get("_hf_hook")) is not None:
         return f"set by accelerate's {type(hook).__name__} (accelerate.hooks.remove_hook_from_module takes it off)"
     own = vars(module)["forward"]

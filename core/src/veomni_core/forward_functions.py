@@ -46,6 +46,46 @@ def modules_held(function: Function) -> Iterator[nn.Module]:
             yield value
 
 
+def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
+    """Let whatever was put over the module's ``forward``, and kept ``old`` to call it, call ``new`` from now on.
+
+    accelerate's hooks and its mixed precision keep the bound method, or its function, on the module or in a closure.
+    """
+    if "forward" not in vars(module):
+        return
+
+    def renewed(value: Any) -> Any:
+        if value is old:
+            return new
+        bound = isinstance(value, MethodType) and value.__func__ is old and value.__self__ is module
+        return MethodType(new, module) if bound else value
+
+    for name, value in list(vars(module).items()):
+        if (fresh := renewed(value)) is not value:
+            vars(module)[name] = fresh
+    _replace_within(vars(module)["forward"], renewed, 0)
+
+
+def _replace_within(value: Any, renewed: Function, depth: int) -> None:
+    """Put the renewed function into every cell, and every attribute of a callable, that ``value`` calls through."""
+    value = getattr(value, "__func__", value)
+    value = value.func if isinstance(value, partial) else value
+    if depth > _DEEPEST or isinstance(value, nn.Module) or not callable(value):
+        return
+    for cell in getattr(value, "__closure__", None) or ():
+        contents = _contents(cell)
+        if (fresh := renewed(contents)) is not contents:
+            cell.cell_contents = fresh
+        else:
+            _replace_within(contents, renewed, depth + 1)
+    attributes = getattr(value, "__dict__", {})
+    for name, each in list(attributes.items()) if isinstance(attributes, dict) else ():
+        if (fresh := renewed(each)) is not each:
+            attributes[name] = fresh
+        else:
+            _replace_within(each, renewed, depth + 1)
+
+
 def _equivalence(function: Function, depth: int) -> Hashable:
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return id(function)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change, ForwardChange, PropertyChange
+from veomni_core.changes import Change, ForwardChange, PropertyChange, setter_of
 from veomni_core.sites.functions import code_layers, current_forward, with_globals
 from veomni_core.sites.probe import parameter_dtype
 from veomni_core.sites.site import Kernel, Site
@@ -38,12 +39,14 @@ class DeclaredSlots:
             for name, slot in _slots_of_class(type(module)).items():
                 yield _site(slot, path, rule, module, {"attribute": name})
             declared = unreached.setdefault(type(module).__module__, set(_slots_of_module(type(module).__module__)))
-            forward = current_forward(module)
+            forward = type(module).forward
             if forward not in reached:
                 reached[forward] = _slots_reached(forward)
             for name, slot in reached[forward].items():
                 declared.discard(name)
-                yield _site(slot, path, rule, module, {"global": name})
+                site = _site(slot, path, rule, module, {"global": name})
+                why_not = f"its forward can't be replaced: it was {setter_of(module)}"
+                yield replace(site, variant=None, evidence=why_not) if setter_of(module) else site
         for module_name, names in unreached.items():
             for name in sorted(names):
                 slot = _slots_of_module(module_name)[name]

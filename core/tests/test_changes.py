@@ -1,0 +1,297 @@
+"""Changes on their own: layers of them, their copies, and classes that others put above or below."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from veomni_core.bound_classes import eager_class, made_by
+from veomni_core.change_set import ChangeSet
+from veomni_core.changes import AttributeChange, ForwardChange, PropertyChange
+from veomni_core.errors import BindingError, BoundModelPickleError, SiteChangedError, SpecError
+
+
+class Scale(nn.Module):
+    """``factor * weight * x``."""
+
+    factor = 1.0
+
+    def __init__(self, weight: float = 2.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+        self.eps = 0.0
+
+    def forward(self, x):
+        return self.weight * x + self.eps
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def times(number):
+    def forward(self, x):
+        return number * self.weight * x
+
+    return forward
+
+
+def plus_one(previous):
+    def forward(self, x):
+        return previous(self, x) + 1
+
+    return forward
+
+
+X = torch.ones(1)
+
+
+def bound(module, *forwards, guarded=(), on_change="raise"):
+    changes = ChangeSet(on_change)
+    for forward in forwards:
+        changes.apply(ForwardChange(module, forward, guarded), "it", "a rule")
+    return changes
+
+
+def value(module):
+    return float(module(X))
+
+
+def test_a_bound_module_keeps_its_class_s_name_and_undo_gives_the_class_back():
+    module = Scale()
+    changes = bound(module, times(10))
+    assert value(module) == 20 and isinstance(module, Scale)
+    assert (type(module).__name__, type(module).__module__) == ("Scale", Scale.__module__)
+    assert list(module.state_dict()) == ["weight"] and "forward" not in vars(module)
+    changes.revert()
+    assert type(module) is Scale and value(module) == 2
+
+
+def test_a_second_change_wraps_the_first_and_both_go():
+    module = Scale()
+    changes = bound(module, times(10))
+    changes.apply(ForwardChange(module, plus_one(type(module).forward)), "it", "another rule")
+    assert value(module) == 21
+    assert value(copy.deepcopy(module)) == 21
+    changes.revert()
+    assert type(module) is Scale and value(module) == 2
+
+
+def test_modules_that_are_bound_alike_share_a_class():
+    one, two, other = Scale(), Scale(), Scale()
+    changes = ChangeSet()
+    for module, number in ((one, 10), (two, 10), (other, 11)):
+        changes.apply(ForwardChange(module, times(number)))
+    assert type(one) is type(two) is not type(other)
+    assert eager_class(type(one)) is Scale
+
+
+def test_regional_compilation_compiles_layers_that_are_bound_alike_once():
+    torch._dynamo.reset()
+    layers = nn.ModuleList(nn.Sequential(Scale(), nn.ReLU()) for _ in range(4))
+    changes = ChangeSet()
+    for layer in layers:
+        changes.apply(ForwardChange(layer[0], times(10)))
+        layer.compile(backend="eager", fullgraph=True)
+    layers[0](X)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert [float(layer(X)) for layer in layers] == [20.0] * 4
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, nn.Module._replicate_for_data_parallel])
+def test_a_copy_runs_its_own_weight_and_undo_reaches_it(make_copy):
+    module = Scale()
+    changes = bound(module, times(10), guarded=["eps"])
+    duplicate = make_copy(module)
+    duplicate._parameters = {"weight": nn.Parameter(torch.tensor([3.0]))}
+    assert (value(duplicate), value(module)) == (30, 20)
+    changes.revert()
+    assert (value(duplicate), value(module)) == (3, 2)
+    assert made_by(duplicate) is None
+    if make_copy is not nn.Module._replicate_for_data_parallel:  # a replica lives for one forward
+        assert type(duplicate) is Scale
+
+
+def test_pickling_is_refused_while_bound_and_works_after_undo_in_copies_too():
+    module = Scale()
+    changes = bound(module, times(10))
+    duplicate, by_hand = copy.deepcopy(module), object.__new__(type(module))
+    vars(by_hand).update(vars(module))
+    for each in (module, duplicate, by_hand):
+        with pytest.raises(BoundModelPickleError, match="undo"):
+            pickle.dumps(each)
+    changes.revert()
+    for each in (module, duplicate, by_hand):
+        restored = pickle.loads(pickle.dumps(each))
+        assert type(restored) is Scale and value(restored) == 2
+
+
+def test_a_set_that_is_copied_with_its_module_owns_the_copy():
+    module = Scale()
+    changes = bound(module, times(10), plus_one(times(10)), guarded=["eps"])
+    with pytest.raises(SiteChangedError):
+        module.eps = 1.0
+    twin, twin_changes = copy.deepcopy((module, changes))
+    twin_changes.revert()
+    assert type(twin) is Scale and (value(twin), value(module)) == (2, 21)
+    again, again_changes = copy.deepcopy((module, changes))
+    changes.revert()
+    assert type(module) is Scale and (value(again), value(module)) == (21, 2)
+    again_changes.revert()
+    assert value(again) == 2
+
+
+def test_a_parametrization_over_a_bound_module_is_copied_and_undone():
+    module = Scale()
+    changes = bound(module, times(10))
+    parametrize.register_parametrization(module, "weight", Twice())
+    assert value(module) == 40
+    twin, twin_changes = copy.deepcopy((module, changes))
+    changes.revert()
+    assert (value(module), value(twin)) == (4, 40)
+    twin_changes.revert()
+    assert value(twin) == 4
+    parametrize.remove_parametrizations(module, "weight")
+    assert value(module) == 4
+
+
+def test_a_bound_module_over_a_parametrization():
+    module = Scale()
+    parametrize.register_parametrization(module, "weight", Twice())
+    kind = type(module)
+    changes = bound(module, times(10))
+    assert value(module) == value(copy.deepcopy(module)) == 40
+    changes.revert()
+    assert type(module) is kind and value(module) == 4
+
+
+def test_a_class_that_others_put_over_ours_as_fsdp2_does_stays_and_loses_the_kernel():
+    module = Scale()
+    changes = bound(module, times(10))
+    module.__class__ = sharded = type("FSDPScale", (type(module),), {})
+    assert value(module) == 20
+    assert not list(changes.changed())
+    changes.revert()
+    assert type(module) is sharded and value(module) == 2
+
+
+def test_a_class_that_replaces_ours_is_reported_and_left():
+    module = Scale()
+    changes = bound(module, times(10))
+    module.__class__ = other = type("Other", (Scale,), {})
+    assert list(changes.changed()) == [("it", "its class became Other")]
+    changes.revert()
+    assert type(module) is other
+
+
+def test_a_guarded_setting_raises_before_it_is_written():
+    module = Scale()
+    bound(module, times(10), guarded=["eps"])
+    module.eps = 0.0  # no change
+    module.other = 1
+    with pytest.raises(SiteChangedError, match=r"it: eps was changed after bind.*undo\(\) first.*on_change: eager"):
+        module.eps = 1.0
+    with pytest.raises(SiteChangedError):
+        del module.eps
+    assert module.eps == 0.0 and value(module) == 20
+
+
+@pytest.mark.parametrize("above", ["nothing", "another change", "fsdp2", "a forward that keeps ours"])
+def test_a_guarded_setting_puts_the_module_back_to_its_own_code_where_that_is_asked(above, caplog):
+    module = Scale()
+    changes = bound(module, times(10), guarded=["eps"], on_change="eager")
+    if above == "another change":
+        changes.apply(ForwardChange(module, plus_one(type(module).forward)), "it", "a rule")
+    elif above == "fsdp2":
+        module.__class__ = type("FSDPScale", (type(module),), {})
+    elif above == "a forward that keeps ours":
+        module._old_forward = module.forward
+        module.forward = lambda x: module._old_forward(x)
+    module.eps = 1.0
+    module.eps = 2.0
+    assert value(module) == 4
+    assert [path for path, _ in changes.changed()] == ["it"]
+    assert caplog.text.count("it runs its own code from now on: eps was changed after bind") == 1
+    changes.revert()
+    assert value(module) == 4
+
+
+def test_undo_reaches_what_was_put_over_a_forward_and_kept_it():
+    accelerate = pytest.importorskip("accelerate.hooks")
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    hooked, converted = Scale(), Scale()
+    changes = ChangeSet()
+    for module in (hooked, converted):
+        changes.apply(ForwardChange(module, times(10)))
+    accelerate.add_hook_to_module(hooked, accelerate.ModelHook())
+    converted.forward = convert_outputs_to_fp32(converted.forward)
+    assert (value(hooked), value(converted)) == (20, 20)
+    changes.revert()
+    assert (value(hooked), value(converted)) == (2, 2)
+    accelerate.remove_hook_from_module(hooked)
+    assert value(hooked) == 2
+
+
+def test_a_forward_of_the_instance_s_own_is_not_bound_beneath():
+    accelerate = pytest.importorskip("accelerate.hooks")
+    hooked, closed = Scale(), Scale()
+    accelerate.add_hook_to_module(hooked, accelerate.ModelHook())
+    closed.forward = lambda x: x
+    for module, setter in ((hooked, "set by accelerate's ModelHook"), (closed, "set to .*lambda")):
+        with pytest.raises(BindingError, match=rf"it \(Scale\) has a forward of its own, {setter}"):
+            bound(module, times(10))
+
+
+def test_a_property_stands_before_what_the_instance_holds():
+    module = Scale()
+    changes = ChangeSet()
+    changes.apply(PropertyChange(module, "eps", 5.0))
+    duplicate = copy.deepcopy(module)
+    assert (value(module), value(duplicate)) == (7, 7)
+    changes.revert()
+    assert (value(module), value(duplicate)) == (2, 2)
+
+
+def test_an_attribute_is_put_back_unless_somebody_has_set_it_since():
+    module = Scale()
+    changes = ChangeSet()
+    for name in ("eps", "fresh", "mine"):
+        changes.apply(AttributeChange(module, name, 5.0))
+    module.mine = 6.0
+    changes.revert()
+    assert (module.eps, module.mine) == (0.0, 6.0) and not hasattr(module, "fresh")
+
+
+def test_a_forward_that_holds_its_module_is_refused():
+    module = Scale()
+    for forward in (lambda self, x: module(x), module.forward, lambda self, x, other=module: other(x)):
+        with pytest.raises(SpecError, match=r"'norms' .*holds a module \(Scale\).* function of \(self, ...\)"):
+            ChangeSet().apply(ForwardChange(module, forward), "it", "the rule 'norms' (rms_norm_implementation)")
+    with pytest.raises(SpecError, match="Yield a veomni_core.changes.ForwardChange instead"):
+        ChangeSet().apply(AttributeChange(module, "forward", abs), "it", "a rule")
+    assert type(module) is Scale
+
+
+def test_a_module_and_its_changes_are_freed_without_the_garbage_collector():
+    module = Scale()
+    changes = bound(module, times(10), guarded=["eps"])
+    changes.apply(AttributeChange(module, "mark", object()))
+    gone = weakref.ref(module)
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert not list(changes.changed())
+    copy.deepcopy(changes).revert()
+    changes.revert()
