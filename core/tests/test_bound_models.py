@@ -185,14 +185,14 @@ def test_undo_reaches_the_copies_that_peft_makes(adapter):
     kind, settings = ADAPTERS[adapter]
     model, eager = build("llama"), build("llama")
     binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
-    wrapped, wanted = (
-        peft.get_peft_model(each, getattr(peft, kind)(task_type="CAUSAL_LM", **settings)) for each in (model, eager)
-    )
-    for each in (wrapped, wanted):
+    both = []
+    for each in (model, eager):
         torch.manual_seed(5)
-        for name, parameter in sorted(each.named_parameters()):
+        both.append(peft.get_peft_model(each, getattr(peft, kind)(task_type="CAUSAL_LM", **settings)))
+        for parameter in both[-1].parameters():
             if parameter.requires_grad:
                 parameter.data += 0.1 * torch.randn_like(parameter)
+    wrapped, wanted = both
     assert_equal_steps(step(wrapped), step(wanted))
     assert calls[("rms_norm", "standard", "one")] > 0
     binding.undo()

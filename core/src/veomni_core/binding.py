@@ -14,9 +14,9 @@ from veomni_core import hub_kernels
 from veomni_core.bound_classes import NO_PICKLE, made_by, makers, run_eager
 from veomni_core.change_set import ChangeSet
 from veomni_core.changes import AttributeChange
-from veomni_core.config import OpsConfig
+from veomni_core.config import ON_CHANGE, OpsConfig
 from veomni_core.discovery import discover
-from veomni_core.errors import BindingError, BoundModelPickleError
+from veomni_core.errors import BindingError, BoundModelPickleError, UnknownNameError, did_you_mean
 from veomni_core.plan import Plan, make_plan
 from veomni_core.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.receipt import Receipt, Verification
@@ -131,6 +131,8 @@ def bind(
             results differ from its module's own.
         PlanMismatchError: ranks do not agree, or some did not come.
     """
+    if on_change is not None and on_change not in ON_CHANGE:
+        raise UnknownNameError(f"on_change: {on_change!r} is unknown. {did_you_mean(str(on_change), ON_CHANGE)}")
     _refuse_unbindable(model)
     _release_copies(model)
     ranks: dict[str, Any] = {"agree": agree, "group": group, "timeout": agreement_timeout}
