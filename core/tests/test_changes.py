@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from veomni_core.bound_classes import eager_class, made_by
 from veomni_core.change_set import ChangeSet
-from veomni_core.changes import AttributeChange, ForwardChange, PropertyChange
+from veomni_core.changes import AttributeChange, ForwardChange, GuardChange, PropertyChange
 from veomni_core.errors import BindingError, BoundModelPickleError, SiteChangedError, SpecError
 
 
@@ -136,7 +136,8 @@ def test_pickling_is_refused_while_bound_and_works_after_undo_in_copies_too():
 
 def test_a_set_that_is_copied_with_its_module_owns_the_copy():
     module = Scale()
-    changes = bound(module, times(10), plus_one(times(10)), guarded=["eps"])
+    changes = bound(module, times(10), guarded=["eps"])
+    changes.apply(ForwardChange(module, plus_one(type(module).forward), ["eps"]), "it", "another rule")
     with pytest.raises(SiteChangedError):
         module.eps = 1.0
     twin, twin_changes = copy.deepcopy((module, changes))
@@ -222,6 +223,26 @@ def test_a_guarded_setting_puts_the_module_back_to_its_own_code_where_that_is_as
     assert caplog.text.count("it runs its own code from now on: eps was changed after bind") == 1
     changes.revert()
     assert value(module) == 4
+
+
+@pytest.mark.parametrize("on_change", ["raise", "eager"])
+def test_a_change_of_a_child_that_is_guarded_is_a_change_of_its_owner(on_change):
+    holder = nn.ModuleDict({"mlp": Scale()})
+    module = holder["mlp"]
+    module.act = child = nn.LeakyReLU(0.1)
+    changes = ChangeSet(on_change)
+    changes.apply(ForwardChange(module, times(10)), "mlp", "a rule")
+    changes.apply(GuardChange(module, "act", child, ["negative_slope"]), "mlp", "a rule")
+    if on_change == "raise":
+        with pytest.raises(SiteChangedError, match="mlp.act: negative_slope was changed after bind"):
+            child.negative_slope = 0.2
+        assert value(module) == 20
+    else:
+        child.negative_slope = 0.2
+        assert value(module) == 2 and type(child) is nn.LeakyReLU
+        assert dict(changes.changed()).keys() == {"mlp"}
+    changes.revert()
+    assert (type(module), type(child)) == (Scale, nn.LeakyReLU)
 
 
 def test_undo_reaches_what_was_put_over_a_forward_and_kept_it():

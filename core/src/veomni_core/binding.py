@@ -161,8 +161,8 @@ def apply_plan(
     changes.classes.binding = binding = Binding(model, plan, changes, verification)
     try:
         changes.apply(AttributeChange(model, _BINDING, binding))
-        for change in hub_kernels.kept_out_of(model):
-            changes.apply(change)
+        for refusal in hub_kernels.kept_out_of(model):
+            changes.apply(refusal)
         for path, owner, change in site_changes(model, plan, registry, kernels):
             changes.apply(change, path, owner)
         changes.refuse_hidden()

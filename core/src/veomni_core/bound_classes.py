@@ -34,14 +34,16 @@ class BoundClasses:
     """The subclasses that one binding made; modules that are bound alike share one.
 
     Regional ``torch.compile`` relies on that: it compiles one layer's code for all layers of equal types.
-    ``paths`` has the module path of every module that was bound, ``copies`` every copy that was made of one, and
-    ``changed``, by module path, what was changed after bind so that a site runs its own code again.
+    ``paths`` has the module path of every module that was bound, ``owners`` the bound modules whose proof rests on a
+    guarded child, ``copies`` every copy that was made of a bound module, and ``changed``, by module path, what was
+    changed after bind so that a site runs its own code again.
     """
 
     def __init__(self, on_change: str = "raise") -> None:
         self.on_change = on_change
         self.binding: Any = None
         self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owners: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
         self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.changed: dict[str, str] = {}
         self.copied: dict[type[nn.Module], type[nn.Module]] = {}
@@ -49,16 +51,17 @@ class BoundClasses:
 
     def of(self, eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str]) -> type[nn.Module]:
         """The subclass of ``eager`` with ``value`` as its ``name``; equal code over equal values gives the same one."""
-        key = (eager, name, equivalence(value.fget if isinstance(value, property) else value), guarded)
+        function: Any = value.fget if isinstance(value, property) else value
+        key = (eager, name, equivalence(function), guarded)
         if key not in self._made:
             self._made[key] = _subclass(eager, name, value, guarded, self)
         return self._made[key]
 
-    def note(self, path: str, what: str) -> None:
+    def note(self, path: str, what: str, when: str = "from now on") -> None:
         """Record, and say once, that the site at ``path`` runs its own code since ``what``."""
         if path not in self.changed:
             self.changed[path] = what
-            logger.warning("%s runs its own code from now on: %s", path, what)
+            logger.warning("%s runs its own code %s: %s", path, when, what)
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Called before the guarded attribute ``name`` of ``module`` changes; raises where the config says so."""
@@ -69,7 +72,15 @@ class BoundClasses:
                 f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "
                 "`on_change: eager` under ops_implementation to let the module run its own code from then on"
             )
-        self.note(path, what)
+        owners = self.owners.get(module)
+        if owners is None:
+            self.note(path, what)
+            run_eager(module)
+            return
+        for owner in owners:
+            self.note(self.paths.get(owner, "a bound module"), f"{path}: {what}")
+            if made_by(owner) is self:
+                run_eager(owner)
         run_eager(module)
 
     def retire(self) -> None:
@@ -92,7 +103,7 @@ class BoundClasses:
             return kind
         # A class that somebody put over ours, as torch's parametrizations do.
         namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        self.copied[kind] = type(kind)(kind.__name__, bases, namespace)
+        self.copied[kind] = type(kind)(kind.__name__, bases, namespace)  # type: ignore[misc]
         return self.copied[kind]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundClasses:
@@ -107,6 +118,8 @@ class BoundClasses:
             twin = copy.deepcopy(module, memo)
             duplicate.paths[twin] = path
             self._give_away(twin, duplicate)
+        for child, owners in list(self.owners.items()):
+            duplicate.owners[copy.deepcopy(child, memo)] = weakref.WeakSet(copy.deepcopy(each, memo) for each in owners)
         for module in list(self.copies):
             if id(module) in memo:
                 duplicate.copies.add(memo[id(module)])
@@ -143,7 +156,7 @@ def run_eager(module: nn.Module) -> None:
     bound = [each for each in kind.__mro__ if _EAGER in vars(each)]
     beneath = vars(bound[-1])[_EAGER]
     for each in bound:
-        replace_captured(module, each.forward, beneath.forward)
+        replace_captured(module, vars(each).get("forward", beneath.forward), beneath.forward)
     if eager_class(kind) is beneath:
         module.__class__ = beneath
     else:  # FSDP2 or a parametrization has put a subclass of its own over ours

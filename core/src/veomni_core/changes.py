@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from veomni_core.bound_classes import BoundClasses
+from veomni_core.bound_classes import BoundClasses, made_by
 from veomni_core.errors import BindingError
 from veomni_core.forward_functions import reaches, replace_captured
 
@@ -200,6 +200,34 @@ class ForwardChange(ClassChange):
         if module is not None and self._bound is not None:
             # Not self.forward: modules that are bound alike share the class, and so the first one's function.
             replace_captured(module, vars(self._bound)["forward"], self._before.forward)
+
+
+class GuardChange(ForwardChange):
+    """Guards attributes of a child of a bound module that the kernel runs in the place of: an activation.
+
+    The child keeps its own code, which nothing calls. Changing one of its ``guarded`` attributes, or hooking it, is a
+    change of the module ``owner``, whose proof rests on it.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
+        super().__init__(child, type(child).forward, {*guarded, "forward"})
+        self.child_name = name
+        self._owner = weakref.ref(owner)
+
+    def apply(self) -> None:
+        child, owner = self.target, self._owner()
+        self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
+        self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
+        if made_by(child) is not self.classes:  # a child that several modules share is guarded once
+            super().apply()
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), "guard")
+
+    def overridden(self) -> str:
+        """Nothing: what is set on the child is noted as a change of its owner."""
+        return ""
 
 
 def setter_of(module: nn.Module) -> str:

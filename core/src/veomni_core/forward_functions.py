@@ -26,9 +26,7 @@ def reaches(function: Function, other: Function) -> bool:
     """Whether ``function`` calls ``other``: it closes over it, or is a clone of it with other globals."""
     code = getattr(other, "__code__", None)
     # A clone has an equal code object of its own; two closures of one definition share theirs.
-    return any(
-        layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in _layers(function)
-    )
+    return any(layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in _layers(function))
 
 
 def names_in(function: Function) -> set[str]:

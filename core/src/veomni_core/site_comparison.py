@@ -80,7 +80,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put modes, buffers, gradients' absence and random states back, whatever is run within."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -133,7 +133,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
 def _inputs(model: Any) -> dict[str, Any] | None:
     """A few tokens, with labels where the model takes them."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
     given = getattr(model, "dummy_inputs", None)
     if not isinstance(given, dict) and not vocabulary:
