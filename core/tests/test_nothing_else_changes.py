@@ -41,7 +41,7 @@ REGISTRIES = {
     "attention": lambda: dict(ALL_ATTENTION_FUNCTIONS.items()),
     "masks": lambda: dict(ALL_MASK_ATTENTION_FUNCTIONS.items()),
     "losses": lambda: dict(transformers.loss.loss_utils.LOSS_MAPPING),
-    "activations": lambda: dict(transformers.activations.ACT2FN),
+    "activations": lambda: list(dict.items(transformers.activations.ACT2FN)),  # its own items() makes new ones
 }
 
 
@@ -107,7 +107,11 @@ UNDER = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+EXPERTS_PROOF = pytest.mark.xfail(strict=True, reason="the proof of experts switches their children to train mode")
+CASES = [pytest.param(kind, marks=[EXPERTS_PROOF] if kind in ("in eval", "in mixed modes") else []) for kind in MODELS]
+
+
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("action", UNDER)
 def test_nothing_differs_after(action, kind):
     UNDER[action](build("llama"))  # what imports and caches on first use has done so

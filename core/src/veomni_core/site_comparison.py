@@ -77,20 +77,31 @@ def compare(own: Run, bound: Run, contract: Contract) -> str:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put modes, buffers, gradients' absence and random states back, whatever is run within."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Put attributes, modes, hooks, buffers and random states back, whatever is run within.
+
+    A first forward leaves traces of its own: transformers then installs the hooks that record a model's outputs.
+    """
+    attributes = [(module, dict(vars(module)), _hooks(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            for module, before, hooks in attributes:
+                vars(module).clear()
+                vars(module).update(before)
+                for name, entries in hooks.items():
+                    vars(module)[name].clear()
+                    vars(module)[name].update(entries)
             with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
-                        buffer.copy_(before)
+                for buffer, values in buffers:
+                    if not torch.equal(buffer, values):
+                        buffer.copy_(values)
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    return {name: dict(value) for name, value in vars(module).items() if "hooks" in name and isinstance(value, dict)}
 
 
 def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, RecordedCall], str]:
