@@ -83,8 +83,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     attributes = [(module, dict(vars(module)), _hooks(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
         try:
             yield
         finally:
