@@ -4,65 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
-from veomni_core.bound_classes import eager_class, made_by
+from scaled_modules import Scale, X, bound, plus_one, times, value
+from veomni_core.bound_subclass import eager_class
 from veomni_core.change_set import ChangeSet
 from veomni_core.changes import AttributeChange, ForwardChange, GuardChange, PropertyChange
-from veomni_core.errors import BindingError, BoundModelPickleError, SiteChangedError, SpecError
-
-
-class Scale(nn.Module):
-    """``factor * weight * x``."""
-
-    factor = 1.0
-
-    def __init__(self, weight: float = 2.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-        self.eps = 0.0
-
-    def forward(self, x):
-        return self.weight * x + self.eps
-
-
-class Twice(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
-def times(number):
-    def forward(self, x):
-        return number * self.weight * x
-
-    return forward
-
-
-def plus_one(previous):
-    def forward(self, x):
-        return previous(self, x) + 1
-
-    return forward
-
-
-X = torch.ones(1)
-
-
-def bound(module, *forwards, guarded=(), on_change="raise"):
-    changes = ChangeSet(on_change)
-    for forward in forwards:
-        changes.apply(ForwardChange(module, forward, guarded), "it", "a rule")
-    return changes
-
-
-def value(module):
-    return float(module(X))
+from veomni_core.errors import BindingError, SiteChangedError, SpecError
 
 
 def test_a_bound_module_keeps_its_class_s_name_and_undo_gives_the_class_back():
@@ -104,74 +56,6 @@ def test_regional_compilation_compiles_layers_that_are_bound_alike_once():
     layers[0](X)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert [float(layer(X)) for layer in layers] == [20.0] * 4
-
-
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, nn.Module._replicate_for_data_parallel])
-def test_a_copy_runs_its_own_weight_and_undo_reaches_it(make_copy):
-    module = Scale()
-    changes = bound(module, times(10), guarded=["eps"])
-    duplicate = make_copy(module)
-    duplicate._parameters = {"weight": nn.Parameter(torch.tensor([3.0]))}
-    assert (value(duplicate), value(module)) == (30, 20)
-    changes.revert()
-    assert (value(duplicate), value(module)) == (3, 2)
-    assert made_by(duplicate) is None
-    if make_copy is not nn.Module._replicate_for_data_parallel:  # a replica lives for one forward
-        assert type(duplicate) is Scale
-
-
-def test_pickling_is_refused_while_bound_and_works_after_undo_in_copies_too():
-    module = Scale()
-    changes = bound(module, times(10))
-    duplicate, by_hand = copy.deepcopy(module), object.__new__(type(module))
-    vars(by_hand).update(vars(module))
-    for each in (module, duplicate, by_hand):
-        with pytest.raises(BoundModelPickleError, match="undo"):
-            pickle.dumps(each)
-    changes.revert()
-    for each in (module, duplicate, by_hand):
-        restored = pickle.loads(pickle.dumps(each))
-        assert type(restored) is Scale and value(restored) == 2
-
-
-def test_a_set_that_is_copied_with_its_module_owns_the_copy():
-    module = Scale()
-    changes = bound(module, times(10), guarded=["eps"])
-    changes.apply(ForwardChange(module, plus_one(type(module).forward), ["eps"]), "it", "another rule")
-    with pytest.raises(SiteChangedError):
-        module.eps = 1.0
-    twin, twin_changes = copy.deepcopy((module, changes))
-    twin_changes.revert()
-    assert type(twin) is Scale and (value(twin), value(module)) == (2, 21)
-    again, again_changes = copy.deepcopy((module, changes))
-    changes.revert()
-    assert type(module) is Scale and (value(again), value(module)) == (21, 2)
-    again_changes.revert()
-    assert value(again) == 2
-
-
-def test_a_parametrization_over_a_bound_module_is_copied_and_undone():
-    module = Scale()
-    changes = bound(module, times(10))
-    parametrize.register_parametrization(module, "weight", Twice())
-    assert value(module) == 40
-    twin, twin_changes = copy.deepcopy((module, changes))
-    changes.revert()
-    assert (value(module), value(twin)) == (4, 40)
-    twin_changes.revert()
-    assert value(twin) == 4
-    parametrize.remove_parametrizations(module, "weight")
-    assert value(module) == 4
-
-
-def test_a_bound_module_over_a_parametrization():
-    module = Scale()
-    parametrize.register_parametrization(module, "weight", Twice())
-    kind = type(module)
-    changes = bound(module, times(10))
-    assert value(module) == value(copy.deepcopy(module)) == 40
-    changes.revert()
-    assert type(module) is kind and value(module) == 4
 
 
 def test_a_class_that_others_put_over_ours_as_fsdp2_does_stays_and_loses_the_kernel():

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core import hub_kernels
-from veomni_core.bound_classes import NO_PICKLE, made_by, makers, run_eager
+from veomni_core.bound_classes import run_eager
+from veomni_core.bound_subclass import NO_PICKLE, made_by, makers
 from veomni_core.change_set import ChangeSet
 from veomni_core.changes import AttributeChange
 from veomni_core.config import ON_CHANGE, OpsConfig

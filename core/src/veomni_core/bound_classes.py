@@ -7,27 +7,18 @@ replica or a copy that PEFT makes runs its own weights, and undoing the binding 
 from __future__ import annotations
 
 import copy
-import copyreg
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 from torch import nn
 
-from veomni_core.errors import BoundModelPickleError, SiteChangedError
+from veomni_core.bound_subclass import EAGER, MADE_BY, bound_subclass, eager_class, made_by
+from veomni_core.errors import SiteChangedError
 from veomni_core.forward_functions import equivalence, replace_captured
 
 logger = logging.getLogger(__name__)
-
-# Attributes of the subclasses: the set that made one (None once it is retired), and the class beneath it.
-_MADE_BY = "_veomni_bound_by"
-_EAGER = "_veomni_eager_class"
-_ABSENT = object()
-NO_PICKLE = (
-    "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
-    "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
-)
 
 
 class BoundClasses:
@@ -54,7 +45,7 @@ class BoundClasses:
         function: Any = value.fget if isinstance(value, property) else value
         key = (eager, name, equivalence(function), guarded)
         if key not in self._made:
-            self._made[key] = _subclass(eager, name, value, guarded, self)
+            self._made[key] = bound_subclass(eager, name, value, guarded, self)
         return self._made[key]
 
     def note(self, path: str, what: str, when: str = "from now on") -> None:
@@ -86,13 +77,13 @@ class BoundClasses:
     def retire(self) -> None:
         """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
         for module in list(self.copies):
-            while vars(type(module)).get(_MADE_BY) is self:
-                module.__class__ = vars(type(module))[_EAGER]
+            while vars(type(module)).get(MADE_BY) is self:
+                module.__class__ = vars(type(module))[EAGER]
         for (_, name, _, _), bound in self._made.items():
             for each in (name, "__setattr__", "__delattr__"):
                 if each in vars(bound):
                     delattr(bound, each)
-            setattr(bound, _MADE_BY, None)
+            setattr(bound, MADE_BY, None)
 
     def rebase(self, kind: type[nn.Module]) -> type[nn.Module]:
         """``kind`` over this set's classes in place of those that the set was copied from."""
@@ -111,7 +102,7 @@ class BoundClasses:
         memo[id(self)] = duplicate
         duplicate.changed = dict(self.changed)
         for (_, name, _, guarded), bound in self._made.items():
-            beneath = vars(bound)[_EAGER]
+            beneath = vars(bound)[EAGER]
             eager = duplicate.copied.get(beneath, beneath)
             duplicate.copied[bound] = duplicate.of(eager, name, vars(bound)[name], guarded)
         for module, path in list(self.paths.items()):
@@ -132,120 +123,15 @@ class BoundClasses:
         module.__class__ = other.rebase(type(module))
 
 
-def made_by(module: nn.Module) -> BoundClasses | None:
-    """The binding's classes that ``module`` is an instance of, or ``None`` for a module that runs its own code."""
-    return getattr(type(module), _MADE_BY, None)
-
-
-def makers(module: nn.Module) -> Iterator[BoundClasses]:
-    """The sets whose classes ``module`` is an instance of, the outermost first."""
-    made = (vars(kind).get(_MADE_BY) for kind in type(module).__mro__)
-    yield from (classes for classes in made if classes is not None)
-
-
-def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class beneath the subclasses that bindings made."""
-    while _EAGER in vars(kind):
-        kind = vars(kind)[_EAGER]
-    return kind
-
-
 def run_eager(module: nn.Module) -> None:
     """Let ``module`` run its own code again, whatever class stands over the bound ones."""
     kind = type(module)
-    bound = [each for each in kind.__mro__ if _EAGER in vars(each)]
-    beneath = vars(bound[-1])[_EAGER]
+    bound = [each for each in kind.__mro__ if EAGER in vars(each)]
+    beneath = vars(bound[-1])[EAGER]
     for each in bound:
         replace_captured(module, vars(each).get("forward", beneath.forward), beneath.forward)
     if eager_class(kind) is beneath:
         module.__class__ = beneath
     else:  # FSDP2 or a parametrization has put a subclass of its own over ours
-        namespace = {"forward": beneath.forward, "__module__": kind.__module__, _MADE_BY: None}
+        namespace = {"forward": beneath.forward, "__module__": kind.__module__, MADE_BY: None}
         module.__class__ = type(kind)(kind.__name__, (kind,), namespace)  # type: ignore[misc]
-
-
-def _subclass(
-    eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str], classes: BoundClasses
-) -> type[nn.Module]:
-    namespace: dict[str, Any] = {
-        name: value,
-        "__module__": eager.__module__,
-        "__qualname__": eager.__qualname__,
-        "__doc__": eager.__doc__,
-        _MADE_BY: classes,
-        _EAGER: eager,
-    }
-    # By the metaclass, as a class statement does.
-    bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
-    for method in (*_copying(bound), *(_guarding(bound, guarded, classes) if guarded else ())):
-        setattr(bound, method.__name__, method)
-    return bound  # type: ignore[no-any-return]
-
-
-def _copying(bound: Any) -> Iterator[Callable[..., Any]]:
-    """Copies as nn.Module makes them, which pickling's methods would refuse; and that refusal."""
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        if made_by(self) is not None:
-            raise BoundModelPickleError(NO_PICKLE)
-        make, arguments, *rest = super(bound, self).__reduce_ex__(protocol)
-        eager = eager_class(type(self))
-        arguments = tuple(eager if each is type(self) else each for each in arguments)
-        # pickle insists that what it makes by copyreg.__newobj__ is of the very class of the object.
-        return (_new if make is copyreg.__newobj__ else make, arguments, *rest)  # type: ignore[attr-defined]
-
-    def __copy__(self: nn.Module) -> Any:
-        if (own := getattr(super(bound, self), "__copy__", None)) is not None:
-            return own()
-        return _filled(_copy_of(self), dict(super(bound, self).__getstate__()))  # type: ignore[misc]
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
-        if (own := getattr(super(bound, self), "__deepcopy__", None)) is not None:
-            return own(memo)
-        duplicate = memo[id(self)] = _copy_of(self)
-        return _filled(duplicate, copy.deepcopy(super(bound, self).__getstate__(), memo))  # type: ignore[misc]
-
-    yield from (__reduce_ex__, __copy__, __deepcopy__)
-
-
-def _guarding(bound: Any, guarded: frozenset[str], classes: BoundClasses) -> Iterator[Callable[..., Any]]:
-    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        if name in guarded and _changes(self, name, value):
-            classes.set_on(self, name)
-            return setattr(self, name, value)
-        super(bound, self).__setattr__(name, value)
-
-    def __delattr__(self: nn.Module, name: str) -> None:
-        if name in guarded and _changes(self, name, _ABSENT):
-            classes.set_on(self, name)
-            return delattr(self, name)
-        super(bound, self).__delattr__(name)
-
-    yield from (__setattr__, __delattr__)
-
-
-def _changes(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether setting ``name`` changes what ``module`` computes; torch sets a replica's children to their copies."""
-    if made_by(module) is None or vars(module).get("_is_replica", False):
-        return False
-    present = getattr(module, name, _ABSENT)
-    plain = isinstance(value, (bool, int, float, str)) and type(value) is type(present)
-    return not (value == present if plain else value is present)
-
-
-def _copy_of(module: nn.Module) -> Any:
-    """An empty instance of the module's class, which the binding's undo will reach."""
-    kind: Any = type(module)
-    duplicate = kind.__new__(kind)
-    if (classes := made_by(module)) is not None:
-        classes.copies.add(duplicate)
-    return duplicate
-
-
-def _filled(duplicate: Any, state: Any) -> Any:
-    duplicate.__setstate__(state)
-    return duplicate
-
-
-def _new(kind: Any, *arguments: Any) -> Any:
-    return kind.__new__(kind, *arguments)

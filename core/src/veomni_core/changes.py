@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from veomni_core.bound_classes import BoundClasses, made_by
+from veomni_core.bound_classes import BoundClasses
+from veomni_core.bound_subclass import made_by
 from veomni_core.errors import BindingError
 from veomni_core.forward_functions import reaches, replace_captured
 
@@ -216,6 +217,7 @@ class GuardChange(ForwardChange):
 
     def apply(self) -> None:
         child, owner = self.target, self._owner()
+        assert owner is not None, "a rule makes and applies its changes while the model lives"
         self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
         self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
         if made_by(child) is not self.classes:  # a child that several modules share is guarded once
@@ -224,6 +226,12 @@ class GuardChange(ForwardChange):
     @property
     def place(self) -> Hashable:
         return (id(self.target), "guard")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:
+        duplicate: Any = super().__deepcopy__(memo)
+        if (owner := self._owner()) is not None:
+            duplicate._owner = weakref.ref(copy.deepcopy(owner, memo))
+        return duplicate  # type: ignore[no-any-return]
 
     def overridden(self) -> str:
         """Nothing: what is set on the child is noted as a change of its owner."""

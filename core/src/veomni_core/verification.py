@@ -9,12 +9,13 @@ from torch import nn
 
 from veomni_core.change_set import ChangeSet
 from veomni_core.errors import ConformanceError
+from veomni_core.model_calls import RecordedCall, recorded_calls, undisturbed
 from veomni_core.ops.contract import Contract, contract_for, dtype_name
 from veomni_core.plan import OpDecision, Plan, SiteDecision
 from veomni_core.receipt import Verification
 from veomni_core.registry import Registry
 from veomni_core.site_changes import Kernels, changes_at, decisions_of
-from veomni_core.site_comparison import RecordedCall, Run, compare, recorded_calls, undisturbed
+from veomni_core.site_comparison import Run, compare
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
 from veomni_core.spec import KernelSpec

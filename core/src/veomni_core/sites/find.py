@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.bound_classes import made_by
+from veomni_core.bound_subclass import made_by
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.ops.catalog import BUILTIN_SITE_RULES
