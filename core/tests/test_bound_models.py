@@ -101,6 +101,7 @@ def test_a_copied_part_binds_and_unbinds_on_its_own():
         assert binding_of(part) is own and binding.active
     calls.clear()
     assert [type(module) for module in part.modules()] == [type(module) for module in eager.model.modules()]
+    assert [list(vars(module)) for module in part.modules()] == [list(vars(module)) for module in eager.model.modules()]
     torch.testing.assert_close(part(input_ids=tokens())[0], eager.model(input_ids=tokens())[0])
     assert not calls
     step(model)

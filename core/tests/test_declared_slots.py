@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from counting_kernels import calls, counting_registry
+from models import build
 from veomni_core import OpSlot, bind, find_sites
+from veomni_core.errors import ConformanceError
 from veomni_core.ops.rms_norm import standard
 
 REGISTRY = counting_registry("one", "two", ops=("rms_norm",))
@@ -160,3 +162,45 @@ def test_undo_takes_the_kernels_out_of_copies_too():
     binding.undo()
     part(X)
     assert sum(calls.values()) == 1
+
+
+class MisusedSlot(Norm):
+    """Its own code has another eps than it gives to the kernel."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        if self.slot.use_non_eager_impl:
+            return self.slot(x, self.weight, self.eps)
+        return standard(x, self.weight, 1e-6)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1.0])
+def test_verify_compares_what_a_slot_declares_with_the_eager_code_beside_it(eps):
+    model = build("llama")
+    model.model.norm = MisusedSlot(32, eps)
+    before = model.model.norm.weight._version, torch.get_rng_state()
+    if eps == 1.0:
+        with pytest.raises(ConformanceError, match="one at model.norm, found by the rule 'op slots', is not what"):
+            bind(model, ask("one"), registry=REGISTRY, verify=True)
+    else:
+        receipt = bind(model, ask("one"), registry=REGISTRY, verify=True).receipt.to_dict()
+        assert receipt["verified_sites"] == ["rms_norm/standard:one at 5 sites"] and not receipt["not_verified"]
+    assert model.model.norm.weight._version == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_verify_lists_what_it_could_not_run():
+    receipt = bind(stack(), ask("one"), registry=REGISTRY, verify=True).receipt
+    assert receipt.verified == ("rms_norm/standard:one on cpu in float32",)
+    assert [path.split(": ")[0] for path in receipt.to_dict()["not_verified"]] == [
+        "rms_norm/standard:one at 0",
+        "rms_norm/standard:one at 2",
+    ]
+    assert "Not verified: rms_norm/standard:one at 0: the model has no dummy_inputs" in receipt.table()
+    with torch.device("meta"):
+        model = build("llama")
+    (left_out,) = bind(model, ask("one"), registry=REGISTRY, verify=True).receipt.to_dict()["not_verified"]
+    assert left_out.startswith("rms_norm/standard:one: the model has weights on the meta device")

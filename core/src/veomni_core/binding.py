@@ -192,6 +192,7 @@ def _release_copies(model: nn.Module) -> None:
     for module in model.modules():
         if made_by(module) is not None:
             run_eager(module)
+    hub_kernels.admit_again(model)
 
 
 def _warn_of_sites_left_eager(plan: Plan) -> None:

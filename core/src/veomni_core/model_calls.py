@@ -54,8 +54,6 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, RecordedCall], str]:
     """What the modules at ``paths`` are called with in one forward of ``model`` in training, and why none could be."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return {}, "the model has no weights, it is on the meta device"
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         return {}, "the model's parameters are sharded"
     inputs = _inputs(model)

@@ -32,6 +32,9 @@ def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kerne
         ConformanceError: a kernel breaks its contract, or a site differs from its module's own code by more than two
             results that both keep to the contract could.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        no_weights = "the model has weights on the meta device, where nothing can be computed"
+        return Verification(not_compared=tuple(f"{planned.spec}: {no_weights}" for planned in plan.kernels))
     held = tuple(_check(planned.spec, model, registry) for planned in plan.kernels)
     bound = [
         (locator_of(rule), op, decision)
