@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 
 from counting_kernels import calls, counting_registry
 from models import (
@@ -22,8 +25,8 @@ from models import (
     step,
     tokens,
 )
-from veomni_core import bind, binding_of
-from veomni_core.errors import BoundModelPickleError
+from veomni_core import bind, binding_of, find_sites
+from veomni_core.errors import BindingError, BoundModelPickleError
 
 REGISTRY = counting_registry("one")
 
@@ -80,6 +83,135 @@ def test_deepcopy_gives_a_bound_model_of_its_own():
     assert calls[("moe_experts", "standard", "one")] == 2
     binding_of(twin).undo()
     assert_same_bits(step(twin), step(twin_eager))
+
+
+def test_a_copied_part_binds_and_unbinds_on_its_own():
+    model, eager = build("llama"), build("llama")
+    binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
+    part = copy.deepcopy(model.model)
+    assert binding_of(part) is binding_of(model.model) is binding
+    with pytest.raises(BindingError, match=r"bound already \(model.layers.0.*undo\(\) first"):
+        bind(model.model, EVERY_KERNEL, registry=REGISTRY)
+    with pytest.raises(BindingError, match=r"this model is bound: binding_of\(model\)"):
+        find_sites(part, REGISTRY)
+    with bind(part, EVERY_KERNEL, registry=REGISTRY) as own:
+        calls.clear()
+        part(input_ids=tokens())
+        assert calls[("rms_norm", "standard", "one")] == 5
+        assert binding_of(part) is own and binding.active
+    calls.clear()
+    assert [type(module) for module in part.modules()] == [type(module) for module in eager.model.modules()]
+    assert [list(vars(module)) for module in part.modules()] == [list(vars(module)) for module in eager.model.modules()]
+    torch.testing.assert_close(part(input_ids=tokens())[0], eager.model(input_ids=tokens())[0])
+    assert not calls
+    step(model)
+    assert calls[("rms_norm", "standard", "one")] == 5
+
+
+def test_a_shallow_copy_is_bound_with_its_original():
+    model = build("llama")
+    binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
+    duplicate = copy.copy(model)
+    assert binding_of(duplicate) is binding
+    with pytest.raises(BindingError, match="bound already"):
+        bind(duplicate, EVERY_KERNEL, registry=REGISTRY)
+    duplicate._modules = {**model._modules, "lm_head": nn.Linear(32, 64, bias=False)}
+    eager = build("llama")
+    eager.lm_head.load_state_dict(duplicate.lm_head.state_dict())
+    assert_equal_steps(step(duplicate), step(eager))
+    binding.undo()
+    calls.clear()
+    assert_same_bits(step(duplicate), step(eager))
+    assert not calls
+
+
+def replicas(model):
+    """What nn.DataParallel makes of a model on each device; here every parameter is halved instead of moved."""
+    modules = list(model.modules())
+    made = {module: module._replicate_for_data_parallel() for module in modules}
+    for module, replica in made.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, made[child])
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.detach() * 0.5)
+    return made[model]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_data_parallel_replica_runs_its_own_weights(family):
+    model, eager, ids = build(family), build(family), tokens()
+    bind(model, EVERY_KERNEL, registry=REGISTRY)
+    found, wanted = (replicas(each)(input_ids=ids, labels=ids).loss for each in (model, eager))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert calls[("rms_norm", "standard", "one")] > 0
+
+
+@pytest.mark.parametrize("when", ["bound", "undone", "held by its binding"])
+def test_del_frees_a_model_at_once(when):
+    model = build("llama", attn_implementation="eager")
+    binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
+    if when == "undone":
+        binding.undo()
+    if when != "held by its binding":
+        del binding
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    if when == "held by its binding":
+        assert not binding.active and binding.receipt.changed == {}
+        with pytest.raises(BindingError, match="the model of this binding was freed"):
+            _ = binding.model
+        with pytest.raises(BindingError, match="not in force"):
+            binding.undo()
+
+
+ADAPTERS = {
+    "LoRA with a norm to save": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
+    "LoRA with the head to save": (
+        "LoraConfig",
+        {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ),
+    "norm tuning": ("LNTuningConfig", {"target_modules": ["norm", "input_layernorm"]}),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_undo_reaches_the_copies_that_peft_makes(adapter):
+    peft = pytest.importorskip("peft")
+    kind, settings = ADAPTERS[adapter]
+    model, eager = build("llama"), build("llama")
+    binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
+    both = []
+    for each in (model, eager):
+        torch.manual_seed(5)
+        both.append(peft.get_peft_model(each, getattr(peft, kind)(task_type="CAUSAL_LM", **settings)))
+        for parameter in both[-1].parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    wrapped, wanted = both
+    assert_equal_steps(step(wrapped), step(wanted))
+    assert calls[("rms_norm", "standard", "one")] > 0
+    binding.undo()
+    calls.clear()
+    assert_same_bits(step(wrapped), step(wanted))
+    assert not calls
+    pickle.loads(pickle.dumps(wrapped))
+
+
+def test_regional_compilation_compiles_one_layer_for_all():
+    torch._dynamo.reset()
+    model, eager = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=4)
+    bind(model, EVERY_KERNEL, registry=REGISTRY)
+    torch._dynamo.utils.counters.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    assert_equal_steps(step(model), step(eager))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_pickling_says_why_not():

@@ -122,3 +122,66 @@ def test_a_rank_that_cannot_plan_stops_the_others():
         "PlanMismatchError 1 of 2 ranks can't plan:\nrank 1: rms_norm_implementation: triton is not inst" in outputs[0]
     )
     assert outputs[1].startswith("KernelUnavailableError rms_norm_implementation: triton is not installed")
+
+
+def test_ranks_that_do_not_come_are_named_within_the_time_limit_and_may_come_later():
+    outputs = run_ranks(
+        """
+        from models import build
+        from counting_kernels import counting_registry
+        from veomni_core import bind
+        from veomni_core.errors import PlanMismatchError
+
+        registry, config = counting_registry("one"), {"preset": "eager", "rms_norm_implementation": "one"}
+        if torch.distributed.get_rank() == 1:
+            try:
+                bind(build("llama"), config, registry=registry, agreement_timeout=2)
+            except PlanMismatchError as error:
+                print(error)
+            bind(build("qwen3"), config, registry=registry, agree=False)
+            print("alone")
+        torch.distributed.barrier()
+        bind(build("llama"), config, registry=registry)
+        print("together")
+        bind(build("qwen3"), config, registry=registry)
+        print("again")
+        """,
+        processes=3,
+    )
+    assert outputs[0] == outputs[2] == "together\nagain\n"
+    why, *rest = outputs[1].splitlines()
+    assert "rank 0, 2 of 0, 1, 2 did not come to agree on its plan within 2 s" in why
+    assert "pass agree=False, or group= their process group" in why
+    assert rest == ["alone", "together", "again"]
+
+
+def test_ranks_of_a_group_agree_among_themselves():
+    outputs = run_ranks(
+        """
+        from torch import distributed
+        from models import build
+        from counting_kernels import counting_registry
+        from veomni_core import bind
+        from veomni_core.errors import BindingError, PlanMismatchError
+
+        rank = distributed.get_rank()
+        stages = [distributed.new_group([0, 1]), distributed.new_group([2])]
+        model = build("llama", num_hidden_layers=2 if rank < 2 else 3)
+        config = {"preset": "eager", "rms_norm_implementation": "one"}
+        binding = bind(model, config, registry=counting_registry("one"), group=stages[rank // 2])
+        print(sum(decision.bound for op in binding.plan.ops for decision in op.sites))
+        binding.undo()
+        try:
+            bind(model, config, registry=counting_registry("one"), group=stages[1 - rank // 2])
+        except BindingError as error:
+            print(type(error).__name__)
+        try:
+            bind(model, config, registry=counting_registry("one"))
+        except PlanMismatchError as error:
+            print("a pipeline" in str(error), "no site -> one" in str(error))
+        """,
+        processes=3,
+    )
+    assert [output.splitlines()[0] for output in outputs] == ["5", "5", "7"]
+    assert [output.splitlines()[1] for output in outputs] == ["BindingError"] * 3
+    assert [output.splitlines()[2] for output in outputs] == ["True True"] * 3

@@ -195,7 +195,7 @@ def test_a_loss_that_ran_as_the_model_s_own_is_told_once_and_in_the_receipt(capl
     step(model)
     step(model)
     assert [r.message for r in caplog.records if "logits were needed before" in r.message] == [
-        f"the loss: {binding.receipt.changed['the loss']}"
+        f"the loss runs its own code in such a step: {binding.receipt.changed['the loss']}"
     ]
     assert "Changed since: the loss: the logits were needed" in binding.receipt.table()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
 
+from counting_kernels import calls
+from models import build
+from plugin_rules import CallingLayers, HoldingNorms, Layers, MlpsAsNorms, SameNorms, WrongNorms, registry_with
 from veomni_core import Plan, bind, find_sites, make_plan
 from veomni_core.discovery import discover
-from veomni_core.errors import NoSiteError, SpecError
+from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError, NoSiteError, SpecError
 from veomni_core.sites.norms import NormModules
 
 PLUGIN = """
@@ -98,3 +102,100 @@ def test_a_rule_of_the_core_that_fails_raises(registry, monkeypatch):
     monkeypatch.setattr(NormModules, "find", fail)
     with pytest.raises(SpecError, match=r"site rule 'norm modules' .* failed on ReLU: KeyError: 'no such child'"):
         find_sites(nn.ReLU(), registry("return []"))
+
+
+def ask(**fields: str) -> dict[str, str]:
+    return {"preset": "eager", "attn_implementation": "eager", **fields}
+
+
+def test_a_plugin_s_sites_are_declared_and_the_core_s_are_proven():
+    sites = find_sites(build("llama"), registry_with(Layers))
+    assert {site.declared for site in sites if site.rule == "Layers"} == {True}
+    assert {site.declared for site in sites if site.rule == "norm modules"} == {False}
+
+
+def test_a_proven_site_goes_before_a_declared_one_of_the_same_module():
+    model = build("llama")
+    binding = bind(model, ask(rms_norm_implementation="one"), registry=registry_with(SameNorms))
+    model.model.norm(torch.ones(1, 32))
+    assert calls == {("rms_norm", "standard", "one"): 1}
+    (op,) = [op for op in binding.receipt.to_dict()["ops"] if op["op"] == "rms_norm"]
+    assert (op["bound"], op["declared"]) == (5, 0)
+    assert {each["reason"] for each in op["eager"]} == {
+        "not proven: the rule 'norm modules' has proven this module and has it"
+    }
+
+
+def test_two_declared_claims_of_one_module_are_refused_with_both_named():
+    registry = registry_with(SameNorms, HoldingNorms)
+    model = build("gemma3_text", hidden_size=32)
+    model.norm = nn.Linear(2, 2)  # no rule of the core has it
+    with pytest.raises(KernelUnavailableError, match="the rules 'HoldingNorms' and 'SameNorms' both claim this module"):
+        bind(model, ask(rms_norm_implementation={"norm": "one", "default": "eager"}), registry=registry)
+
+
+@pytest.mark.parametrize("order", [5, 50])
+def test_two_rules_that_replace_one_forward_are_refused_with_both_named(order):
+    model, config = build("llama"), ask(rms_norm_implementation="one", swiglu_mlp_implementation="one")
+    first, second = ("MlpsAsNorms", "gated MLP modules") if order == 5 else ("gated MLP modules", "MlpsAsNorms")
+    message = rf"model.layers.0.mlp: the rule '{first}' .* and the rule '{second}' .* both replace its forward"
+    with pytest.raises(BindingError, match=message):
+        bind(model, config, registry=registry_with(MlpsAsNorms, order=order))
+    assert all(
+        type(module) is type(other) for module, other in zip(model.modules(), build("llama").modules(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("order", [5, 50])
+def test_a_forward_that_hides_what_is_bound_in_a_child_is_refused_with_both_named(order):
+    config = ask(rms_norm_implementation="one", swiglu_mlp_implementation={"*.layers.0": "one", "default": "eager"})
+    message = (
+        r"the rule 'Layers' \(swiglu_mlp_implementation\) replaces the forward of model.layers.0, and what the rule "
+        r"'norm modules' \(rms_norm_implementation\) put into model.layers.0.input_layernorm would never run"
+    )
+    with pytest.raises(BindingError, match=message):
+        bind(build("llama"), config, registry=registry_with(Layers, order=order))
+    bind(build("llama"), config, registry=registry_with(CallingLayers, order=order))
+
+
+def test_a_forward_that_closes_over_its_module_is_refused_with_the_rule_named():
+    model = build("gemma3_text")
+    model.norm = nn.LayerNorm(32)
+    with pytest.raises(SpecError, match="the rule 'HoldingNorms' .* to a LayerNorm holds a module"):
+        bind(
+            model,
+            ask(rms_norm_implementation={"norm": "one", "default": "eager"}),
+            registry=registry_with(HoldingNorms),
+        )
+
+
+class Own(nn.Module):
+    """A norm that the core's rules don't take for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, hidden_states):
+        return self.weight * hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("rule, right", [(SameNorms, True), (WrongNorms, False)])
+def test_verify_compares_a_plugin_s_site_with_the_module_s_own_code(rule, right):
+    model = build("llama")
+    model.model.norm = Own()
+    for layer in model.model.layers:
+        layer.input_layernorm = Own()
+    asked = ask(rms_norm_implementation={"model.norm" if right else "*.input_layernorm": "one", "default": "eager"})
+    if right:
+        binding = bind(model, asked, registry=registry_with(rule), verify=True)
+        assert "rms_norm/standard:one at 1 sites" in binding.receipt.to_dict()["verified_sites"]
+        return
+    message = (
+        r"rms_norm/standard:one at model.layers.0.input_layernorm, found by the rule 'WrongNorms', is not what the "
+        r"module's own code computes here: the result is off: element error"
+    )
+    with pytest.raises(ConformanceError, match=message):
+        bind(model, asked, registry=registry_with(rule), verify=True)
+    assert type(model.model.norm) is Own
+    bind(model, asked, registry=registry_with(rule))

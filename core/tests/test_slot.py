@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from veomni_core import OpSlot
-from veomni_core.errors import BindingError, SlotInUseError
+from veomni_core.errors import BindingError, BoundModelPickleError, SlotInUseError
 
 
 class Norm(nn.Module):
@@ -66,6 +67,15 @@ def test_a_copy_of_a_module_has_a_slot_of_its_own():
     assert float(twin(X)[0, 0]) == 2
     twin.norm.unbind()
     assert float(one(X)[0, 0]) == 2
+
+
+def test_an_empty_slot_is_pickled_and_a_bound_one_says_why_not():
+    restored = pickle.loads(pickle.dumps(OpSlot("rms_norm", "standard")))
+    assert (restored.op_name, restored.variant, restored.is_bound) == ("rms_norm", "standard", False)
+    slot = OpSlot("rms_norm", "standard")
+    slot.bind(plus_one)
+    with pytest.raises(BoundModelPickleError, match="can't be pickled with its kernel"):
+        pickle.dumps(slot)
 
 
 def test_state_dict_and_compile_are_undisturbed():

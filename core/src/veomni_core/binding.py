@@ -5,24 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from veomni_core import hub_kernels
-from veomni_core.changes import NO_PICKLE, AttributeChange, ChangeSet
-from veomni_core.config import OpsConfig
+from veomni_core.bound_classes import run_eager
+from veomni_core.bound_subclass import NO_PICKLE, made_by, makers
+from veomni_core.change_set import ChangeSet
+from veomni_core.changes import AttributeChange
+from veomni_core.config import ON_CHANGE, OpsConfig
 from veomni_core.discovery import discover
-from veomni_core.errors import BindingError, BoundModelPickleError
+from veomni_core.errors import BindingError, BoundModelPickleError, UnknownNameError, did_you_mean
 from veomni_core.plan import Plan, make_plan
-from veomni_core.ranks import agree_on_plan
-from veomni_core.receipt import Receipt
+from veomni_core.ranks import AGREEMENT_TIMEOUT, agree_on_plan
+from veomni_core.receipt import Receipt, Verification
 from veomni_core.registry import Registry
-from veomni_core.sites.find import locator_of
-from veomni_core.spec import KernelSpec, SiteRule
-from veomni_core.testing import check_kernel
+from veomni_core.site_changes import site_changes
+from veomni_core.verification import verify_plan
 
 logger = logging.getLogger(__name__)
 _BINDING = "_veomni_binding"
@@ -34,9 +35,9 @@ class Binding:
     The model is referenced weakly, so that a bound model is freed as soon as an unbound one would be.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, changes: ChangeSet, verified: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, changes: ChangeSet, verification: Verification) -> None:
         self._model = weakref.ref(model)
-        self.plan, self.verified = plan, verified
+        self.plan, self.verification = plan, verification
         self.sequence_parallel = ""
         self._changes = changes
 
@@ -55,7 +56,7 @@ class Binding:
     @property
     def receipt(self) -> Receipt:
         """What runs now: the plan, and every site that was changed since."""
-        return Receipt(self.plan, self.verified, self.sequence_parallel, dict(self._changes.changed()))
+        return Receipt(self.plan, self.verification, self.sequence_parallel, dict(self._changes.changed()))
 
     @property
     def active(self) -> bool:
@@ -83,9 +84,10 @@ class Binding:
             self.undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        duplicate = Binding(copy.deepcopy(self.model, memo), self.plan, ChangeSet(), self.verified)
+        duplicate = Binding(copy.deepcopy(self.model, memo), self.plan, ChangeSet(), self.verification)
         memo[id(self)] = duplicate
         duplicate._changes = copy.deepcopy(self._changes, memo)
+        duplicate._changes.classes.binding = duplicate
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -93,8 +95,14 @@ class Binding:
 
 
 def binding_of(model: nn.Module) -> Binding | None:
-    """The binding in force on ``model`` (or on a model that it wraps), or ``None``."""
-    return next((vars(module)[_BINDING] for module in model.modules() if _BINDING in vars(module)), None)
+    """The binding whose kernels run in ``model``, or ``None``.
+
+    ``model`` may wrap the model that was bound, be a part of it, or be a copy of a part.
+    """
+    for module in model.modules():
+        if _BINDING in vars(module):
+            return vars(module)[_BINDING]  # type: ignore[no-any-return]
+    return next((made.binding for module in model.modules() for made in makers(module) if made.binding), None)
 
 
 def bind(
@@ -105,30 +113,41 @@ def bind(
     verify: bool = False,
     on_change: str | None = None,
     training_logits: str | None = None,
+    agree: bool = True,
+    group: Any = None,
+    agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> Binding:
     """Put the plan's kernels into ``model``, and into no other model.
 
-    Given a config, the plan is made first, and all ranks of a distributed job must agree on it. With ``verify`` every
-    chosen kernel first runs through its op's contract on the model's device and in its dtype. ``on_change`` and
-    ``training_logits`` override the config's (see :class:`veomni_core.OpsConfig`).
+    Given a config, the plan is made first, and all ranks of a distributed job must agree on it: ``group`` names the
+    process group whose ranks bind this model (all ranks without it), ``agreement_timeout`` the seconds that they wait
+    for one another, and ``agree=False`` lets this rank bind on its own. With ``verify`` every chosen kernel first runs
+    through its op's contract on the model's device and in its dtype, and every site is compared with the module's own
+    code. ``on_change`` and ``training_logits`` override the config's (see :class:`veomni_core.OpsConfig`).
 
     Raises:
-        BindingError: the model is bound already, or transformers would replace the kernels again.
+        BindingError: the model, or a part of it, is bound already; two rules put kernels into one module; or
+            transformers would replace the kernels again.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
-        ConformanceError: ``verify`` found a kernel that does not compute what its contract says.
-        PlanMismatchError: ranks do not agree.
+        ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
+            results differ from its module's own.
+        PlanMismatchError: ranks do not agree, or some did not come.
     """
+    if on_change is not None and on_change not in ON_CHANGE:
+        raise UnknownNameError(f"on_change: {on_change!r} is unknown. {did_you_mean(str(on_change), ON_CHANGE)}")
     _refuse_unbindable(model)
+    _release_copies(model)
+    ranks: dict[str, Any] = {"agree": agree, "group": group, "timeout": agreement_timeout}
     if isinstance(plan_or_config, Plan):
         registry = registry or discover()
-        plan = agree_on_plan(lambda: plan_or_config)
+        plan = agree_on_plan(lambda: plan_or_config, **ranks)
         options = {"on_change": on_change or "raise", "training_logits": training_logits or "deferred"}
         return apply_plan(model, plan, registry, verify=verify, **options)
     config = plan_or_config
     if not isinstance(config, OpsConfig):
         config = OpsConfig.from_dict(config, registry)
     registry = registry or config.registry
-    plan = agree_on_plan(lambda: make_plan(model, config, registry=registry))
+    plan = agree_on_plan(lambda: make_plan(model, config, registry=registry), **ranks)
     return apply_plan(
         model,
         plan,
@@ -151,15 +170,18 @@ def apply_plan(
     """:func:`bind` for a plan that all ranks already have."""
     _refuse_unbindable(model)
     kernels = {planned.spec.key: planned.spec.load() for planned in plan.kernels}
-    verified = tuple(_verify(planned.spec, model, registry) for planned in plan.kernels) if verify else ()
+    verification = Verification()
+    if verify:
+        verification = verify_plan(model, plan, registry, kernels)
     changes = ChangeSet(on_change, training_logits)
-    binding = Binding(model, plan, changes, verified)
+    changes.classes.binding = binding = Binding(model, plan, changes, verification)
     try:
         changes.apply(AttributeChange(model, _BINDING, binding))
-        for change in hub_kernels.kept_out_of(model):
-            changes.apply(change)
-        for rule in registry.site_rules:
-            _install(model, plan, rule, kernels, changes)
+        for refusal in hub_kernels.kept_out_of(model):
+            changes.apply(refusal)
+        for path, owner, change in site_changes(model, plan, registry, kernels):
+            changes.apply(change, path, owner)
+        changes.refuse_hidden()
     except BaseException:
         changes.revert()
         raise
@@ -167,44 +189,25 @@ def apply_plan(
     return binding
 
 
-def _install(
-    model: nn.Module,
-    plan: Plan,
-    rule: SiteRule,
-    kernels: Mapping[tuple[str, str, str], Callable[..., Any]],
-    changes: ChangeSet,
-) -> None:
-    locator = None  # loaded for a first site only: a plugin's rule that can't be imported harms no model without one
-    for op in plan.ops:
-        for decision in op.sites:
-            site = decision.site
-            if site.rule != rule.name:
-                continue
-            if decision.bound:
-                kernel = kernels[(op.op_name, site.variant or "", decision.kernel)]
-            elif rule.installs_eager and decision.as_asked:
-                kernel = None
-            else:
-                continue
-            locator = locator or locator_of(rule)
-            for change in locator.install(model, site, kernel):
-                changes.apply(change, site.path)
-
-
 def _refuse_unbindable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
-    if binding_of(model) is not None:
-        raise BindingError("this model is bound already: call binding_of(model).undo() first")
+    for module in model.modules():
+        paths = [classes.paths[module] for classes in makers(module) if module in classes.paths]
+        if paths or _BINDING in vars(module):
+            raise BindingError(
+                f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
+                "first"
+            )
     hub_kernels.refuse_model_with(model)
 
 
-def _verify(spec: KernelSpec, model: nn.Module, registry: Registry) -> str:
-    parameter = next(model.parameters(), torch.empty(0))
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    report = check_kernel(spec, parameter.device, dtype, op=registry.op(spec.op_name))
-    report.raise_if_failed()
-    return f"{spec} on {parameter.device} in {dtype}"
+def _release_copies(model: nn.Module) -> None:
+    """Copies of a bound model's modules, in a model that is bound anew, run their own code again first."""
+    for module in model.modules():
+        if made_by(module) is not None:
+            run_eager(module)
+    hub_kernels.admit_again(model)
 
 
 def _warn_of_sites_left_eager(plan: Plan) -> None:

@@ -16,7 +16,7 @@ from veomni_core.config import OpsConfig
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
 from veomni_core.model_config import ConfigSource, load_model_config
 from veomni_core.plan import make_plan
-from veomni_core.ranks import agree_on_plan
+from veomni_core.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,6 +31,9 @@ def build_foundation_model(
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    agree: bool = True,
+    group: Any = None,
+    agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> PreTrainedModel:
     """Build a model whose kernels are those that ``ops_implementation`` names, or raise before a weight is loaded.
 
@@ -44,6 +47,9 @@ def build_foundation_model(
         attn_implementation: overrides that one field of ``ops_implementation``.
         config_kwargs: overrides of the model's config.
         trust_remote_code: whether code that comes with a model may run.
+        agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
+        group: the process group whose ranks build this model; all ranks without it.
+        agreement_timeout: how many seconds ranks wait for one another to agree.
 
     Returns:
         The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
@@ -73,7 +79,7 @@ def build_foundation_model(
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
     skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
-    plan = agree_on_plan(lambda: make_plan(skeleton, ops))
+    plan = agree_on_plan(lambda: make_plan(skeleton, ops), agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:
         model = _load_weights(model_class, config, Path(weights_path), dtype, device, trust_remote_code)
     elif device.type == "meta":

@@ -1,27 +1,18 @@
-"""Reversible changes to a model, and the set of them that one binding holds.
-
-A bound module becomes an instance of a subclass of its own class, whose ``forward`` calls the kernel. The subclass
-belongs to one binding. So ``self`` is always the module that runs: a shallow copy, a ``DataParallel`` replica or a copy
-that PEFT makes runs its own weights, and undoing the binding takes the kernel out of every copy at once.
-"""
+"""Reversible changes to a model: an attribute of one object, and the ``forward`` of one module."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from types import FunctionType, MethodType
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
 
-from veomni_core.errors import BoundModelPickleError, SiteChangedError
-
-logger = logging.getLogger(__name__)
-
-_MADE_BY = "_veomni_bound_by"
-_EAGER = "_veomni_eager_class"
+from veomni_core.bound_classes import BoundClasses
+from veomni_core.bound_subclass import made_by
+from veomni_core.errors import BindingError
+from veomni_core.forward_functions import reaches, replace_captured
 
 
 class Change(Protocol):
@@ -88,21 +79,25 @@ class AttributeChange:
             vars(target)[self.name] = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeChange:
-        duplicate = AttributeChange(copy.deepcopy(self.target, memo), self.name, copy.deepcopy(self.value, memo))
+        target = self.target
+        if target is None:
+            return copy.copy(self)
+        duplicate = AttributeChange(copy.deepcopy(target, memo), self.name, copy.deepcopy(self.value, memo))
         duplicate._before = copy.deepcopy(self._before, memo)
         return duplicate
 
 
-class ForwardChange:
-    """Gives one module another ``forward``, a function of ``(self, ...)``, by giving it a subclass of its class.
+class ClassChange:
+    """Gives one module a subclass of its class with ``value`` as its ``name``; the base of what follows.
 
     ``guarded`` names the module's attributes on which the proof of the site rests. Setting one of them later raises
-    :class:`SiteChangedError`, or puts the module back to its own code, as the config's ``on_change`` says.
+    :class:`~veomni_core.errors.SiteChangedError`, or puts the module back to its own code, as the config's
+    ``on_change`` says.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], guarded: Iterable[str] = ()) -> None:
+    def __init__(self, module: nn.Module, name: str, value: Any, guarded: Iterable[str] = ()) -> None:
         self._target = weakref.ref(module)
-        self.forward, self.guarded = forward, frozenset(guarded)
+        self.name, self.value, self.guarded = name, value, frozenset(guarded)
         self.classes = BoundClasses()
         self._before: type[nn.Module] = type(module)
         self._bound: type[nn.Module] | None = None
@@ -113,242 +108,142 @@ class ForwardChange:
         return self._target()
 
     def apply(self) -> None:
+        """Give the module its subclass.
+
+        Raises:
+            BindingError: Python can't give the module another class.
+        """
         module = self.target
         self._before = type(module)
-        self._bound = self.classes.of(self._before, self.forward, self.guarded)
-        module.__class__ = self._bound
+        self._bound = self.classes.of(self._before, self.name, self.value, self.guarded)
+        try:
+            module.__class__ = self._bound
+        except TypeError as error:
+            raise BindingError(f"{type(module).__name__} can't be given a subclass of its class: {error}") from error
 
     @property
     def place(self) -> Hashable:
-        return (id(self.target), "forward")
+        return (id(self.target), self.name)
 
     def overridden(self) -> str:
         module = self.target
-        if module is None or self._bound is None:
+        if module is None or self._bound is None or isinstance(module, self._bound):
             return ""
-        if not isinstance(module, self._bound):
-            return f"its class became {type(module).__name__}"
-        return "it was given a forward of its own" if "forward" in vars(module) else ""
+        return f"its class became {type(module).__name__}"
 
     def revert(self) -> None:
         module = self.target
         if module is not None and type(module) is self._bound:
             module.__class__ = self._before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardChange:
-        duplicate = ForwardChange(copy.deepcopy(self.target, memo), self.forward, self.guarded)
-        duplicate.classes = copy.deepcopy(self.classes, memo)
-        duplicate._before = duplicate.classes.copied.get(self._before, self._before)
-        if self._bound is not None:
-            duplicate._bound = duplicate.classes.of(duplicate._before, self.forward, self.guarded)
-            duplicate.classes.copied[self._bound] = duplicate._bound
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:
+        duplicate = copy.copy(self)
+        if self.target is None:
+            return duplicate
+        duplicate._target = weakref.ref(copy.deepcopy(self.target, memo))
+        duplicate.classes = classes = copy.deepcopy(self.classes, memo)
+        duplicate._before = classes.copied.get(self._before, self._before)
+        duplicate._bound = classes.copied[self._bound] if self._bound else None
         return duplicate
 
 
-class BoundClasses:
-    """The subclasses that one binding made; modules that are bound alike share one.
+class PropertyChange(ClassChange):
+    """Makes one module give ``value`` as its attribute ``name``, whatever its instance holds there."""
 
-    Regional ``torch.compile`` relies on that: it compiles one layer's code for all layers of equal types.
-    ``changed`` lists, by module path, what was changed after bind so that a site runs its own code again.
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        super().__init__(module, name, property(lambda self: value))
+
+
+class ForwardChange(ClassChange):
+    """Gives one module another ``forward``, a function of ``(self, ...)``.
+
+    The function must reach the module by its ``self`` alone: one that closes over the module would run the original in
+    every copy. ``calls`` names children that the function calls, where its code does not name them.
     """
 
-    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
-        self.on_change, self.training_logits = on_change, training_logits
-        self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.changed: dict[str, str] = {}
-        self.copied: dict[type[nn.Module], type[nn.Module]] = {}
-        self._made: dict[Hashable, type[nn.Module]] = {}
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        guarded: Iterable[str] = (),
+        calls: Iterable[str] = (),
+    ) -> None:
+        super().__init__(module, "forward", forward, guarded)
+        self.forward, self.calls = forward, frozenset(calls)
+        self.keeps_original = False  # whether the function calls what was there before
 
-    def of(self, eager: type[nn.Module], forward: Callable[..., Any], guarded: frozenset[str]) -> type[nn.Module]:
-        """The subclass of ``eager`` with this ``forward``; equal code over equal values gives the same one."""
-        key = (eager, _identity(forward), guarded)
-        if key not in self._made:
-            self._made[key] = _subclass(eager, forward, guarded, self)
-        return self._made[key]
+    def apply(self) -> None:
+        """Give the module its subclass.
 
-    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
-        """Bind ``module``, which took a bound module's place, until the binding is undone."""
-        eager = type(module)
-        module.__class__ = self.of(eager, forward, frozenset())
-        self.paths[module] = path
-
-    def note(self, path: str, what: str) -> None:
-        """Record, and say once, why the site at ``path`` does not run its kernel."""
-        if path not in self.changed:
-            self.changed[path] = what
-            logger.warning("%s: %s", path, what)
-
-    def set_on(self, module: nn.Module, name: str) -> None:
-        """Called before the guarded attribute ``name`` of ``module`` changes; raises where the config says so."""
-        path = self.paths.get(module, f"a copy of a bound {type(module).__name__}")
-        what = f"{name} was changed after bind, and the proof of this site rests on it"
-        if self.on_change == "raise":
-            raise SiteChangedError(
-                f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "
-                "`on_change: eager` under ops_implementation to let the module run its own code from then on"
+        Raises:
+            BindingError: a ``forward`` was set on the module itself and would hide the class's, or Python can't give
+                the module another class.
+        """
+        module = self.target
+        if "forward" in vars(module):
+            raise BindingError(
+                f"{self.classes.paths.get(module, 'a module')} ({type(module).__name__}) has a forward of its own, "
+                f"{setter_of(module)}: a kernel beneath it might not run. Take it off before bind, and put it on after"
             )
-        self.note(path, what)
-        _run_eager(module)
+        self.keeps_original = reaches(self.forward, type(module).forward)
+        super().apply()
 
-    def retire(self) -> None:
-        """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
-        for module in list(self.paths):
-            if type(module) in self._made.values():
-                module.__class__ = eager_class(type(module))
-        for bound in self._made.values():
-            for name in ("forward", "__setattr__", "__delattr__"):
-                if name in vars(bound):
-                    delattr(bound, name)
-            setattr(bound, _MADE_BY, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BoundClasses:
-        duplicate = BoundClasses(self.on_change, self.training_logits)
-        memo[id(self)] = duplicate
-        duplicate.changed = dict(self.changed)
-        for module, path in self.paths.items():
-            duplicate.paths[copy.deepcopy(module, memo)] = path
-        return duplicate
-
-
-class ChangeSet:
-    """Changes that are made, and taken back, together."""
-
-    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
-        self.classes = BoundClasses(on_change, training_logits)
-        self._changes: list[Change] = []
-
-    def __iter__(self) -> Iterator[Change]:
-        return iter(self._changes)
-
-    def apply(self, change: Change, path: str = "") -> None:
-        """Make one more change, at the module path ``path``."""
-        if isinstance(change, ForwardChange):
-            change.classes = self.classes
-            self.classes.paths[change.target] = path or "the model"
-        change.apply()
-        self._changes.append(change)
-
-    def changed(self) -> Iterator[tuple[str, str]]:
-        """The module path of every site that runs its own code again, or somebody else's, and why."""
-        yield from self.classes.changed.items()
-        outermost = {change.place: change for change in self._changes}.values()
-        for change in outermost:
-            if isinstance(change, ForwardChange) and (what := change.overridden()):
-                path = self.classes.paths[change.target]
-                if path not in self.classes.changed:
-                    yield path, what
+    def overridden(self) -> str:
+        if what := super().overridden():
+            return what
+        module = self.target
+        given = module is not None and "forward" in vars(module)
+        return f"it was given a forward of its own, {setter_of(module)}" if given else ""
 
     def revert(self) -> None:
-        """Take every change back, the last one first."""
-        while self._changes:
-            self._changes.pop().revert()
-        self.classes.retire()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChangeSet:
-        duplicate = ChangeSet()
-        memo[id(self)] = duplicate
-        duplicate.classes = copy.deepcopy(self.classes, memo)
-        duplicate._changes = [copy.deepcopy(change, memo) for change in self._changes]
-        for change in duplicate:  # the copied modules still are instances of the classes that this set made
-            if isinstance(change, ForwardChange):
-                module = change.target
-                module.__class__ = duplicate.classes.copied.get(type(module), type(module))
-        return duplicate
+        module = self.target
+        super().revert()
+        if module is not None and self._bound is not None:
+            # Not self.forward: modules that are bound alike share the class, and so the first one's function.
+            replace_captured(module, vars(self._bound)["forward"], self._before.forward)
 
 
-def made_by(module: nn.Module) -> BoundClasses | None:
-    """The binding's classes that ``module`` is an instance of, or ``None`` for a module that runs its own code."""
-    return getattr(type(module), _MADE_BY, None)
+class GuardChange(ForwardChange):
+    """Guards attributes of a child of a bound module that the kernel runs in the place of: an activation.
+
+    The child keeps its own code, which nothing calls. Changing one of its ``guarded`` attributes, or hooking it, is a
+    change of the module ``owner``, whose proof rests on it.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
+        super().__init__(child, type(child).forward, {*guarded, "forward"})
+        self.child_name = name
+        self._owner = weakref.ref(owner)
+
+    def apply(self) -> None:
+        child, owner = self.target, self._owner()
+        assert owner is not None, "a rule makes and applies its changes while the model lives"
+        self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
+        self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
+        if made_by(child) is not self.classes:  # a child that several modules share is guarded once
+            super().apply()
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), "guard")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:
+        duplicate: Any = super().__deepcopy__(memo)
+        if (owner := self._owner()) is not None:
+            duplicate._owner = weakref.ref(copy.deepcopy(owner, memo))
+        return duplicate  # type: ignore[no-any-return]
+
+    def overridden(self) -> str:
+        """Nothing: what is set on the child is noted as a change of its owner."""
+        return ""
 
 
-def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class beneath the subclasses that bindings made."""
-    while _EAGER in vars(kind):
-        kind = vars(kind)[_EAGER]
-    return kind
-
-
-def _run_eager(module: nn.Module) -> None:
-    bound = next(kind for kind in type(module).__mro__ if _EAGER in vars(kind))
-    eager = vars(bound)[_EAGER]
-    if type(module) is bound:
-        module.__class__ = eager
-    else:  # FSDP2 or a parametrization has put a subclass of its own over ours
-        vars(module)["forward"] = MethodType(eager.forward, module)
-
-
-def _subclass(
-    eager: type[nn.Module], forward: Callable[..., Any], guarded: frozenset[str], classes: BoundClasses
-) -> type[nn.Module]:
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        if getattr(type(self), _MADE_BY) is not None:
-            raise BoundModelPickleError(NO_PICKLE)
-        reduced = super(bound, self).__reduce_ex__(protocol)
-        return tuple(
-            tuple(eager if each is type(self) else each for each in part) if isinstance(part, tuple) else part
-            for part in reduced
-        )
-
-    namespace: dict[str, Any] = {
-        "forward": forward,
-        "__module__": eager.__module__,
-        "__qualname__": eager.__qualname__,
-        "__doc__": eager.__doc__,
-        "__reduce_ex__": __reduce_ex__,
-        "__copy__": _shallow_copy,
-        "__deepcopy__": _deep_copy,
-        _MADE_BY: classes,
-        _EAGER: eager,
-    }
-    if guarded:
-
-        def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-            if name in guarded:
-                classes.set_on(self, name)
-            super(bound, self).__setattr__(name, value)
-
-        def __delattr__(self: nn.Module, name: str) -> None:
-            if name in guarded:
-                classes.set_on(self, name)
-            super(bound, self).__delattr__(name)
-
-        namespace |= {"__setattr__": __setattr__, "__delattr__": __delattr__}
-    # By the metaclass, as a class statement does.
-    bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
-    return bound  # type: ignore[no-any-return]
-
-
-NO_PICKLE = (
-    "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
-    "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
-)
-
-
-def _shallow_copy(self: nn.Module) -> nn.Module:
-    duplicate: Any = type(self).__new__(type(self))
-    duplicate.__setstate__(dict(vars(self)))
-    return duplicate  # type: ignore[no-any-return]
-
-
-def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    if (own := getattr(eager_class(type(self)), "__deepcopy__", None)) is not None:
-        return own(self, memo)  # type: ignore[no-any-return]
-    duplicate: Any = type(self).__new__(type(self))
-    memo[id(self)] = duplicate
-    duplicate.__setstate__(copy.deepcopy(dict(vars(self)), memo))
-    return duplicate  # type: ignore[no-any-return]
-
-
-def _identity(function: Callable[..., Any]) -> Hashable:
-    """Equal for functions that do the same: one code over the same objects."""
-    if not isinstance(function, FunctionType):
-        return id(function)
-    cells = tuple(_value(cell.cell_contents) for cell in function.__closure__ or ())
-    return (function.__code__, id(function.__globals__), cells)
-
-
-def _value(contents: Any) -> Hashable:
-    plain = isinstance(contents, (bool, int, float, str, type(None)))
-    if isinstance(contents, tuple):
-        return tuple(_value(each) for each in contents)
-    return (type(contents), contents) if plain else id(contents)
+def setter_of(module: nn.Module) -> str:
+    """Who set the ``forward`` that stands in the module's own ``__dict__``, as far as that can be seen; else empty."""
+    if "forward" not in vars(module):
+        return ""
+    if (hook := vars(module).get("_hf_hook")) is not None:
+        return f"set by accelerate's {type(hook).__name__} (accelerate.hooks.remove_hook_from_module takes it off)"
+    own = vars(module)["forward"]
+    own = getattr(own, "func", own)  # what a functools.partial calls
+    return f"set to {getattr(own, '__module__', None)}.{getattr(own, '__qualname__', type(own).__name__)}"

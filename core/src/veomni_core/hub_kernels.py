@@ -30,6 +30,14 @@ def kept_out_of(model: nn.Module) -> Iterator[AttributeChange]:
                 yield AttributeChange(module, method, _refuse)
 
 
+def admit_again(model: nn.Module) -> None:
+    """Take the refusal out of copies that were made of a bound model's modules."""
+    for module in model.modules():
+        for method in _METHODS:
+            if vars(module).get(method) is _refuse:
+                del vars(module)[method]
+
+
 def _refuse(*_: Any, **__: Any) -> None:
     raise BindingError(
         "this model is bound, and transformers' hub kernels would silently replace its kernels. Call "

@@ -18,6 +18,8 @@ from veomni_core.sites.site import Site
 from veomni_core.spec import EAGER, KernelSpec
 from veomni_core.tables import render_table
 
+DECLARED = "declared, not proven"
+
 
 @dataclass(frozen=True)
 class SiteDecision:
@@ -140,7 +142,7 @@ class Plan:
         """What runs where, and why, one line per op and reason; below it what was assumed, and which rules failed."""
         rows = []
         for op in self.ops:
-            groups = Counter((decision.kernel, decision.site.variant or "?", decision.reason) for decision in op.sites)
+            groups = Counter((d.kernel, d.site.variant or "?", _why(d)) for d in op.sites)
             for (kernel, variant, reason), count in groups.items():
                 rows.append((op.config_field, _shown(op), f"{op.op_name}/{variant}", kernel, str(count), reason))
             if not op.sites:
@@ -292,6 +294,10 @@ def _assumptions(kernels: tuple[PlannedKernel, ...]) -> tuple[str, ...]:
 def _op_from_dict(data: dict[str, Any]) -> OpDecision:
     sites = tuple(SiteDecision(**{**d, "site": Site(**d["site"])}) for d in data["sites"])
     return OpDecision(**{**data, "sites": sites})
+
+
+def _why(decision: SiteDecision) -> str:
+    return f"{decision.reason}; {DECLARED}" if decision.bound and decision.site.declared else decision.reason
 
 
 def _shown(op: OpDecision) -> str:

@@ -7,23 +7,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from veomni_core.plan import OpDecision, Plan
+from veomni_core.plan import DECLARED, OpDecision, Plan
 from veomni_core.tables import render_table
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify=True`` found: kernels held against their contract, sites compared with their module's own code.
+
+    ``not_compared`` names, with the reason, each bound site whose module could not be run.
+    """
+
+    kernels: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Receipt:
     """The account of one binding.
 
-    ``verified`` names the kernels that were run against their contract here. ``sequence_parallel`` says how the
+    ``verification`` says what was run here before binding. ``sequence_parallel`` says how the
     attention runs over several ranks, and is empty where it doesn't. ``changed`` says, by module path, why a bound site
     does not run its kernel any more.
     """
 
     plan: Plan
-    verified: tuple[str, ...] = ()
+    verification: Verification = field(default_factory=Verification)
     sequence_parallel: str = ""
     changed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def verified(self) -> tuple[str, ...]:
+        """The kernels that were run against their contract here."""
+        return self.verification.kernels
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; ``ops`` lists one mapping per op, with ``eager`` naming each site that no kernel took."""
@@ -32,6 +49,8 @@ class Receipt:
             "plan_sha256": self.plan.sha256,
             "assumptions": list(self.plan.assumptions),
             "verified": list(self.verified),
+            "verified_sites": list(self.verification.sites),
+            "not_verified": list(self.verification.not_compared),
             "sequence_parallel": self.sequence_parallel,
             "changed": dict(self.changed),
             "kernels": [
@@ -52,7 +71,7 @@ class Receipt:
                 op.config_field,
                 f"{op.asked}" + ("" if op.written else " (preset)"),
                 ", ".join(op.chosen) if op.sites else "-",
-                f"{_bound(op)}/{len(op.sites)}",
+                f"{_bound(op)}/{len(op.sites)}" + (f" ({count} {DECLARED})" if (count := _declared(op)) else ""),
                 "; ".join(f"{reason} ({len(paths)})" for reason, paths in _eager_reasons(op).items()),
             )
             for op in self.plan.ops
@@ -61,6 +80,8 @@ class Receipt:
         title = f"Bound on {self.plan.hardware.describe()}, plan {self.plan.sha256[:12]}"
         if self.sequence_parallel:
             title += f"\nThe attention runs sequence-parallel: {self.sequence_parallel}"
+        for what in self.verification.not_compared:
+            title += f"\nNot verified: {what}"
         for path, what in self.changed.items():
             title += f"\nChanged since: {path}: {what}"
         return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
@@ -78,12 +99,18 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
         "chosen": list(op.chosen) if op.sites else [],
         "bound": _bound(op),
         "found": len(op.sites),
+        "declared": _declared(op),
         "eager": [{"path": decision.site.path, "reason": decision.reason} for decision in op.left_eager],
     }
 
 
 def _bound(op: OpDecision) -> int:
     return sum(decision.bound for decision in op.sites)
+
+
+def _declared(op: OpDecision) -> int:
+    """How many bound sites have their variant by their author's word."""
+    return sum(decision.bound and decision.site.declared for decision in op.sites)
 
 
 def _eager_reasons(op: OpDecision) -> dict[str, list[str]]:

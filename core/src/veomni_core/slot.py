@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from veomni_core.errors import BindingError, SlotInUseError
+from veomni_core.errors import BindingError, BoundModelPickleError, SlotInUseError
 
 Kernel = Callable[..., Any]
 
@@ -15,7 +15,8 @@ class OpSlot:
     """A place in modeling code where a kernel may be put.
 
     In a class body it serves each instance on its own: ``self.norm`` is that instance's slot. At module level it is
-    one slot for every model of that module, so a second model that needs another kernel is refused.
+    one slot for every model of that module. :func:`veomni_core.bind` leaves it empty, and gives each module that it
+    binds a slot of its own; only :meth:`bind`, called by hand, fills it for all of them.
 
     Reading ``use_non_eager_impl`` is a plain attribute access, and :meth:`bound_kernel` gives the kernel itself to
     code that wants to call it without the slot in between.
@@ -116,10 +117,15 @@ class OpSlot:
         return self._kernel(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpSlot:
-        twin = OpSlot(self.op_name, self.variant)
+        duplicate = OpSlot(self.op_name, self.variant)
         if self._kernel is not None:
-            twin.bind(self._kernel)
-        return twin
+            duplicate.bind(self._kernel)
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._kernel is not None:
+            raise BoundModelPickleError(f"{self!r} can't be pickled with its kernel: unbind() it, or undo the binding")
+        return OpSlot, (self.op_name, self.variant)
 
     def __repr__(self) -> str:
         kernel = "eager" if self._kernel is None else _describe(self._kernel)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from veomni_core.binding import binding_of
-from veomni_core.changes import AttributeChange, Change, ChangeSet, ForwardChange
+from veomni_core.change_set import ChangeSet
+from veomni_core.changes import AttributeChange, Change, ForwardChange
 from veomni_core.errors import BindingError, BoundModelPickleError
 from veomni_core.sequence_parallel.agreement import check_batches_agree
 from veomni_core.sequence_parallel.attention import Attention, packing_of, ulysses_attention, whole_mask

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes import Change, ChangeSet, ForwardChange
+from veomni_core.change_set import ChangeSet
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward

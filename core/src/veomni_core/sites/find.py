@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.bound_subclass import made_by
 from veomni_core.conflicts import CORE
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, SpecError
+from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.registry import Registry
+from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Site, SiteLocator
 from veomni_core.spec import SiteRule, load_attribute
@@ -37,7 +40,7 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     parameters is run: each op then has one site, at the path of what was flattened.
 
     Raises:
-        BindingError: ``model`` is not a module.
+        BindingError: ``model`` is not a module, or is bound.
         SpecError: a rule of the core failed; the message names it.
     """
     return search(model, registry).sites
@@ -47,6 +50,11 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
     """:func:`find_sites`, and which plugins' rules failed."""
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
+    if any(made_by(module) is not None for module in model.modules()):
+        raise BindingError(
+            "find_sites reads a model's own code, and this model is bound: binding_of(model).plan has its sites, and "
+            "binding_of(model).undo() gives its own code back"
+        )
     registry = registry or discover()
     sharding = ModelSharding(model)
     sites: list[Site] = []
@@ -67,7 +75,7 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
     if sharding.flattened is not None:
         sites += _not_looked_for({*registry.ops} - {site.op_name for site in sites}, sharding)
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
-    return SearchResult(tuple(ordered), tuple(failed))
+    return SearchResult(settle_claims(ordered), tuple(failed))
 
 
 def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site]:
@@ -77,7 +85,16 @@ def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site
             raise SpecError(f"it found {site!r} ({type(site).__name__}), which is no Site")
         if site.op_name not in registry.ops:
             raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
-    return [replace(site, variant=registry.canonical_variant(site.op_name, site.variant)) for site in sites]
+    # Only the core's own rules are known to prove; a plugin's may, but nothing here can tell.
+    declared = rule not in BUILTIN_SITE_RULES
+    return [
+        replace(
+            site,
+            variant=registry.canonical_variant(site.op_name, site.variant),
+            declared=site.declared or declared,
+        )
+        for site in sites
+    ]
 
 
 def _where_sharded(site: Site, sharding: ModelSharding) -> Site:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from veomni_core.changes import made_by
+from veomni_core.bound_subclass import made_by
 from veomni_core.errors import BindingError
 from veomni_core.sites.deferred_logits import DeferredLogits, deferred_logits
 from veomni_core.sites.head_call import HeadCall, Kernel
@@ -23,12 +23,10 @@ from veomni_core.sites.traced_logits import TracedLogits
 
 Forward = Callable[..., Any]
 _NEEDED = (
-    "the logits were needed before a plain cross entropy was taken of them, so the loss ran as the model's own code (a "
-    "hook or adapter on the output projection, label smoothing, or a loss function of your own do that)"
+    "the logits were needed before a plain cross entropy was taken of them (an adapter or a hook on the output "
+    "projection, label smoothing, or a loss function of your own do that)"
 )
-_NOT_RUN = "another output projection than the bound one ran, so the loss ran as the model's own code"
-
-
+_NOT_RUN = "another output projection than the bound one ran"
 _NO_TRANSFORMS = (
     "this model is bound, and its kernels do not run under torch.func's transforms (grad, vmap, jvp). Call "
     "binding_of(model).undo() first"
@@ -71,7 +69,7 @@ class FusedHead:
             if classes is None:
                 return output
             if not any(call.fused for call in step.calls):
-                classes.note("the loss", step.declined or (_NEEDED if step.calls else _NOT_RUN))
+                classes.note("the loss", step.declined or (_NEEDED if step.calls else _NOT_RUN), "in such a step")
             return _as_asked(output, classes.training_logits)
 
         def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,11 +143,11 @@ def why_not_plain(head: Any) -> str:
 def _why_not_deferred(head: Any, hidden: Tensor) -> str:
     """Why this call's logits are computed at once; empty where they can wait."""
     if not _is_plain(head):
-        return "the output projection's weight was parametrized after bind, so the loss ran as the model's own code"
+        return "the output projection's weight was parametrized after bind"
     for name, tensor in (("hidden states", hidden), ("weight", head.weight)):
         if type(tensor) not in (Tensor, nn.Parameter):
             kind = type(tensor).__name__
-            return f"the output projection's {name} is a {kind}, which no kernel takes: it ran as the model's own code"
+            return f"the output projection's {name} is a {kind}, which no kernel takes"
     return ""
 
 

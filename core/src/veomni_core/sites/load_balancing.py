@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes import Change, ForwardChange
+from veomni_core.changes import Change, ForwardChange, setter_of
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
@@ -24,9 +24,11 @@ class LoadBalancingFunctions:
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         for path, module in model.named_modules():
-            function = dict(global_functions(current_forward(module))).get(_NAME)
+            function = dict(global_functions(type(module).forward)).get(_NAME)
             if function is not None:
                 variant, evidence = _prove(function)
+                if setter := setter_of(module):
+                    variant, evidence = None, f"its forward can't be replaced: it was {setter}"
                 yield Site("load_balancing_loss", path, rule, variant, evidence)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change, ForwardChange
+from veomni_core.changes import Change, ForwardChange, setter_of
 from veomni_core.sites import probe, rotary_embeddings, rotary_trace
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.rotary_proof import Proofs, Verdict
@@ -39,9 +39,13 @@ class RotaryFunctions:
 
 def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...], proofs: Proofs) -> Iterator[Site]:
     """One site per rotary function that the module's forward calls, with any of ``positions``."""
-    forward = current_forward(module)
+    forward = type(module).forward
     functions = {name: value for name, value in global_functions(forward) if _ROTARY_NAME.search(name)}
     if not functions:
+        return
+    if setter := setter_of(module):
+        why_not = f"its forward can't be replaced: it was {setter}"
+        yield _site(path, rule, module, next(iter(functions)), Verdict(None, why_not, examined=False))
         return
     runs = rotary_trace.run(module, forward, functions, positions)
     called = {call.name: functions[call.name] for run in runs for call in run.calls}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from veomni_core.changes import Change
 from veomni_core.spec import EAGER
+
+if TYPE_CHECKING:  # planning from sites alone imports no torch
+    from veomni_core.changes import Change
 
 Kernel = Callable[..., Any]
 
@@ -21,7 +23,8 @@ class Site:
     otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there. ``own`` names what
     runs there when nothing is bound, where the model can be set to something else than its eager code. ``examined``
     is whether what the site computes could be seen: without a variant it is then something else than every variant,
-    and otherwise an open question. ``needs`` are the features that a kernel must declare to run there.
+    and otherwise an open question. ``needs`` are the features that a kernel must declare to run there. ``declared``
+    is whether the variant is its author's word, not proven by value.
     """
 
     op_name: str
@@ -34,6 +37,7 @@ class Site:
     own: str = EAGER
     examined: bool = True
     needs: tuple[str, ...] = ()
+    declared: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", tuple(self.needs))

@@ -1,72 +1,87 @@
-"""Sites that modeling code declares itself with an ``OpSlot``, in a class body or at module level."""
+"""Sites that modeling code declares itself with an ``OpSlot``, in a class body or at module level.
+
+A slot at module level is one object for every model of that modeling code. So it stays empty, and each bound module
+gets a clone of its ``forward`` that sees a slot of its own in the global's place.
+"""
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import AttributeChange, Change
+from veomni_core.changes import Change, ForwardChange, PropertyChange, setter_of
+from veomni_core.sites.functions import code_layers, current_forward, with_globals
 from veomni_core.sites.probe import parameter_dtype
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.slot import OpSlot
 
 _DECLARED = "declared by the modeling code"
+# Functions that a forward calls by their global names, and that name a slot: a rotary or a loss function, one deep in
+# generated modeling code.
+_DEEPEST = 3
 
 
 class DeclaredSlots:
     """Finds declared slots. What a slot computes is its author's word, so nothing is probed."""
 
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, str, Kernel], OpSlot] = {}
+
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        modules_of_code: dict[str, None] = {}
+        unreached: dict[str, set[str]] = {}
+        reached: dict[Any, dict[str, OpSlot]] = {}
         for path, module in model.named_modules():
-            modules_of_code[type(module).__module__] = None
             for name, slot in _slots_of_class(type(module)).items():
-                dtype = parameter_dtype(module)
-                yield Site(slot.op_name, path, rule, slot.variant, _DECLARED, dtype, {"attribute": name})
-        for module_name in modules_of_code:
-            for name, value in vars(sys.modules[module_name]).items():
-                if isinstance(value, OpSlot):
-                    detail = {"module": module_name, "attribute": name}
-                    yield Site(value.op_name, "", rule, value.variant, _DECLARED, detail=detail)
+                yield _site(slot, path, rule, module, {"attribute": name})
+            declared = unreached.setdefault(type(module).__module__, set(_slots_of_module(type(module).__module__)))
+            forward = type(module).forward
+            if forward not in reached:
+                reached[forward] = _slots_reached(forward)
+            for name, slot in reached[forward].items():
+                declared.discard(name)
+                site = _site(slot, path, rule, module, {"global": name})
+                why_not = f"its forward can't be replaced: it was {setter_of(module)}"
+                yield replace(site, variant=None, evidence=why_not) if setter_of(module) else site
+        for module_name, names in unreached.items():
+            for name in sorted(names):
+                slot = _slots_of_module(module_name)[name]
+                why = (
+                    f"{module_name}.{name} is shared by every model of that module, and no forward here reads it by "
+                    "name, so it can't be bound for one model: declare it in a class body"
+                )
+                yield Site(slot.op_name, "", rule, None, why, own=_own(slot), examined=False)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
-        if "module" in site.detail:
-            slot = getattr(sys.modules[site.detail["module"]], site.detail["attribute"])
-            yield SharedSlotChange(slot, kernel, model)
+        module, slot = model.get_submodule(site.path), self._filled(site, kernel)
+        if "attribute" in site.detail:
+            yield PropertyChange(module, site.detail["attribute"], slot)
         else:
-            slot = OpSlot(site.op_name, site.variant or "")
-            slot.bind(kernel)
-            yield AttributeChange(model.get_submodule(site.path), site.detail["attribute"], slot)
+            forward = current_forward(module)
+            yield ForwardChange(module, with_globals(forward, _replacements(forward, site.detail["global"], slot)))
+
+    def _filled(self, site: Site, kernel: Kernel) -> OpSlot:
+        """One slot for all places of this model that have the same kernel, so that their modules stay of one class."""
+        key = (site.op_name, site.variant or "", kernel)
+        if key not in self._slots:
+            self._slots[key] = OpSlot(site.op_name, site.variant or "")
+            self._slots[key].bind(kernel)
+        return self._slots[key]
 
 
-class SharedSlotChange:
-    """Binds a module-level slot on behalf of one model; refused while another live model needs another kernel."""
+def _site(slot: OpSlot, path: str, rule: str, module: nn.Module, detail: Mapping[str, str]) -> Site:
+    dtype = parameter_dtype(module)
+    return Site(slot.op_name, path, rule, slot.variant, _DECLARED, dtype, detail, own=_own(slot), declared=True)
 
-    def __init__(self, slot: OpSlot, kernel: Kernel, model: Any) -> None:
-        self.slot, self.kernel, self.model = slot, kernel, model
 
-    def apply(self) -> None:
-        self.slot.bind(self.kernel, holder=self.model)
-
-    def revert(self) -> None:
-        self.slot.unbind(self.model)
-
-    @property
-    def place(self) -> Hashable:
-        return id(self.slot)
-
-    def overridden(self) -> str:
-        return "" if self.slot.bound_kernel() is self.kernel else f"{self.slot!r} holds another kernel now"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSlotChange:
-        twin = SharedSlotChange(self.slot, self.kernel, copy.deepcopy(self.model, memo))
-        twin.apply()
-        return twin
+def _own(slot: OpSlot) -> str:
+    """What runs there unbound: someone may have put a kernel into a module's slot by hand."""
+    return repr(slot.bound_kernel()) if slot.is_bound else "eager"
 
 
 def _slots_of_class(kind: type) -> dict[str, OpSlot]:
@@ -76,3 +91,43 @@ def _slots_of_class(kind: type) -> dict[str, OpSlot]:
         for name, value in vars(base).items()
         if isinstance(value, OpSlot)
     }
+
+
+def _slots_of_module(name: str) -> dict[str, OpSlot]:
+    return {key: value for key, value in vars(sys.modules.get(name, object)).items() if isinstance(value, OpSlot)}
+
+
+def _slots_reached(function: Any, depth: int = 0) -> dict[str, OpSlot]:
+    """The slots among the globals of ``function``, and of the functions that it calls by their global names."""
+    found: dict[str, OpSlot] = {}
+    for name, value in _globals_of(function):
+        if isinstance(value, OpSlot):
+            found[name] = value
+        elif _may_reach(value, depth):
+            found |= _slots_reached(value, depth + 1)
+    return found
+
+
+def _replacements(function: Any, name: str, slot: OpSlot, depth: int = 0) -> dict[str, Any]:
+    """What ``function`` must see in place of its globals, so that it and what it calls find ``slot`` as ``name``."""
+    replaced: dict[str, Any] = {}
+    for each, value in _globals_of(function):
+        if isinstance(value, OpSlot):
+            replaced |= {each: slot} if each == name else {}
+        elif _may_reach(value, depth) and name in _slots_reached(value, depth + 1):
+            replaced[each] = with_globals(value, _replacements(value, name, slot, depth + 1))
+    return replaced
+
+
+def _may_reach(value: Any, depth: int) -> bool:
+    """Whether ``value`` is a function of a module that declares slots; reading any other would cost and find none."""
+    if not isinstance(value, FunctionType) or depth >= _DEEPEST:
+        return False
+    return any(isinstance(each, OpSlot) for layer in code_layers(value) for each in layer.__globals__.values())
+
+
+def _globals_of(function: Any) -> Iterator[tuple[str, Any]]:
+    for layer in code_layers(function):
+        for name in layer.__code__.co_names:
+            if name in layer.__globals__:
+                yield name, layer.__globals__[name]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import GELUTanh, NewGELUActivation
 
 from acme_gelu.contract import tanh
-from veomni_core.changes import AttributeChange, Change
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.sites.site import Kernel, Site
 
 
@@ -25,4 +25,9 @@ class GeluModules:
                 yield Site("gelu", path, rule, variant, f"{type(module).__name__} misses tanh by {miss:.1e}")
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        yield AttributeChange(model.get_submodule(site.path), "forward", kernel)
+        assert kernel is not None
+
+        def forward(self: nn.Module, input: Tensor) -> Tensor:
+            return kernel(input)  # type: ignore[no-any-return]
+
+        yield ForwardChange(model.get_submodule(site.path), forward)

@@ -1,0 +1,143 @@
+"""The subclasses that a binding gives to modules, each with a ``forward`` that calls the kernel.
+
+The subclasses belong to one binding. So ``self`` is always the module that runs: a shallow copy, a ``DataParallel``
+replica or a copy that PEFT makes runs its own weights, and undoing the binding takes the kernel out of every copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from veomni_core.bound_subclass import EAGER, MADE_BY, bound_subclass, eager_class, made_by
+from veomni_core.errors import SiteChangedError
+from veomni_core.forward_functions import equivalence, replace_captured
+
+logger = logging.getLogger(__name__)
+
+
+class BoundClasses:
+    """The subclasses that one binding made; modules that are bound alike share one.
+
+    Regional ``torch.compile`` relies on that: it compiles one layer's code for all layers of equal types.
+    ``paths`` has the module path of every module that was bound, ``owners`` the bound modules whose proof rests on a
+    guarded child, ``copies`` every copy that was made of a bound module, and ``changed``, by module path, what was
+    changed after bind so that a site runs its own code again. ``on_change`` and ``training_logits`` are the config's.
+    """
+
+    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
+        self.on_change, self.training_logits = on_change, training_logits
+        self.binding: Any = None
+        self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owners: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+        self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.changed: dict[str, str] = {}
+        self.copied: dict[type[nn.Module], type[nn.Module]] = {}
+        self._made: dict[tuple[type[nn.Module], str, Hashable, frozenset[str]], type[nn.Module]] = {}
+
+    def of(self, eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str]) -> type[nn.Module]:
+        """The subclass of ``eager`` with ``value`` as its ``name``; equal code over equal values gives the same one."""
+        function: Any = value.fget if isinstance(value, property) else value
+        key = (eager, name, equivalence(function), guarded)
+        if key not in self._made:
+            self._made[key] = bound_subclass(eager, name, value, guarded, self)
+        return self._made[key]
+
+    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
+        """Bind ``module``, which took a bound module's place, until the binding is undone."""
+        module.__class__ = self.of(type(module), "forward", forward, frozenset())
+        self.paths[module] = path
+        self.copies.add(module)
+
+    def note(self, path: str, what: str, when: str = "from now on") -> None:
+        """Record, and say once, that the site at ``path`` runs its own code since ``what``."""
+        if path not in self.changed:
+            self.changed[path] = what
+            logger.warning("%s runs its own code %s: %s", path, when, what)
+
+    def set_on(self, module: nn.Module, name: str) -> None:
+        """Called before the guarded attribute ``name`` of ``module`` changes; raises where the config says so."""
+        path = self.paths.get(module, f"a copy of a bound {type(module).__name__}")
+        what = f"{name} was changed after bind, and the proof of this site rests on it"
+        if self.on_change == "raise":
+            raise SiteChangedError(
+                f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "
+                "`on_change: eager` under ops_implementation to let the module run its own code from then on"
+            )
+        owners = self.owners.get(module)
+        if owners is None:
+            self.note(path, what)
+            run_eager(module)
+            return
+        for owner in owners:
+            self.note(self.paths.get(owner, "a bound module"), f"{path}: {what}")
+            if made_by(owner) is self:
+                run_eager(owner)
+        run_eager(module)
+
+    def retire(self) -> None:
+        """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
+        for module in list(self.copies):
+            while vars(type(module)).get(MADE_BY) is self:
+                module.__class__ = vars(type(module))[EAGER]
+        for (_, name, _, _), bound in self._made.items():
+            for each in (name, "__setattr__", "__delattr__"):
+                if each in vars(bound):
+                    delattr(bound, each)
+            setattr(bound, MADE_BY, None)
+
+    def rebase(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """``kind`` over this set's classes in place of those that the set was copied from."""
+        if kind in self.copied:
+            return self.copied[kind]
+        bases = tuple(self.rebase(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
+        if bases == kind.__bases__:
+            return kind
+        # A class that somebody put over ours, as torch's parametrizations do.
+        namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        self.copied[kind] = type(kind)(kind.__name__, bases, namespace)  # type: ignore[misc]
+        return self.copied[kind]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundClasses:
+        duplicate = BoundClasses(self.on_change, self.training_logits)
+        memo[id(self)] = duplicate
+        duplicate.changed = dict(self.changed)
+        for (_, name, _, guarded), bound in self._made.items():
+            beneath = vars(bound)[EAGER]
+            eager = duplicate.copied.get(beneath, beneath)
+            duplicate.copied[bound] = duplicate.of(eager, name, vars(bound)[name], guarded)
+        for module, path in list(self.paths.items()):
+            twin = copy.deepcopy(module, memo)
+            duplicate.paths[twin] = path
+            self._give_away(twin, duplicate)
+        for child, owners in list(self.owners.items()):
+            duplicate.owners[copy.deepcopy(child, memo)] = weakref.WeakSet(copy.deepcopy(each, memo) for each in owners)
+        for module in list(self.copies):
+            if id(module) in memo:
+                duplicate.copies.add(memo[id(module)])
+                self._give_away(memo[id(module)], duplicate)
+        return duplicate
+
+    def _give_away(self, module: nn.Module, other: BoundClasses) -> None:
+        """``module`` was copied together with its binding, so it is the copied binding's and no copy of ours."""
+        self.copies.discard(module)
+        module.__class__ = other.rebase(type(module))
+
+
+def run_eager(module: nn.Module) -> None:
+    """Let ``module`` run its own code again, whatever class stands over the bound ones."""
+    kind = type(module)
+    bound = [each for each in kind.__mro__ if EAGER in vars(each)]
+    beneath = vars(bound[-1])[EAGER]
+    for each in bound:
+        replace_captured(module, vars(each).get("forward", beneath.forward), beneath.forward)
+    if eager_class(kind) is beneath:
+        module.__class__ = beneath
+    else:  # FSDP2 or a parametrization has put a subclass of its own over ours
+        namespace = {"forward": beneath.forward, "__module__": kind.__module__, MADE_BY: None}
+        module.__class__ = type(kind)(kind.__name__, (kind,), namespace)  # type: ignore[misc]

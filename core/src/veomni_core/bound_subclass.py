@@ -1,0 +1,138 @@
+"""One subclass that a binding gives to modules: how it is copied, pickled, guarded, and found again."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable, Iterator, MutableMapping, MutableSet
+from typing import Any, Protocol
+
+from torch import nn
+
+from veomni_core.errors import BoundModelPickleError
+
+# Attributes of the subclasses: the set that made one (None once it is retired), and the class beneath it.
+MADE_BY = "_veomni_bound_by"
+EAGER = "_veomni_eager_class"
+_ABSENT = object()
+NO_PICKLE = (
+    "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
+    "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
+)
+
+
+class Owner(Protocol):
+    """Whose subclasses they are: :class:`veomni_core.bound_classes.BoundClasses`."""
+
+    binding: Any
+    paths: MutableMapping[nn.Module, str]
+    copies: MutableSet[nn.Module]
+
+    def set_on(self, module: nn.Module, name: str) -> None:
+        """Answer to a guarded attribute that is about to change."""
+
+
+def made_by(module: nn.Module) -> Owner | None:
+    """The binding's classes that ``module`` is an instance of, or ``None`` for a module that runs its own code."""
+    return getattr(type(module), MADE_BY, None)
+
+
+def makers(module: nn.Module) -> Iterator[Owner]:
+    """The sets whose classes ``module`` is an instance of, the outermost first."""
+    made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
+    yield from (classes for classes in made if classes is not None)
+
+
+def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class beneath the subclasses that bindings made."""
+    while EAGER in vars(kind):
+        kind = vars(kind)[EAGER]
+    return kind
+
+
+def bound_subclass(
+    eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str], classes: Owner
+) -> type[nn.Module]:
+    """A subclass of ``eager``, with its name, whose ``name`` is ``value``; ``guarded`` attributes ask ``classes``."""
+    namespace: dict[str, Any] = {
+        name: value,
+        "__module__": eager.__module__,
+        "__qualname__": eager.__qualname__,
+        "__doc__": eager.__doc__,
+        MADE_BY: classes,
+        EAGER: eager,
+    }
+    # By the metaclass, as a class statement does.
+    bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
+    for method in (*_copying(bound), *(_guarding(bound, guarded, classes) if guarded else ())):
+        setattr(bound, method.__name__, method)
+    return bound  # type: ignore[no-any-return]
+
+
+def _copying(bound: Any) -> Iterator[Callable[..., Any]]:
+    """Copies as nn.Module makes them, which pickling's methods would refuse; and that refusal."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        if made_by(self) is not None:
+            raise BoundModelPickleError(NO_PICKLE)
+        make, arguments, *rest = super(bound, self).__reduce_ex__(protocol)
+        eager = eager_class(type(self))
+        arguments = tuple(eager if each is type(self) else each for each in arguments)
+        # pickle insists that what it makes by copyreg.__newobj__ is of the very class of the object.
+        return (_new if make is copyreg.__newobj__ else make, arguments, *rest)  # type: ignore[attr-defined]
+
+    def __copy__(self: nn.Module) -> Any:
+        if (own := getattr(super(bound, self), "__copy__", None)) is not None:
+            return own()
+        return _filled(_copy_of(self), dict(super(bound, self).__getstate__()))  # type: ignore[misc]
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
+        if (own := getattr(super(bound, self), "__deepcopy__", None)) is not None:
+            return own(memo)
+        duplicate = memo[id(self)] = _copy_of(self)
+        return _filled(duplicate, copy.deepcopy(super(bound, self).__getstate__(), memo))  # type: ignore[misc]
+
+    yield from (__reduce_ex__, __copy__, __deepcopy__)
+
+
+def _guarding(bound: Any, guarded: frozenset[str], classes: Owner) -> Iterator[Callable[..., Any]]:
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if name in guarded and _changes(self, name, value):
+            classes.set_on(self, name)
+            return setattr(self, name, value)
+        super(bound, self).__setattr__(name, value)
+
+    def __delattr__(self: nn.Module, name: str) -> None:
+        if name in guarded and _changes(self, name, _ABSENT):
+            classes.set_on(self, name)
+            return delattr(self, name)
+        super(bound, self).__delattr__(name)
+
+    yield from (__setattr__, __delattr__)
+
+
+def _changes(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether setting ``name`` changes what ``module`` computes; torch sets a replica's children to their copies."""
+    if made_by(module) is None or vars(module).get("_is_replica", False):
+        return False
+    present = getattr(module, name, _ABSENT)
+    plain = isinstance(value, (bool, int, float, str)) and type(value) is type(present)
+    return not (value == present if plain else value is present)
+
+
+def _copy_of(module: nn.Module) -> Any:
+    """An empty instance of the module's class, which the binding's undo will reach."""
+    kind: Any = type(module)
+    duplicate = kind.__new__(kind)
+    if (classes := made_by(module)) is not None:
+        classes.copies.add(duplicate)
+    return duplicate
+
+
+def _filled(duplicate: Any, state: Any) -> Any:
+    duplicate.__setstate__(state)
+    return duplicate
+
+
+def _new(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)

@@ -1,0 +1,142 @@
+"""The changes that one binding holds: made and taken back together, with one owner for every ``forward``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from veomni_core.bound_classes import BoundClasses
+from veomni_core.changes import AttributeChange, Change, ClassChange, ForwardChange
+from veomni_core.errors import BindingError, SpecError
+from veomni_core.forward_functions import modules_held, names_in, reaches
+
+
+class ChangeSet:
+    """Changes that are made, and taken back, together."""
+
+    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
+        self.classes = BoundClasses(on_change, training_logits)
+        self._changes: list[Change] = []
+        self._owned: list[_Owned] = []
+        self._outermost: dict[Hashable, _Owned] = {}
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self._changes)
+
+    def apply(self, change: Change, path: str = "", owner: str = "") -> None:
+        """Make one more change at the module path ``path``, on behalf of the rule ``owner``.
+
+        Raises:
+            BindingError: another owner's change at this module, or at one within it, would not run any more.
+            SpecError: the change holds its module, so that copies of it would run the original.
+        """
+        if isinstance(change, ForwardChange):
+            _refuse_held_modules(change, owner)
+            self._refuse_second_owner(change, path, owner)
+        if isinstance(change, ClassChange):
+            change.classes = self.classes
+            self.classes.paths[change.target] = path or "the model"
+        elif isinstance(change, AttributeChange) and change.name == "forward":
+            raise SpecError(
+                f"{owner or 'a rule'} sets {type(change.target).__name__}.forward on the instance: copies would not "
+                "run their own weights. Yield a veomni_core.changes.ForwardChange instead"
+            )
+        change.apply()
+        self._changes.append(change)
+        self._outermost[change.place] = _Owned(path, owner, change)
+        self._owned.append(self._outermost[change.place])
+
+    def refuse_hidden(self) -> None:
+        """Raise where a forward that was put in does not reach what another rule put into the same module, or a child.
+
+        Raises:
+            BindingError: both rules and paths are named.
+        """
+        replaced = {
+            each.path: each
+            for each in self._owned
+            if isinstance(each.change, ForwardChange) and not each.change.keeps_original
+        }
+        for each in self._owned:
+            for above in (each.path, *_paths_above(each.path)) if each.owner else ():
+                holder = replaced.get(above)
+                if holder is None or (above == each.path and holder.owner == each.owner) or _calls(holder, each):
+                    continue
+                raise BindingError(
+                    f"{holder.owner} replaces the forward of {above or 'the model'}, and what {each.owner} put into "
+                    f"{each.path or 'the model'} would never run. {_ONE_OF_THEM} If the new forward does use it, its "
+                    "rule says so: ForwardChange(..., calls=(its name,))"
+                )
+
+    def changed(self) -> Iterator[tuple[str, str]]:
+        """The module path of every site that runs its own code again, or somebody else's, and why."""
+        yield from self.classes.changed.items()
+        for change in {change.place: change for change in self._changes}.values():
+            if isinstance(change, ForwardChange) and (what := change.overridden()):
+                path = self.classes.paths[change.target]
+                if path not in self.classes.changed:
+                    yield path, what
+
+    def revert(self) -> None:
+        """Take every change back, the last one first."""
+        while self._changes:
+            self._changes.pop().revert()
+        self._owned.clear()
+        self._outermost.clear()
+        self.classes.retire()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChangeSet:
+        duplicate = ChangeSet()
+        memo[id(self)] = duplicate
+        duplicate.classes = copy.deepcopy(self.classes, memo)
+        duplicate._changes = [copy.deepcopy(change, memo) for change in self._changes]
+        return duplicate
+
+    def _refuse_second_owner(self, change: ForwardChange, path: str, owner: str) -> None:
+        """A second forward for one module must call the first, or the first one's kernel would never run."""
+        before = self._outermost.get(change.place)
+        if before is not None and not reaches(change.forward, type(change.target).forward):
+            raise BindingError(
+                f"{path or 'the model'}: {before.owner} and {owner} both replace its forward, and the kernel of the "
+                f"first would never run. {_ONE_OF_THEM}"
+            )
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A change, where it was made, and the rule on whose behalf."""
+
+    path: str
+    owner: str
+    change: Change
+
+
+def _paths_above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _calls(holder: _Owned, other: _Owned) -> bool:
+    """Whether the forward of ``holder`` names the child that holds ``other``, or the attribute that ``other`` sets."""
+    assert isinstance(holder.change, ForwardChange)
+    called = names_in(holder.change.forward) | holder.change.calls
+    if other.path == holder.path:
+        return isinstance(other.change, ForwardChange) or getattr(other.change, "name", "") in called
+    within = other.path.removeprefix(f"{holder.path}." if holder.path else "")
+    return within.split(".")[0] in called
+
+
+_ONE_OF_THEM = "Leave one of the two eager, by its field and the module's path: {'<path>': eager, default: <kernel>}."
+
+
+def _refuse_held_modules(change: ForwardChange, owner: str) -> None:
+    held = sorted({type(module).__name__ for module in modules_held(change.forward)})
+    if held:
+        raise SpecError(
+            f"{owner or 'a rule'}: the forward that it gives to a {type(change.target).__name__} holds a module "
+            f"({', '.join(held)}), so that copies and replicas would run the original's weights. Write it as a "
+            "function of (self, ...) that takes what it needs from self"
+        )

@@ -1,0 +1,164 @@
+"""Reads a ``forward`` function: what it is equal to, what it calls, which modules it keeps alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+Function = Callable[..., Any]
+# Functions that close over functions, at most: decorators around a method, and a wrapper or two around these.
+_DEEPEST = 6
+
+
+def equivalence(function: Function) -> Hashable:
+    """A key that is equal for functions that do the same: one code over the same objects and equal plain values.
+
+    Objects enter by their ``id``, so a key holds for as long as the function lives.
+    """
+    return _equivalence(function, 0)
+
+
+def reaches(function: Function, other: Function) -> bool:
+    """Whether ``function`` calls ``other``: it closes over it, or is a clone of it with other globals."""
+    code = getattr(other, "__code__", None)
+    # A clone has an equal code object of its own; two closures of one definition share theirs.
+    return any(layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in _layers(function))
+
+
+def names_in(function: Function) -> set[str]:
+    """Every attribute name and every string that ``function``, or a function that it closes over, can use."""
+    names: set[str] = set()
+    for layer in _layers(function):
+        for code in _codes(layer.__code__):
+            names.update(code.co_names, *(_strings(constant) for constant in code.co_consts))
+        for cell in layer.__closure__ or ():
+            names.update(_strings(_contents(cell)))
+    return names
+
+
+def modules_held(function: Function) -> Iterator[nn.Module]:
+    """The modules that ``function`` closes over, is bound to, or has as a default."""
+    for value in _held(function, 0):
+        if isinstance(value, nn.Module):
+            yield value
+
+
+def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
+    """Let whatever was put over the module's ``forward``, and kept ``old`` to call it, call ``new`` from now on.
+
+    accelerate's hooks and its mixed precision keep the bound method, or its function, on the module or in a closure.
+    """
+    if "forward" not in vars(module):
+        return
+
+    def renewed(value: Any) -> Any:
+        if value is old:
+            return new
+        bound = isinstance(value, MethodType) and value.__func__ is old and value.__self__ is module
+        return MethodType(new, module) if bound else value
+
+    for name, value in list(vars(module).items()):
+        if (fresh := renewed(value)) is not value:
+            vars(module)[name] = fresh
+    _replace_within(vars(module)["forward"], renewed, 0)
+
+
+def _replace_within(value: Any, renewed: Function, depth: int) -> None:
+    """Put the renewed function into every cell, and every attribute of a callable, that ``value`` calls through."""
+    value = getattr(value, "__func__", value)
+    value = value.func if isinstance(value, partial) else value
+    if depth > _DEEPEST or isinstance(value, nn.Module) or not callable(value):
+        return
+    for cell in getattr(value, "__closure__", None) or ():
+        contents = _contents(cell)
+        if (fresh := renewed(contents)) is not contents:
+            cell.cell_contents = fresh
+        else:
+            _replace_within(contents, renewed, depth + 1)
+    attributes = getattr(value, "__dict__", {})
+    for name, each in list(attributes.items()) if isinstance(attributes, dict) else ():
+        if (fresh := renewed(each)) is not each:
+            attributes[name] = fresh
+        else:
+            _replace_within(each, renewed, depth + 1)
+
+
+def _equivalence(function: Function, depth: int) -> Hashable:
+    if not isinstance(function, FunctionType) or depth > _DEEPEST:
+        return id(function)
+    cells = tuple(_value(_contents(cell), depth + 1) for cell in function.__closure__ or ())
+    defaults = (_value(function.__defaults__, depth), _value(function.__kwdefaults__, depth))
+    return (function.__code__, _used_globals(function), cells, defaults)
+
+
+def _used_globals(function: FunctionType) -> tuple[Any, ...]:
+    namespace = function.__globals__
+    names = {name for code in _codes(function.__code__) for name in code.co_names if name in namespace}
+    return tuple((name, id(namespace[name])) for name in sorted(names))
+
+
+def _value(contents: Any, depth: int) -> Hashable:
+    if isinstance(contents, (bool, int, float, str, type(None))):
+        return (type(contents), contents)
+    if isinstance(contents, tuple):
+        return tuple(_value(each, depth) for each in contents)
+    if isinstance(contents, dict):
+        return tuple((name, _value(each, depth)) for name, each in contents.items())
+    return _equivalence(contents, depth)
+
+
+def _layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
+    """``function``, and the functions that it closes over."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or depth > _DEEPEST:
+        return
+    yield function
+    for cell in function.__closure__ or ():
+        yield from _layers(_contents(cell), depth + 1)
+
+
+def _held(value: Any, depth: int) -> Iterator[Any]:
+    yield value
+    if depth > _DEEPEST:
+        return
+    within: tuple[Any, ...] = ()
+    if isinstance(value, FunctionType):
+        kept = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
+        within = (*(_contents(cell) for cell in value.__closure__ or ()), *kept[0], *kept[1])
+    elif isinstance(value, MethodType):
+        within = (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        within = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, (tuple, list)):
+        within = tuple(value)
+    elif isinstance(value, dict):
+        within = tuple(value.values())
+    for each in within:
+        yield from _held(each, depth + 1)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """``code``, and that of the functions which are defined within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, list, frozenset)):
+        for each in value:
+            yield from _strings(each)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: a name that is assigned later
+        return None

@@ -1,0 +1,121 @@
+"""What the modules of a model are called with, seen in one forward on a few tokens that leaves the model as it was."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SEED = 20  # any; two runs that are compared must draw the same
+_TOKENS = (2, 9)
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """The arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put attributes, modes, hooks, buffers and random states back, whatever is run within.
+
+    A first forward leaves traces of its own: transformers then installs the hooks that record a model's outputs.
+    """
+    attributes = [(module, dict(vars(module)), _hooks(module)) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            for module, before, hooks in attributes:
+                vars(module).clear()
+                vars(module).update(before)
+                for name, entries in hooks.items():
+                    vars(module)[name].clear()
+                    vars(module)[name].update(entries)
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    if not torch.equal(buffer, values):
+                        buffer.copy_(values)
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    return {name: dict(value) for name, value in vars(module).items() if "hooks" in name and isinstance(value, dict)}
+
+
+def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, RecordedCall], str]:
+    """What the modules at ``paths`` are called with in one forward of ``model`` in training, and why none could be."""
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return {}, "the model's parameters are sharded"
+    inputs = _inputs(model)
+    if inputs is None:
+        return {}, "the model has no dummy_inputs and no vocab_size in its config, so nothing is known to run it on"
+    calls: dict[str, RecordedCall] = {}
+
+    def record(path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.setdefault(path, RecordedCall(_kept(args), _kept(kwargs)))
+
+        return hook
+
+    handles = [model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True) for path in paths]
+    if isinstance(embeddings := _input_embeddings(model), nn.Module):
+        # As in training, also where all that lies before a site is frozen; angles and masks need no gradient then.
+        handles.append(embeddings.register_forward_hook(lambda module, args, result: result.requires_grad_()))
+    model.train()
+    torch.manual_seed(SEED)
+    why_none = ""
+    try:
+        with torch.enable_grad():
+            model(**inputs)
+    except Exception as error:  # foreign code on inputs that are only likely to fit
+        why_none = (
+            "" if calls else f"the model can't be run on a few tokens: {type(error).__name__}: {str(error)[:200]}"
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, why_none
+
+
+def _inputs(model: Any) -> dict[str, Any] | None:
+    """A few tokens, with labels where the model takes them."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    config: Any = getattr(model, "config", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+    given = getattr(model, "dummy_inputs", None)
+    if not isinstance(given, dict) and not vocabulary:
+        return None
+    torch.manual_seed(SEED)
+    names = inspect.signature(type(model).forward).parameters
+    inputs = {name: value for name, value in (given or {}).items() if name in names}
+    if vocabulary and set(inputs) <= {"input_ids"}:
+        inputs = {"input_ids": torch.randint(vocabulary, _TOKENS)}
+        if "labels" in names and getattr(model, "get_output_embeddings", lambda: None)() is not None:
+            inputs["labels"] = inputs["input_ids"]
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _input_embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # no transformers model, or one that reads no tokens
+        return None
+
+
+def _kept(value: Any) -> Any:
+    """``value`` as it is now, whatever the forward does to it later."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(_kept(each) for each in value)
+    return {name: _kept(each) for name, each in value.items()} if type(value) is dict else value

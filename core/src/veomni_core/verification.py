@@ -1,0 +1,98 @@
+"""``verify=True``: every kernel against its contract, and every bound site against its module's own code."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from veomni_core.change_set import ChangeSet
+from veomni_core.errors import ConformanceError
+from veomni_core.model_calls import RecordedCall, recorded_calls, undisturbed
+from veomni_core.ops.contract import Contract, contract_for, dtype_name
+from veomni_core.plan import OpDecision, Plan, SiteDecision
+from veomni_core.receipt import Verification
+from veomni_core.registry import Registry
+from veomni_core.site_changes import Kernels, changes_at, decisions_of
+from veomni_core.site_comparison import Run, compare
+from veomni_core.sites.find import locator_of
+from veomni_core.sites.site import SiteLocator
+from veomni_core.spec import KernelSpec
+from veomni_core.testing import check_kernel
+
+
+def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Verification:
+    """Run the plan's kernels on the model's device and in its dtype; ``model`` is unbound, and is left as it was.
+
+    Each site is compared on what its module gets in a forward of the whole model on a few tokens: its results, and the
+    gradients that reach its floating inputs and its own parameters, with nothing but this one site bound.
+
+    Raises:
+        ConformanceError: a kernel breaks its contract, or a site differs from its module's own code by more than two
+            results that both keep to the contract could.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        no_weights = "the model has weights on the meta device, where nothing can be computed"
+        return Verification(not_compared=tuple(f"{planned.spec}: {no_weights}" for planned in plan.kernels))
+    held = tuple(_check(planned.spec, model, registry) for planned in plan.kernels)
+    bound = [
+        (locator_of(rule), op, decision)
+        for rule in registry.site_rules
+        for op, decision in decisions_of(plan, rule)
+        if decision.bound
+    ]
+    same: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    with undisturbed(model):
+        calls, why_none = recorded_calls(model, {decision.site.path for _, _, decision in bound})
+        for locator, op, decision in bound:
+            spec = plan.spec(op.op_name, decision.site.variant, decision.kernel)
+            call = calls.get(decision.site.path)
+            why = why_none or "its module was not called"
+            if call is not None:
+                contract = contract_for(registry.op(op.op_name), spec.variant)
+                why = _compare(model, locator, op, decision, kernels, call, contract)
+            if why:
+                left_out[f"{spec} at {decision.site.path or 'the model'}: {why}"] += 1
+            else:
+                same[f"{spec}"] += 1
+    return Verification(held, tuple(f"{spec} at {count} sites" for spec, count in same.items()), tuple(left_out))
+
+
+def _compare(
+    model: nn.Module,
+    locator: SiteLocator,
+    op: OpDecision,
+    decision: SiteDecision,
+    kernels: Kernels,
+    call: RecordedCall,
+    contract: Contract,
+) -> str:
+    """Why the site could not be compared, or an empty string where both runs agree."""
+    module, path = model.get_submodule(decision.site.path), decision.site.path
+    own = Run.of(module, call)
+    if own.problem:
+        return f"its own code can't be run alone: {own.problem}"
+    changes = ChangeSet()
+    try:
+        for change in changes_at(model, op, decision, locator, kernels):
+            changes.apply(change, path, decision.site.rule)
+        bound = Run.of(module, call)
+    finally:
+        changes.revert()
+    difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract)
+    if difference:
+        raise ConformanceError(
+            f"{op.op_name}/{decision.site.variant}:{decision.kernel} at {path or 'the model'}, found by the rule "
+            f"{decision.site.rule!r}, is not what the module's own code computes here: {difference}"
+        )
+    return ""
+
+
+def _check(spec: KernelSpec, model: nn.Module, registry: Registry) -> str:
+    parameter = next(model.parameters(), torch.empty(0))
+    dtype = dtype_name(parameter.dtype)
+    report = check_kernel(spec, parameter.device, dtype, op=registry.op(spec.op_name))
+    report.raise_if_failed()
+    return f"{spec} on {parameter.device} in {dtype}"
