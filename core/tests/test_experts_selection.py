@@ -64,3 +64,15 @@ def test_eager_of_one_layer_leaves_the_others_as_the_model_is_set(grouped):
     first, *_ = _experts(model)
     step(model)
     assert first not in grouped
+
+
+def test_an_implementation_that_is_set_later_runs_and_stays_and_the_receipt_says_so(grouped):
+    model = build("qwen3_moe", experts_implementation="grouped_mm")
+    binding = bind(model, {"preset": "eager"})
+    model.set_experts_implementation("batched_mm")
+    wanted = step(build("qwen3_moe", experts_implementation="batched_mm", attn_implementation="eager"))
+    for bound in (model, copy.deepcopy(model)):
+        assert_same_bits(step(bound), wanted)
+    assert set(binding.receipt.changed.values()) == {"its experts were set to batched_mm"}
+    binding.undo()
+    assert model.config._experts_implementation == "batched_mm"

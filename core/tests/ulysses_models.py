@@ -19,7 +19,7 @@ from veomni_core.sequence_parallel import (
     apply_ulysses,
     gather_outputs,
 )
-from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_core.sites.interface_names import MASK_INTERFACE
 
 LENGTH = 16
 # Grouped matrix products know no float64.

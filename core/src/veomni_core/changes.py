@@ -136,7 +136,7 @@ class ForwardChange:
             module.__class__ = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardChange:
-        duplicate = ForwardChange(copy.deepcopy(self.target, memo), self.forward, self.guarded)
+        duplicate = type(self)(copy.deepcopy(self.target, memo), self.forward, self.guarded)
         duplicate.classes = copy.deepcopy(self.classes, memo)
         duplicate._before = duplicate.classes.copied.get(self._before, self._before)
         if self._bound is not None:
@@ -207,32 +207,45 @@ class ChangeSet:
     def __init__(self, on_change: str = "raise") -> None:
         self.classes = BoundClasses(on_change)
         self._changes: list[Change] = []
+        self._paths: list[str] = []  # of the changes
+        self._said: set[str] = set()
 
     def __iter__(self) -> Iterator[Change]:
         return iter(self._changes)
 
     def apply(self, change: Change, path: str = "") -> None:
         """Make one more change, at the module path ``path``."""
+        path = path or "the model"
         if isinstance(change, ForwardChange):
             change.classes = self.classes
-            self.classes.paths[change.target] = path or "the model"
+            self.classes.paths[change.target] = path
         change.apply()
         self._changes.append(change)
+        self._paths.append(path)
 
     def changed(self) -> Iterator[tuple[str, str]]:
-        """The module path of every site that runs its own code again, or somebody else's, and why."""
-        yield from self.classes.changed.items()
-        outermost = {change.place: change for change in self._changes}.values()
-        for change in outermost:
-            if isinstance(change, ForwardChange) and (what := change.overridden()):
-                path = self.classes.paths[change.target]
-                if path not in self.classes.changed:
-                    yield path, what
+        """The module path of every site that runs its own code again, or somebody else's, and why; each is said once.
+
+        A binding can't see every such change when it is made: of an attribute or a config it is seen here.
+        """
+        reasons = {path: [what] for path, what in self.classes.changed.items()}
+        outermost = {change.place: (path, change) for path, change in zip(self._paths, self._changes, strict=True)}
+        for path, change in outermost.values():
+            what = change.overridden()
+            if what and not (isinstance(change, ForwardChange) and path in self.classes.changed):
+                reasons.setdefault(path, []).append(what)
+        for path, whats in reasons.items():
+            said = "; ".join(whats)
+            if path not in self.classes.changed and f"{path}: {said}" not in self._said:
+                self._said.add(f"{path}: {said}")
+                logger.warning("%s does not run what was bound any more: %s", path, said)
+            yield path, said
 
     def revert(self) -> None:
         """Take every change back, the last one first."""
         while self._changes:
             self._changes.pop().revert()
+            self._paths.pop()
         self.classes.retire()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChangeSet:
@@ -240,6 +253,7 @@ class ChangeSet:
         memo[id(self)] = duplicate
         duplicate.classes = copy.deepcopy(self.classes, memo)
         duplicate._changes = [copy.deepcopy(change, memo) for change in self._changes]
+        duplicate._paths, duplicate._said = list(self._paths), set(self._said)
         for change in duplicate:  # the copied modules still are instances of the classes that this set made
             if isinstance(change, ForwardChange):
                 module = change.target

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import AttributeChange, Change
+from veomni_core.changes import Change
 from veomni_core.ops.attention import FEATURES_OF_OPTIONS
+from veomni_core.sites.config_changes import config_changes
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
+from veomni_core.sites.interface_names import RegisteredInterface, registered
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import EAGER
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# transformers builds the mask that a kernel takes by the kernel's name; a kernel of ours says whose mask it takes in
-# an attribute of this name.
-MASK_INTERFACE = "veomni_mask_interface"
 
 
 class AttentionInterface:
@@ -39,18 +37,16 @@ class AttentionInterface:
             yield Site("attention", owner, rule, "standard", evidence, own=str(current), needs=needs)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        return config_changes(model, site.path, "eager" if kernel is None else _interface_name(kernel))
+        if kernel is None:
+            return config_changes(model, site.path, EAGER)
+        return _kernel_changes(model, site.path, registered(model, kernel))
 
 
-def config_changes(model: nn.Module, path: str, name: str) -> Iterator[Change]:
-    """A config of its own, set to the interface ``name``, for every module that shares the config at ``path``."""
-    shared: Any = model.get_submodule(path).config
-    if shared._attn_implementation == name:
-        return
-    own = copy.copy(shared)
-    own._attn_implementation_internal = name
-    for module in _holders(model, shared):
-        yield AttributeChange(module, "config", own)
+def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
+    if isinstance(interface, RegisteredInterface):
+        yield interface
+        interface = interface.name
+    yield from config_changes(model, path, interface)
 
 
 def reads_interface(module: nn.Module) -> bool:
@@ -81,30 +77,3 @@ def _keywords(module: nn.Module) -> Iterator[str]:
     for layer in code_layers(current_forward(module)):
         for constant in layer.__code__.co_consts:
             yield from constant if isinstance(constant, tuple) else (constant,)
-
-
-def _holders(model: nn.Module, config: Any) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if vars(module).get("config") is config)
-
-
-def _interface_name(kernel: Kernel) -> str:
-    """The name under which transformers knows ``kernel``; one that is new to it is registered under one of ours."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        if ALL_ATTENTION_FUNCTIONS[name] is kernel:
-            return str(name)
-    mask = getattr(kernel, MASK_INTERFACE, "sdpa")
-    name = _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS.valid_keys())
-    ALL_ATTENTION_FUNCTIONS.register(name, kernel)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask])
-    return name
-
-
-def _new_name(kernel: Kernel, mask: str, taken: Iterable[str]) -> str:
-    """transformers takes an interface for a FlashAttention where its name holds "flash": ours does where it is one."""
-    stem = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__qualname__}".replace(".", "_")
-    name = f"veomni_{stem}" if ("flash" in stem) == ("flash" in mask) else f"veomni_{mask}"
-    numbered = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    return next(each for each in numbered if each not in taken)

@@ -20,9 +20,8 @@ from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.moe_experts import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.expert_layouts import LAYOUTS, Forward
-from veomni_core.sites.experts_selection import eager_forward, selected_implementation
+from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import EAGER
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _KNOWN = (*_WEIGHTS, "gate_up_proj_bias", "down_proj_bias")
@@ -48,8 +47,8 @@ class ExpertsModules:
         module = model.get_submodule(site.path)
         if kernel is not None:
             yield ForwardChange(module, LAYOUTS[site.detail["layout"]].forward_with(kernel))
-        elif selected_implementation(module) != EAGER:
-            yield ForwardChange(module, eager_forward(module))
+        elif is_dispatched(module):
+            yield EagerExpertsChange(module)
 
 
 def _prove(module: nn.Module) -> tuple[str | None, str, str]:

@@ -12,7 +12,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from veomni_core.ops.attention import refuse
-from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
 _MOST_VARIANTS = 256
