@@ -34,6 +34,11 @@ def interface_of(module: Any) -> str:
     return str(module.config._attn_implementation)
 
 
+def select_interface(config: Any, name: str) -> None:
+    """Let the modules that read ``config``, and not those of configs within it, use the interface ``name``."""
+    setattr(config, _NAME, name)
+
+
 class OwnConfigs:
     """Gives one model copies of its config objects, whichever modules and attributes hold them."""
 
@@ -104,16 +109,16 @@ class InterfaceChange:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self._before: str | None = None
+        self._before: Any = None
 
     def apply(self) -> None:
         config = self._config()
         self._before = config._attn_implementation
-        setattr(config, _NAME, self.name)
+        select_interface(config, self.name)
 
     def revert(self) -> None:
         if (config := self._config()) is not None and config._attn_implementation == self.name:
-            setattr(config, _NAME, self._before)
+            select_interface(config, self._before)
 
     def overridden(self) -> str:
         if (config := self._config()) is None:
