@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -60,7 +60,8 @@ def _run(
         if set(every) - {path for run in runs for path in run.reached(every)}:
             runs.append(_Runs(traced, *root))
     for owner, paths in readers.items():
-        yield owner, _verdict(owner, paths, [run for run in runs if run.reached(paths)], refused[owner], proofs, runs)
+        reaching = [run for run in runs if run.reached(paths)]
+        yield owner, _verdict(paths, reaching, refused[owner], proofs, runs, error)
 
 
 class _Runs:
@@ -83,50 +84,47 @@ class _Runs:
 
 
 def _verdict(
-    owner: str,
     paths: list[str],
     runs: list[_Runs],
     refused: dict[str, str],
     proofs: EagerProofs,
     tried: list[_Runs],
+    error: str,
 ) -> Verdict:
     missed = set(paths) - {path for run in runs for path in run.reached(paths)}
     calls = [call for run in runs for trace in run.eager for call in trace.calls if call.path in paths]
     needs = ("dense_mask",) if MASK_FEATURES["flash_attention"] in refused else ()
-    if missed:
-        why = next((run.eager[0].why_it_ended for run in tried if run.eager[0].why_it_ended), "no input reaches it")
-        allowed = ", ".join(n for family, n in _flags() if MASK_FEATURES[family] not in refused)
-        evidence = f"declared by transformers ({allowed}), not run: {len(missed)} of {len(paths)} modules: {why}"
-        return Verdict(True, evidence, refused, needs, _widths(calls), examined=False, declared=True)
+    verdict = Verdict(False, "", refused, (*needs, *_head_needs(calls)), _widths(calls))
     for call in calls:
         if why := proofs.mismatch(call):
-            return Verdict(False, f"{type(call.module).__name__}: {why}", refused, needs, _widths(calls))
+            return replace(verdict, evidence=f"{type(call.module).__name__}: {why}")
     for family, feature in MASK_FEATURES.items():
         if feature not in refused and (why := _mask_difference(runs, paths, _RUN_AS[family])):
-            refused[feature] = f"under {family} {why}"
+            refused[feature] = f"with the masks of {family} {why}"
     if len(refused) == len(MASK_FEATURES):
-        return Verdict(False, "; ".join(refused.values()), refused, needs, _widths(calls))
-    kept = ", ".join(family for family, feature in MASK_FEATURES.items() if feature not in refused)
+        return replace(verdict, evidence="; ".join(refused.values()))
+    allowed = [family for family, feature in MASK_FEATURES.items() if feature not in refused]
+    if missed:
+        why = next((run.eager[0].why_it_ended for run in tried if run.eager[0].why_it_ended), error or "nothing calls it")
+        word = ", ".join(_SUPPORTED[family][0] for family in allowed)
+        evidence = f"declared by transformers ({word}); {len(missed)} of {len(paths)} modules could not be run: {why}"
+        return replace(verdict, proven=True, evidence=evidence, examined=False, declared=True)
     evidence = (
-        f"{len(paths)} modules: their eager function gave the reference's values and gradients, and masks for {kept} "
-        "keep the same keys as eager's"
+        f"{len(paths)} modules: their eager function gave the reference's values and gradients, and with the masks of "
+        f"{', '.join(allowed)} each query sees the keys that it sees in eager attention"
     )
-    return Verdict(True, evidence, refused, (*needs, *_head_needs(calls)), _widths(calls))
+    return replace(verdict, proven=True, evidence=evidence)
 
 
 def _mask_difference(runs: list[_Runs], paths: list[str], interface: str) -> str:
     for run in runs:
         for eager, other in zip(run.eager, run.under(interface), strict=True):
             if other.why_it_ended and not eager.why_it_ended:
-                return f"the model does not run: {other.why_it_ended}"
+                return f"the model does not run ({other.why_it_ended})"
             mine, theirs = (Trace(t.padding, [c for c in t.calls if c.path in paths]) for t in (eager, other))
             if why := difference(mine, theirs):
                 return f"{why}{' (with padding)' if eager.padding is not None else ''}"
     return ""
-
-
-def _flags() -> Iterator[tuple[str, str]]:
-    return ((family, names[0]) for family, names in _SUPPORTED.items())
 
 
 def _eager_only(model: nn.Module, owner: str, refused: Mapping[str, str]) -> Verdict | None:
@@ -145,7 +143,7 @@ def _refused_by_transformers(model: Any, owner: str) -> Iterator[tuple[str, str]
             if said and not any(said.values()):
                 flag = next(iter(said))
                 who = type(model.get_submodule(owner)).__name__
-                yield MASK_FEATURES[family], f"transformers does not run {who}'s attention by it ({flag} = False)"
+                yield MASK_FEATURES[family], f"transformers does not run {who}'s attention by {family} ({flag} = False)"
                 break
 
 

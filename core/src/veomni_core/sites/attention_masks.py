@@ -23,19 +23,19 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 def difference(eager: Trace, other: Trace) -> str:
     """What a kernel of the other interface would compute otherwise; empty where nothing."""
     if len(eager.calls) != len(other.calls):
-        return f"the model calls its attention {len(eager.calls)} times for eager and {len(other.calls)} times for it"
+        return f"the model calls its attention {len(other.calls)} times, and {len(eager.calls)} times for eager"
     for mine, theirs in zip(eager.calls, other.calls, strict=True):
         if why := _difference(mine, theirs, eager.padding):
-            return f"in {type(mine.module).__name__} {why}"
+            return f"{type(mine.module).__name__} {why}"
     return ""
 
 
 def _difference(eager: AttentionCall, other: AttentionCall, padding: Tensor | None) -> str:
     if eager.path != other.path or [h.shape for h in eager.heads] != [h.shape for h in other.heads]:
-        return "it is given other queries, keys and values than eager"
+        return "is given other queries, keys and values than for eager"
     differing = [name for name in _names(eager.options, other.options) if not _alike(eager, other, name)]
     if differing:
-        return f"it is given another {' and '.join(differing)} than eager"
+        return f"is given another {' and '.join(differing)} than for eager"
     found, why = added_mask(other)
     if found is None:
         return why
@@ -46,8 +46,9 @@ def _difference(eager: AttentionCall, other: AttentionCall, padding: Tensor | No
     if torch.equal(found[rows], wanted[rows]):
         return ""
     if other.mask is None:
-        return f"eager gets a mask, and it gets none and is {'' if _is_causal(other) else 'not '}causal by itself"
-    return "its mask keeps other keys than eager's"
+        by_itself = "causal" if _is_causal(other) else "not causal"
+        return f"gets no mask and is {by_itself} by itself, while eager's mask lets queries see other keys"
+    return "gets a mask that lets queries see other keys than eager's"
 
 
 def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
@@ -55,7 +56,7 @@ def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
     if call.mask is not None and call.mask.dim() == 4:
         return as_added(call.mask, call), ""
     if _is_causal(call) is None:
-        return None, "no mask reaches it, and the module does not say whether it is causal (is_causal)"
+        return None, "gets no mask, and does not say whether it is causal (is_causal)"
     query, key, _ = call.heads
     scores = torch.empty(query.shape[2], key.shape[2])
     bounds = (call.options.get(name) for name in _BOUNDS)

@@ -58,10 +58,14 @@ class TracedModel:
     def __init__(self, model: nn.Module, readers: Collection[str]) -> None:
         self._twin = hollow_twin(model).eval()
         self._trace = Trace(None)
+        self._ran_for_eager: dict[tuple[str, bool, bool], frozenset[str]] = {}
         for module in self._twin.modules():  # what a forward may keep in lists and mappings is the copy's
             vars(module).update({n: copy.copy(v) for n, v in vars(module).items() if type(v) in (list, dict, set)})
         OwnConfigs(self._twin).apply()
         _narrow_windows(self._twin)
+        for config in _configs(self._twin):
+            if "output_router_logits" in vars(config):  # for the loss alone
+                vars(config)["output_router_logits"] = False
         for path in readers:
             module = self._twin.get_submodule(path)
             vars(module)["forward"] = MethodType(self._recording(path, current_forward(module)), module)
@@ -69,19 +73,21 @@ class TracedModel:
         self._repeated = skip_repeated_layers(self._twin, self._reached_within)
 
     def run(self, path: str, interface: str, padded: bool, crossing: bool = False) -> Trace:
-        """Run the module at ``path`` under the mask ``interface`` of transformers, with or without padding.
+        """Run the module at ``path`` under the mask ``interface`` of transformers, eager first, and with padding or not.
 
         ``crossing`` gives a decoder on its own an encoder's hidden states, too.
         """
         module: Any = self._twin.get_submodule(path)
-        for each in self._twin.modules():
-            if "config" in vars(each):
-                select_interface(each.config, interface)
+        for config in _configs(self._twin):
+            select_interface(config, interface)
         inputs = _inputs(module, padded, crossing)
         trace = self._trace = Trace(inputs.get("attention_mask"))
-        self._repeated.forget()
+        run = (path, padded, crossing)
+        # The layers that ran for eager: other masks may tell fewer layers apart, and calls are compared one by one.
+        self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
         with torch.no_grad():
             _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
+        self._ran_for_eager.setdefault(run, self._repeated.ran)
         return trace
 
     def _recording(self, path: str, forward: Function) -> Function:
@@ -178,11 +184,14 @@ def _tokens(config: Any, length: int) -> Tensor:
     return torch.tensor(plain)[torch.randint(len(plain), (BATCH, length))]
 
 
+def _configs(twin: nn.Module) -> list[Any]:
+    return list({id(m.config): m.config for m in twin.modules() if "config" in vars(m)}.values())
+
+
 def _narrow_windows(twin: nn.Module) -> None:
     """Sliding windows that every module takes from its config as they are become shorter than the sequence."""
     holders = [module for module in twin.modules() if isinstance(vars(module).get("sliding_window"), int)]
-    configs = {id(m.config): m.config for m in twin.modules() if "config" in vars(m)}
-    stated = [config for config in configs.values() if isinstance(vars(config).get("sliding_window"), int)]
+    stated = [config for config in _configs(twin) if isinstance(vars(config).get("sliding_window"), int)]
     windows = {vars(config)["sliding_window"] for config in stated}
     if all(vars(module)["sliding_window"] in windows for module in holders):
         for each in (*holders, *stated):

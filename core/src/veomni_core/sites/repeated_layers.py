@@ -14,11 +14,19 @@ class RepeatedLayers:
     def __init__(self) -> None:
         self._given: dict[Hashable, Any] = {}
         self._kept_alive: list[Any] = []  # or another object could get an identity that stands in a key
+        self._always: frozenset[str] = frozenset()
+        self._ran: set[str] = set()
 
-    def forget(self) -> None:
-        """Before another run."""
+    def begin_run(self, always: frozenset[str]) -> None:
+        """Before each run; the layers in ``always`` run whatever they are given."""
         self._given.clear()
         self._kept_alive.clear()
+        self._always, self._ran = always, set()
+
+    @property
+    def ran(self) -> frozenset[str]:
+        """The layers that the present run did not leave out."""
+        return frozenset(self._ran)
 
     def forward_of(self, layer: nn.Module, path: str, form: Hashable, left_out: Callable[[str], None]) -> Any:
         """A forward that runs ``layer`` once for each set of arguments that layers of its form get."""
@@ -26,9 +34,10 @@ class RepeatedLayers:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (form, tuple(map(_argument, range(len(args)), args)), tuple((n, _argument(n, kwargs[n])) for n in kwargs))
-            if key in self._given:
+            if key in self._given and path not in self._always:
                 left_out(path)
             else:
+                self._ran.add(path)
                 self._kept_alive += [args, kwargs]
                 self._given[key] = run(*args, **kwargs)
             return self._given[key]
