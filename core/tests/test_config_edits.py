@@ -79,13 +79,23 @@ def test_undo_restores_every_config_without_edits():
 
 
 def test_nested_configs_are_edited_and_restored_like_the_outer_one():
-    text = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=64,
-    )  # fmt: skip
-    vision = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
-    )
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     model = Gemma3ForConditionalGeneration(config)
     shared, shared_text = model.config, model.config.text_config

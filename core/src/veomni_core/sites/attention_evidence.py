@@ -105,7 +105,9 @@ def _verdict(
         return replace(verdict, evidence="; ".join(refused.values()))
     allowed = [family for family, feature in MASK_FEATURES.items() if feature not in refused]
     if missed:
-        why = next((run.eager[0].why_it_ended for run in tried if run.eager[0].why_it_ended), error or "nothing calls it")
+        why = next(
+            (run.eager[0].why_it_ended for run in tried if run.eager[0].why_it_ended), error or "nothing calls it"
+        )
         word = ", ".join(_SUPPORTED[family][0] for family in allowed)
         evidence = f"declared by transformers ({word}); {len(missed)} of {len(paths)} modules could not be run: {why}"
         return replace(verdict, proven=True, evidence=evidence, examined=False, declared=True)

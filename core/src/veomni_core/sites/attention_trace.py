@@ -162,7 +162,9 @@ def _inputs(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
         known[name] = ZERO.expand(BATCH, LENGTH, config.hidden_size)
     if crossing:
         known["encoder_hidden_states"] = ZERO.expand(BATCH, _DECODER_LENGTH, config.hidden_size)
-    return {name: value for name, value in known.items() if name in parameters or name == "use_cache" and _open(module)}
+    return {
+        name: value for name, value in known.items() if name in parameters or (name == "use_cache" and _open(module))
+    }
 
 
 def _open(module: Any) -> bool:

@@ -33,7 +33,11 @@ class RepeatedLayers:
         run = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = (form, tuple(map(_argument, range(len(args)), args)), tuple((n, _argument(n, kwargs[n])) for n in kwargs))
+            key = (
+                form,
+                tuple(map(_argument, range(len(args)), args)),
+                tuple((n, _argument(n, kwargs[n])) for n in kwargs),
+            )
             if key in self._given and path not in self._always:
                 left_out(path)
             else:

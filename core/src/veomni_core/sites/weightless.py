@@ -30,27 +30,34 @@ def _is_listed(child: nn.Module) -> bool:
 
 
 def _without_numbers(child: nn.Module) -> Callable[..., Any]:
+    """A forward that runs ``child`` on meta, once for each form of its arguments; as it is where that fails."""
     run = child.forward
-    on_meta = hollow_twin(child).eval()
-    for module in on_meta.modules():
+    on_meta: list[nn.Module] = []  # made when it is called: most layers repeat an earlier one, and are not
+    given: dict[Hashable, Any] = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        key = (_form(args), _form(kwargs))
+        if key not in given:
+            if not on_meta:
+                on_meta.append(_moved_to_meta(child))
+            with torch.device("meta"):
+                result, error = probe.attempt(lambda: on_meta[0](*_mapped(args, "meta"), **_mapped(kwargs, "meta")))
+            given[key] = run(*args, **kwargs) if error else _mapped(result, "cpu")
+        return given[key]
+
+    return forward
+
+
+def _moved_to_meta(child: nn.Module) -> nn.Module:
+    twin = hollow_twin(child).eval()
+    for module in twin.modules():
         if isinstance(getattr(module, "out_features", None), int):
             vars(module).pop("forward", None)
         elif _holds_experts(module):
             vars(module)["forward"] = lambda hidden_states, *_, **__: hidden_states
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: None if t is None else _on(t, "meta") for name, t in tensors.items()})  # type: ignore[misc]
-
-    given: dict[Hashable, Any] = {}
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        key = (_form(args), _form(kwargs))
-        if key not in given:
-            with torch.device("meta"):
-                result, error = probe.attempt(lambda: on_meta(*_mapped(args, "meta"), **_mapped(kwargs, "meta")))
-            given[key] = run(*args, **kwargs) if error else _mapped(result, "cpu")
-        return given[key]
-
-    return forward
+    return twin
 
 
 def _form(value: Any) -> Hashable:
