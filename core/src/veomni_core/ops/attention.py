@@ -19,8 +19,8 @@ What not every kernel computes is a feature, which a kernel declares in its spec
 - ``dropout``: of the weights;
 - ``wide_heads``: heads of more than 256, and ``odd_heads``: heads whose width is no multiple of 8.
 
-Which masks transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask`` (boolean; left
-out where ``is_causal`` tells it), ``flash_attention_mask`` (of padding, or none) or ``flex_attention_mask`` (a
+Which masks transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask`` (boolean;
+left out where ``is_causal`` tells it), ``flash_attention_mask`` (of padding, or none) or ``flex_attention_mask`` (a
 ``BlockMask``). The plan refuses the kernels of a family at sites where that family's masks don't say what eager's do.
 
 The options in :data:`FEATURES_OF_OPTIONS` come from some models alone; a kernel gives those that it doesn't compute to

@@ -73,7 +73,7 @@ class TracedModel:
         self._repeated = skip_repeated_layers(self._twin, self._reached_within)
 
     def run(self, path: str, interface: str, padded: bool, crossing: bool = False) -> Trace:
-        """Run the module at ``path`` under the mask ``interface`` of transformers, eager first, and with padding or not.
+        """Run the module at ``path`` under the mask ``interface`` of transformers, with padding or not; eager first.
 
         ``crossing`` gives a decoder on its own an encoder's hidden states, too.
         """

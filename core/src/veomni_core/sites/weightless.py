@@ -16,7 +16,7 @@ from veomni_core.sites.hollow_twin import hollow_twin
 
 
 def run_on_meta(twin: nn.Module, attention: Collection[str]) -> None:
-    """Let the children of ``twin``'s listed layers compute nothing, except those that hold a module of ``attention``."""
+    """Let the children of ``twin``'s listed layers compute nothing, but for those that hold ``attention``."""
     for path, layers in list(twin.named_modules()):
         for index, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
             for name, child in layer.named_children():
