@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from veomni_core.changes import Change
 from veomni_core.spec import EAGER
+
+if TYPE_CHECKING:  # it imports torch, which planning from sites alone does without
+    from veomni_core.changes import Change
 
 Kernel = Callable[..., Any]
 
