@@ -68,7 +68,7 @@ class _Runs:
     """The runs of one root: per interface one without and one with padding."""
 
     def __init__(self, traced: TracedModel, root: str, crossing: bool) -> None:
-        self._run = lambda interface: [traced.run(root, interface, padded, crossing) for padded in (False, True)]
+        self._traced, self._root, self._crossing = traced, root, crossing
         self.eager = self._run("eager")
         self._others: dict[str, list[Trace]] = {}
 
@@ -81,6 +81,9 @@ class _Runs:
         if interface not in self._others:
             self._others[interface] = self._run(interface)
         return self._others[interface]
+
+    def _run(self, interface: str) -> list[Trace]:
+        return [self._traced.run(self._root, interface, padded, self._crossing) for padded in (False, True)]
 
 
 def _verdict(

@@ -81,7 +81,8 @@ class OwnConfigs:
         return (id(self._model()), _OWN)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnConfigs:
-        duplicate = OwnConfigs(copy.deepcopy(self._model(), memo))
+        model: Any = self._model()
+        duplicate = OwnConfigs(copy.deepcopy(model, memo))
         memo[id(self)] = duplicate
         duplicate._copied = copy.deepcopy(self._copied, memo)
         return duplicate

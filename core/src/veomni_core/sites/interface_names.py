@@ -56,7 +56,8 @@ class RegisteredInterface:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegisteredInterface:
         function, mask, beneath = self._entry
-        duplicate = RegisteredInterface(copy.deepcopy(self._model(), memo), function, mask, self.name, beneath)
+        model: Any = self._model()
+        duplicate = RegisteredInterface(copy.deepcopy(model, memo), function, mask, self.name, beneath)
         duplicate.apply()
         return duplicate
 
