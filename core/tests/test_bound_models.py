@@ -36,7 +36,7 @@ def test_compile_fullgraph(family):
     if family in FAMILIES_WITH_EXPERTS and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("before 5.20 transformers' own experts don't compile on a CPU, bound or not")
     torch._dynamo.reset()
-    model, eager, ids = build(family), build(family), tokens()
+    model, eager, ids = build(family, experts_implementation="eager"), build(family), tokens()
     bind(model, {**EVERY_KERNEL, "moe_implementation": "eager"}, registry=REGISTRY)
     if family in FAMILIES_WITH_EXPERTS:
         # The eager loop over experts asks for values, which no graph can hold; transformers' own grouped_mm can.

@@ -19,7 +19,7 @@ from veomni_core.sequence_parallel import (
     apply_ulysses,
     gather_outputs,
 )
-from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_core.sites.interface_names import MASK_INTERFACE
 
 LENGTH = 16
 # Grouped matrix products know no float64.
@@ -37,17 +37,18 @@ setattr(by_lengths, MASK_INTERFACE, "flash_attention_2")
 
 def registry() -> Registry:
     """The counting kernels, transformers' sdpa, and a kernel that takes lengths."""
-    factories = {
-        "sdpa": "transformers.integrations.sdpa_attention:sdpa_attention_forward",
-        "by_lengths": f"{__name__}:by_lengths",
+    kernels = {
+        "sdpa": ("transformers.integrations.sdpa_attention:sdpa_attention_forward", "sdpa_mask"),
+        "by_lengths": (f"{__name__}:by_lengths", "flash_attention_mask"),
     }
     features = ("dense_mask", "padding_mask", "sliding_window", "packed", "sinks")
     attention = (
-        KernelSpec(name, "attention", "standard", factory, features=features) for name, factory in factories.items()
+        KernelSpec(name, "attention", "standard", factory, features=(*features, mask), dtypes=("float32", "float64"))
+        for name, (factory, mask) in kernels.items()
     )
     counting = next(plugin for plugin in counting_registry("one").plugins if plugin.kernels)
-    kernels = (*counting.kernels, *attention)
-    return build_registry([CORE, dataclasses.replace(counting, kernels=kernels)], {})
+    both = (*counting.kernels, *attention)
+    return build_registry([CORE, dataclasses.replace(counting, kernels=both)], {})
 
 
 def compare(

@@ -74,6 +74,7 @@ class Binding:
             raise BindingError("this binding is not in force any more; it was undone before")
         if self.sequence_parallel:
             raise BindingError(f"the model runs sequence-parallel ({self.sequence_parallel}): undo() that first")
+        tuple(self._changes.changed())  # says what was set since, and so stays
         self._changes.revert()
 
     def __enter__(self) -> Binding:

@@ -25,11 +25,18 @@ class Owner(Protocol):
     """Whose subclasses they are: :class:`veomni_core.bound_classes.BoundClasses`."""
 
     binding: Any
+    training_logits: str
     paths: MutableMapping[nn.Module, str]
     copies: MutableSet[nn.Module]
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Answer to a guarded attribute that is about to change."""
+
+    def note(self, path: str, what: str, when: str = "") -> None:
+        """Record that a site runs its own code."""
+
+    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
+        """Bind a module that took a bound one's place."""
 
 
 def made_by(module: nn.Module) -> Owner | None:

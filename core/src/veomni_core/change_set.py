@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from veomni_core.bound_classes import BoundClasses
 from veomni_core.changes import AttributeChange, Change, ClassChange, ForwardChange
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.forward_functions import modules_held, names_in, reaches
+
+logger = logging.getLogger(__name__)
 
 
 class ChangeSet:
@@ -21,6 +24,7 @@ class ChangeSet:
         self._changes: list[Change] = []
         self._owned: list[_Owned] = []
         self._outermost: dict[Hashable, _Owned] = {}
+        self._said: set[tuple[str, str]] = set()
 
     def __iter__(self) -> Iterator[Change]:
         return iter(self._changes)
@@ -71,13 +75,22 @@ class ChangeSet:
                 )
 
     def changed(self) -> Iterator[tuple[str, str]]:
-        """The module path of every site that runs its own code again, or somebody else's, and why."""
-        yield from self.classes.changed.items()
-        for change in {change.place: change for change in self._changes}.values():
-            if isinstance(change, ForwardChange) and (what := change.overridden()):
-                path = self.classes.paths[change.target]
-                if path not in self.classes.changed:
-                    yield path, what
+        """The module path of every site that does not run what was bound, and why; each is said once.
+
+        A write to a config or to an attribute that nothing guards is seen here, when somebody asks.
+        """
+        reasons = {path: [what] for path, what in self.classes.changed.items()}
+        for each in {each.change.place: each for each in self._owned}.values():
+            what = each.change.overridden()
+            path = each.path or "the model"
+            if what and not (isinstance(each.change, ForwardChange) and path in self.classes.changed):
+                reasons.setdefault(path, []).append(what)
+        for path, whats in reasons.items():
+            said = "; ".join(whats)
+            if path not in self.classes.changed and (path, said) not in self._said:
+                self._said.add((path, said))
+                logger.warning("%s does not run what was bound any more: %s", path, said)
+            yield path, said
 
     def revert(self) -> None:
         """Take every change back, the last one first."""
@@ -92,6 +105,9 @@ class ChangeSet:
         memo[id(self)] = duplicate
         duplicate.classes = copy.deepcopy(self.classes, memo)
         duplicate._changes = [copy.deepcopy(change, memo) for change in self._changes]
+        copied = dict(zip(map(id, self._changes), duplicate._changes, strict=True))
+        duplicate._owned = [replace(each, change=copied[id(each.change)]) for each in self._owned]
+        duplicate._said = set(self._said)
         return duplicate
 
     def _refuse_second_owner(self, change: ForwardChange, path: str, owner: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from veomni_core.plan import DECLARED, OpDecision, Plan
+from veomni_core.spec import EAGER
 from veomni_core.tables import render_table
 
 
@@ -100,7 +101,9 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
         "bound": _bound(op),
         "found": len(op.sites),
         "declared": _declared(op),
-        "eager": [{"path": decision.site.path, "reason": decision.reason} for decision in op.left_eager],
+        "eager": [
+            {"path": decision.site.path, "runs": decision.runs, "reason": decision.reason} for decision in op.left_eager
+        ],
     }
 
 
@@ -116,5 +119,6 @@ def _declared(op: OpDecision) -> int:
 def _eager_reasons(op: OpDecision) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
     for decision in op.left_eager:
-        reasons.setdefault(decision.reason, []).append(decision.site.path)
+        where = "" if decision.runs == EAGER else f"; {decision.runs} runs there, as the model is set to"
+        reasons.setdefault(decision.reason + where, []).append(decision.site.path)
     return reasons

@@ -28,6 +28,7 @@ class _Place:
     variant: str
     dtype: str | None
     needs: tuple[str, ...]
+    refuses: tuple[tuple[str, str], ...]
 
 
 class Selection:
@@ -43,7 +44,7 @@ class Selection:
             return Verdict(EAGER, "as asked", as_asked=True)
         if site.variant is None:
             return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
-        place = _Place(site.variant, site.dtype, site.needs)
+        place = _Place(site.variant, site.dtype, site.needs, tuple(site.refuses.items()))
         key = (op_name, names, place)
         if key not in self._answers:
             self._answers[key] = self._first(op_name, names, place)
@@ -68,9 +69,15 @@ class Selection:
         names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
         return (EAGER, *sorted(names))
 
-    def why_not(self, spec: KernelSpec, dtype: str | None = None, needs: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """What keeps ``spec`` from running here, on data of ``dtype`` where that is known, where a site ``needs``
-        features; empty when nothing does.
+    def why_not(
+        self,
+        spec: KernelSpec,
+        dtype: str | None = None,
+        needs: tuple[str, ...] = (),
+        refuses: tuple[tuple[str, str], ...] = (),
+    ) -> tuple[str, ...]:
+        """What keeps ``spec`` from running here, on data of ``dtype`` where that is known, where a site ``needs`` some
+        features and ``refuses`` others; empty when nothing does.
         """
         reasons = list(spec.hardware.unmet(self._hardware))
         if not spec.backward:
@@ -78,6 +85,7 @@ class Selection:
         if dtype is not None and dtype not in spec.dtypes:
             reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {dtype}")
         reasons += [f"does not compute {need}, which this site needs" for need in needs if need not in spec.features]
+        reasons += [f"has {feature}: {why}" for feature, why in refuses if feature in spec.features]
         return tuple(reasons)
 
     def _first(self, op_name: str, names: tuple[str, ...], place: _Place) -> Verdict:
@@ -89,7 +97,7 @@ class Selection:
                 return self._best(op_name, place, passed_over)
             spec = self._registry.find(op_name, place.variant, name)
             covered = (self._not_covered(op_name, place.variant, name),)
-            why_not = self.why_not(spec, place.dtype, place.needs) if spec else covered
+            why_not = self.why_not(spec, place.dtype, place.needs, place.refuses) if spec else covered
             if not why_not:
                 return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
             passed_over.append(f"{name} {' and '.join(why_not)}")
@@ -97,7 +105,7 @@ class Selection:
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         specs = self._registry.kernels(op_name, place.variant)
-        candidates = [spec for spec in specs if not self.why_not(spec, place.dtype, place.needs)]
+        candidates = [spec for spec in specs if not self.why_not(spec, place.dtype, place.needs, place.refuses)]
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
         if measured:
@@ -116,7 +124,7 @@ class Selection:
             return f"no kernel for {place.variant} is installed"
         not_preferred = ("is not preferred to the model's own code",)
         return "; ".join(
-            f"{spec.name} {' and '.join(self.why_not(spec, place.dtype, place.needs) or not_preferred)}"
+            f"{spec.name} {' and '.join(self.why_not(spec, place.dtype, place.needs, place.refuses) or not_preferred)}"
             for spec in specs
         )
 

@@ -63,7 +63,7 @@ def test_a_position_bias_is_refused_where_transformers_does_not_add_it(monkeypat
 def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
     """transformers puts them into the mask for its own sdpa alone, and hands them to any other attention."""
     with torch.device("meta"):
-        model = build("deepseek_v32")
+        model = build("deepseek_v32", num_key_value_heads=4)
     sdpa_of_torch = PluginRecord("veomni_torch", "veomni-torch", "0.1", "tests", kernels=tuple(veomni_kernels()))
     registry = build_registry([CORE, sdpa_of_torch], {})
     ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": "auto"}, registry)

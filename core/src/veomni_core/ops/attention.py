@@ -16,7 +16,12 @@ What not every kernel computes is a feature, which a kernel declares in its spec
 - ``position_bias``: ``position_bias[1 or B, Hq, S, L]`` is added to the scores, and has a gradient (T5);
 - ``chosen_keys``: of the keys that it may see, a query sees the ``indices[B, S, chosen]`` (sparse attention), or the
   ``block_indices`` of blocks whose size the module knows, of which the contract has no sample;
-- ``dropout``: of the weights.
+- ``dropout``: of the weights;
+- ``wide_heads``: heads of more than 256, and ``odd_heads``: heads whose width is no multiple of 8.
+
+Which masks transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask`` (boolean;
+left out where ``is_causal`` tells it), ``flash_attention_mask`` (of padding, or none) or ``flex_attention_mask`` (a
+``BlockMask``). The plan refuses the kernels of a family at sites where that family's masks don't say what eager's do.
 
 The options in :data:`FEATURES_OF_OPTIONS` come from some models alone; a kernel gives those that it doesn't compute to
 :func:`refuse`.
@@ -33,6 +38,12 @@ from torch import Tensor
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
+# By the family of interfaces whose masks a kernel takes.
+MASK_FEATURES = {
+    "sdpa": "sdpa_mask",
+    "flash_attention": "flash_attention_mask",
+    "flex_attention": "flex_attention_mask",
+}
 FEATURES_OF_OPTIONS = {
     "position_bias": "position_bias",
     "indices": "chosen_keys",

@@ -146,7 +146,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("norm modules", "veomni_core.sites.norms:NormModules", order=10),
     SiteRule("gated norm modules", "veomni_core.sites.gated_norms:GatedNormModules", order=10),
     SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps:GatedMlpModules", order=10),
-    SiteRule("experts modules", "veomni_core.sites.experts:ExpertsModules", order=10),
+    SiteRule("experts modules", "veomni_core.sites.experts:ExpertsModules", order=10, installs_eager=True),
     SiteRule("rotary functions", "veomni_core.sites.rotary:RotaryFunctions", order=20),
     SiteRule("load-balancing functions", "veomni_core.sites.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule(

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from veomni_core.errors import ConfigError
 from veomni_core.sequence_parallel.exchange import check_heads
-from veomni_core.sites.attention import AttentionInterface, reads_interface
+from veomni_core.sites.attention import readers_by_owner, reads_interface
+from veomni_core.sites.config_changes import interface_of
 from veomni_core.sites.functions import code_layers, current_forward
 from veomni_core.sites.load_balancing import LoadBalancingFunctions
 from veomni_core.sites.site import Site
@@ -29,7 +30,11 @@ def attention_site(model: nn.Module, group: ProcessGroup) -> Site:
     Raises:
         ConfigError: with every reason why ``model`` can't run sequence-parallel over ``group``.
     """
-    sites = tuple(AttentionInterface().find(model, _RULE))
+    # The attention that runs was proven before it was bound, and a bound model can't be run on zeros again.
+    sites = tuple(
+        Site("attention", owner, _RULE, "standard", "read from the model", own=interface_of(model.get_submodule(owner)))
+        for owner in readers_by_owner(model)
+    )
     problems = list(_problems(model, sites, group.size()))
     if problems:
         listed = "; ".join(problems)

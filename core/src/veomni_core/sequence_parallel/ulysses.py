@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -17,13 +18,14 @@ from veomni_core.change_set import ChangeSet
 from veomni_core.changes import AttributeChange, Change, ForwardChange
 from veomni_core.errors import BindingError, BoundModelPickleError
 from veomni_core.sequence_parallel.agreement import check_batches_agree
-from veomni_core.sequence_parallel.attention import Attention, packing_of, ulysses_attention, whole_mask
+from veomni_core.sequence_parallel.attention import packing_of, ulysses_attention, whole_mask
 from veomni_core.sequence_parallel.exchange import ranks_of
 from veomni_core.sequence_parallel.inputs import WholeSequence, check_positions, split_inputs
 from veomni_core.sequence_parallel.losses import sum_over_ranks, whole_sequence
 from veomni_core.sequence_parallel.refusals import attention_site, balancing_sites, reads_positions_from_mask
-from veomni_core.sites.attention import config_changes
+from veomni_core.sites.config_changes import config_changes, interface_of
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.interface_names import RegisteredInterface
 
 _IN_FORCE = "_veomni_sequence_parallel"
 _BALANCING = "load_balancing_loss_func"
@@ -34,10 +36,23 @@ class SequenceParallel:
     """One model that runs on a part of the sequence per rank. As a context manager it is undone on leaving."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup, attention: str) -> None:
-        self.model, self.group, self.attention = model, group, attention
+        self._model = weakref.ref(model)
+        self.group, self.attention = group, attention
         self._changes = ChangeSet()
         self._whole: WholeSequence | None = None
         self._batches_agree = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that runs sequence-parallel.
+
+        Raises:
+            BindingError: the model was freed.
+        """
+        model = self._model()
+        if model is None:
+            raise BindingError("the model of this sequence parallelism was freed")
+        return model
 
     def describe(self) -> str:
         """For receipts: ``Ulysses, sp=4, over flash_attention_4``."""
@@ -129,8 +144,11 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
     name = f"veomni_ulysses_{next(_NUMBERS)}_{own}"
     mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
     by_lengths = mask is flash_attention_mask
-    yield _Registered(ALL_ATTENTION_FUNCTIONS, name, ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], state.group))
-    yield _Registered(ALL_MASK_ATTENTION_FUNCTIONS, name, whole_mask(mask, state.whole, reads_positions=not by_lengths))
+    attention = ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], state.group)
+    # Weakly: the process's tables would keep the model alive.
+    whole: Any = weakref.WeakMethod(state.whole)
+    whole_sequence_mask = whole_mask(mask, lambda: whole()(), reads_positions=not by_lengths)
+    yield RegisteredInterface(model, attention, whole_sequence_mask, name, beneath=own)
     yield from config_changes(model, path, name)
     for site in balancing_sites(model):
         module = model.get_submodule(site.path)
@@ -140,8 +158,8 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
         yield ForwardChange(module, forward)
     if "labels" in inspect.signature(type(model).forward).parameters:
         yield AttributeChange(model, "_loss_function", _causal_loss(model.loss_function, state))  # type: ignore[arg-type]
-    owner = model.get_submodule(path)
-    forward = _whole_forward(current_forward(model), state, by_lengths, lambda: _check_in_force(owner, name))
+    owner = weakref.ref(model.get_submodule(path))
+    forward = _whole_forward(current_forward(model), state, by_lengths, lambda: _check_in_force(owner(), name))
     yield ForwardChange(model, forward)
     if binding := binding_of(model):
         yield AttributeChange(binding, "sequence_parallel", state.describe())
@@ -149,7 +167,7 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
 
 def _check_in_force(owner: Any, name: str) -> None:
     """Binding, and transformers' ``set_attn_implementation``, write another interface over Ulysses'."""
-    found = owner.config._attn_implementation
+    found = interface_of(owner)
     if found != name:
         raise BindingError(
             f"the attention was set to {found} after apply_ulysses, so that it would see one rank's positions alone. "
@@ -214,26 +232,3 @@ def _balancing(original: Callable[..., Any], state: SequenceParallel) -> Callabl
         return original(tuple(gathered.unbind(0)), num_experts, top_k, whole.padding)
 
     return loss
-
-
-class _Registered:
-    """A name in one of transformers' interfaces, for as long as a model uses it."""
-
-    def __init__(self, interface: Any, name: str, function: Attention) -> None:
-        self._interface, self._name, self._function = interface, name, function
-
-    def apply(self) -> None:
-        """Register."""
-        self._interface.register(self._name, self._function)
-
-    def revert(self) -> None:
-        """Take the name out again."""
-        self._interface._global_mapping.pop(self._name, None)
-
-    def overridden(self) -> str:
-        """Nobody else has a reason to register this name."""
-        return ""
-
-    @property
-    def place(self) -> Hashable:
-        return (id(self._interface), self._name)

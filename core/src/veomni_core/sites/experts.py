@@ -20,6 +20,7 @@ from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.moe_experts import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.expert_layouts import LAYOUTS, Forward
+from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.site import Kernel, Site
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -39,13 +40,15 @@ class ExpertsModules:
             if key not in proofs:
                 proofs[key] = _prove(module)
             variant, evidence, layout = proofs[key]
-            yield Site("moe_experts", path, rule, variant, evidence, probe.parameter_dtype(module), {"layout": layout})
+            dtype, detail, own = probe.parameter_dtype(module), {"layout": layout}, selected_implementation(module)
+            yield Site("moe_experts", path, rule, variant, evidence, dtype, detail, own)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        assert kernel is not None
         module = model.get_submodule(site.path)
-        forward = LAYOUTS[site.detail["layout"]].forward_with(kernel)
-        yield ForwardChange(module, forward)
+        if kernel is not None:
+            yield ForwardChange(module, LAYOUTS[site.detail["layout"]].forward_with(kernel))
+        elif is_dispatched(module):
+            yield EagerExpertsChange(module)
 
 
 def _prove(module: nn.Module) -> tuple[str | None, str, str]:

@@ -23,8 +23,9 @@ class Site:
     otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there. ``own`` names what
     runs there when nothing is bound, where the model can be set to something else than its eager code. ``examined``
     is whether what the site computes could be seen: without a variant it is then something else than every variant,
-    and otherwise an open question. ``needs`` are the features that a kernel must declare to run there. ``declared``
-    is whether the variant is its author's word, not proven by value.
+    and otherwise an open question. ``needs`` are the features that a kernel must declare to run there, and ``refuses``
+    those that it must not declare, each with the reason. ``declared`` is whether the variant is its author's word, not
+    proven by value.
     """
 
     op_name: str
@@ -37,6 +38,7 @@ class Site:
     own: str = EAGER
     examined: bool = True
     needs: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 
 _NPU = HardwareRequirement("npu", packages=("torch-npu>=2.9",))
 _PREFERENCE = 60
-_FEATURES = ("dense_mask", "dropout", "packed")
+_FEATURES = ("dense_mask", "dropout", "packed", "wide_heads", "odd_heads", "sdpa_mask")
 _PRESET = {
     "attn_implementation": "npu_fusion_attention",
     "cross_entropy_loss_implementation": "npu",

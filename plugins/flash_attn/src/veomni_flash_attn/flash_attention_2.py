@@ -9,7 +9,7 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 

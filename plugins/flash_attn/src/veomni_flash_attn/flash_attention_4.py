@@ -17,7 +17,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.sites.attention import MASK_INTERFACE
+from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 

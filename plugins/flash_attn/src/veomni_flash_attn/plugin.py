@@ -5,7 +5,8 @@ from veomni_core import HardwareRequirement, KernelSpec, hookimpl
 VEOMNI_PLUGIN_API_VERSION = 1
 
 _HALVES = ("bfloat16", "float16")
-_BY_LENGTHS = ("padding_mask", "sliding_window", "packed", "softcap")
+_COMPUTED = ("padding_mask", "sliding_window", "packed", "softcap")
+_BY_LENGTHS = (*_COMPUTED, "flash_attention_mask")
 
 
 @hookimpl
@@ -43,7 +44,7 @@ def veomni_kernels() -> list[KernelSpec]:
             "any mask, compiled by torch into one kernel",
             preference=5,
             dtypes=("float32", *_HALVES),
-            features=("dense_mask", *_BY_LENGTHS, "sinks"),
+            features=("dense_mask", *_COMPUTED, "sinks", "wide_heads", "odd_heads", "flex_attention_mask"),
         ),
     ]
 

@@ -20,7 +20,7 @@ def veomni_kernels() -> list[KernelSpec]:
             description="torch.nn.functional.scaled_dot_product_attention, as transformers calls it",
             preference=_PREFERENCE,
             deterministic=False,
-            features=("dense_mask", "dropout", "position_bias"),
+            features=("dense_mask", "dropout", "position_bias", "wide_heads", "odd_heads", "sdpa_mask"),
         ),
         *(
             KernelSpec(

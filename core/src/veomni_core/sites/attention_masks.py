@@ -1,0 +1,98 @@
+"""Whether attention under a mask interface lets each query see the same keys as the eager attention does.
+
+Eager attention follows its mask alone. Under the other interfaces transformers leaves masks out, or hands over padding
+alone, and the kernel infers the rest: from ``is_causal``, of the call or else of the module, and from the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.attention import visible
+from veomni_core.sites.attention_trace import AttentionCall, Trace
+
+# What differs between interfaces by design, or counts positions that a mask tells too.
+_NOT_COMPARED = frozenset({"is_causal", "sliding_window", "position_ids", "cache_position", "output_attentions"})
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def difference(eager: Trace, other: Trace) -> str:
+    """What a kernel of the other interface would compute otherwise; empty where nothing."""
+    if len(eager.calls) != len(other.calls):
+        return f"the model calls its attention {len(other.calls)} times, and {len(eager.calls)} times for eager"
+    for mine, theirs in zip(eager.calls, other.calls, strict=True):
+        if why := _difference(mine, theirs, eager.padding):
+            return f"{type(mine.module).__name__} {why}"
+    return ""
+
+
+def _difference(eager: AttentionCall, other: AttentionCall, padding: Tensor | None) -> str:
+    if eager.path != other.path or [h.shape for h in eager.heads] != [h.shape for h in other.heads]:
+        return "is given other queries, keys and values than for eager"
+    differing = [name for name in _names(eager.options, other.options) if not _alike(eager, other, name)]
+    if differing:
+        return f"is given another {' and '.join(differing)} than for eager"
+    found, why = added_mask(other)
+    if found is None:
+        return why
+    wanted = as_added(eager.mask, eager)
+    rows = torch.isfinite(wanted).any(-1)
+    if padding is not None and padding.shape == (wanted.shape[0], wanted.shape[2]):
+        rows &= padding.bool()[:, None, :]
+    if torch.equal(found[rows], wanted[rows]):
+        return ""
+    if other.mask is None:
+        by_itself = "causal" if _is_causal(other) else "not causal"
+        return f"gets no mask and is {by_itself} by itself, while eager's mask lets queries see other keys"
+    return "gets a mask that lets queries see other keys than eager's"
+
+
+def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
+    """What a kernel makes of its mask, ``is_causal``, window and packing, ``[B, H, S, L]`` added to the scores."""
+    if call.mask is not None and call.mask.dim() == 4:
+        return as_added(call.mask, call), ""
+    if _is_causal(call) is None:
+        return None, "gets no mask, and does not say whether it is causal (is_causal)"
+    query, key, _ = call.heads
+    scores = torch.empty(query.shape[2], key.shape[2])
+    bounds = (call.options.get(name) for name in _BOUNDS)
+    kept = visible(scores, bool(_is_causal(call)), call.options.get("sliding_window"), *bounds)
+    if call.mask is not None:
+        kept = kept & call.mask.bool()[:, None, None, :]
+    return as_added(kept, call), ""
+
+
+def as_added(mask: Tensor | None, call: AttentionCall) -> Tensor:
+    """``mask`` as what is added to scores ``[B, H, S, L]``, in float64, ``-inf`` where a key is not seen."""
+    query, key, _ = call.heads
+    if mask is None:
+        mask = torch.zeros(())
+    if mask.dtype == torch.bool:
+        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    else:
+        added = mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
+    return added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _is_causal(call: AttentionCall) -> bool | None:
+    given = call.options.get("is_causal")
+    return given if given is not None else getattr(call.module, "is_causal", None)
+
+
+def _names(*options: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys(name for each in options for name in each):
+        if name not in _NOT_COMPARED and name not in _BOUNDS and not name.startswith("max_length"):
+            yield name
+
+
+def _alike(one: AttentionCall, other: AttentionCall, name: str) -> bool:
+    mine, theirs = one.options.get(name), other.options.get(name)
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        return mine.shape == theirs.shape and torch.equal(mine, theirs)
+    if isinstance(mine, Sequence | Tensor) or isinstance(theirs, Sequence | Tensor):
+        return type(mine) is type(theirs) and str(mine) == str(theirs)
+    return bool(mine == theirs) if mine is None or theirs is None or isinstance(mine, bool | int | float) else True

@@ -1,0 +1,72 @@
+"""Which of transformers' experts implementations runs in a module, and how the module's eager code is selected.
+
+transformers wraps the ``forward`` of an experts class. The wrapper looks up the implementation that the config names
+(``grouped_mm``, ``batched_mm``, ...) in every call, and calls the wrapped eager code where it names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes import ForwardChange
+from veomni_core.errors import BindingError
+from veomni_core.sites.functions import code_layers, current_forward
+from veomni_core.spec import EAGER
+
+Function = Callable[..., Any]
+_SELECTED_BY = "_experts_implementation"
+
+
+def selected_implementation(module: nn.Module) -> str:
+    """The implementation that runs in ``module`` while nothing is bound: ``eager``, or the one its config names."""
+    return _named(module) if is_dispatched(module) else EAGER
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` looks up in its config what to run."""
+    return any(_SELECTED_BY in layer.__code__.co_names for layer in code_layers(current_forward(module)))
+
+
+class EagerExpertsChange(ForwardChange):
+    """Runs a module's eager code in place of what its config names, until the config is set to something else.
+
+    It is a change of the module, not of the config: layers that share one config may be bound differently.
+    """
+
+    def __init__(self, module: nn.Module, forward: Function | None = None, guarded: Iterable[str] = ()) -> None:
+        super().__init__(module, forward or _eager_until_set(module), guarded)
+
+    def overridden(self) -> str:
+        module = self.target
+        if module is not None and (found := _named(module)) != vars(self.forward)["named_at_bind"]:
+            return f"its experts were set to {found}"
+        return super().overridden()
+
+
+def _eager_until_set(module: nn.Module) -> Function:
+    """The eager code beneath transformers' choice, while the config names what it names now.
+
+    Raises:
+        BindingError: this transformers chooses in another way.
+    """
+    dispatched, named_at_bind = current_forward(module), _named(module)
+    eager = getattr(dispatched, "__wrapped__", None)
+    if eager is None:
+        raise BindingError(
+            f"the eager code of {type(module).__name__} can't be selected: its config asks transformers for "
+            f"{named_at_bind!r}, in a way that is not known here. Build the model with experts_implementation='eager'"
+        )
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = eager if getattr(self.config, _SELECTED_BY) == named_at_bind else dispatched
+        return run(self, *args, **kwargs)
+
+    vars(forward)["named_at_bind"] = named_at_bind
+    return forward
+
+
+def _named(module: nn.Module) -> str:
+    return str(getattr(vars(module).get("config"), _SELECTED_BY, None) or EAGER)
