@@ -26,8 +26,14 @@ class Owner(Protocol):
 
     binding: Any
     training_logits: str
-    paths: MutableMapping[nn.Module, str]
-    copies: MutableSet[nn.Module]
+
+    @property
+    def paths(self) -> MutableMapping[nn.Module, str]:
+        """The module path of every module that was bound."""
+
+    @property
+    def copies(self) -> MutableSet[nn.Module]:
+        """Every copy that was made of a bound module."""
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Answer to a guarded attribute that is about to change."""
