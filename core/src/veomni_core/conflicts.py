@@ -119,4 +119,6 @@ def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[Plug
 def _canonical(spec: KernelSpec, ops: Mapping[str, OpSpec]) -> KernelSpec:
     """``spec`` for the variant that its ``variant`` is an alias of; from here on no key holds an alias."""
     op = ops.get(spec.op_name)
-    return replace(spec, variant=op.canonical_variant(spec.variant)) if op else spec
+    if op is None or op.canonical_variant(spec.variant) == spec.variant:
+        return spec
+    return replace(spec, variant=op.canonical_variant(spec.variant))
