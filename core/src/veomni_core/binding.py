@@ -12,7 +12,7 @@ from torch import nn
 
 from veomni_core import hub_kernels
 from veomni_core.bound_classes import run_eager
-from veomni_core.bound_subclass import NO_PICKLE, made_by, makers
+from veomni_core.bound_subclass import NO_PICKLE, bindings_in
 from veomni_core.change_set import ChangeSet
 from veomni_core.changes import AttributeChange
 from veomni_core.config import ON_CHANGE, OpsConfig
@@ -103,7 +103,7 @@ def binding_of(model: nn.Module) -> Binding | None:
     for module in model.modules():
         if _BINDING in vars(module):
             return vars(module)[_BINDING]  # type: ignore[no-any-return]
-    return next((made.binding for module in model.modules() for made in makers(module) if made.binding), None)
+    return next((made.binding for module in model.modules() for made in bindings_in(module)), None)
 
 
 def bind(
@@ -194,7 +194,7 @@ def _refuse_unbindable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
     for module in model.modules():
-        paths = [classes.paths[module] for classes in makers(module) if module in classes.paths]
+        paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
         if paths or _BINDING in vars(module):
             raise BindingError(
                 f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
@@ -206,7 +206,7 @@ def _refuse_unbindable(model: nn.Module) -> None:
 def _release_copies(model: nn.Module) -> None:
     """Copies of a bound model's modules, in a model that is bound anew, run their own code again first."""
     for module in model.modules():
-        if made_by(module) is not None:
+        if any(bindings_in(module)):
             run_eager(module)
     hub_kernels.admit_again(model)
 

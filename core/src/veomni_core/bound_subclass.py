@@ -50,10 +50,10 @@ def made_by(module: nn.Module) -> Owner | None:
     return getattr(type(module), MADE_BY, None)
 
 
-def makers(module: nn.Module) -> Iterator[Owner]:
-    """The sets whose classes ``module`` is an instance of, the outermost first."""
+def bindings_in(module: nn.Module) -> Iterator[Owner]:
+    """The sets of bindings whose classes ``module`` is an instance of; sequence parallelism's set is none."""
     made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
-    yield from (classes for classes in made if classes is not None)
+    yield from (classes for classes in made if classes is not None and classes.binding is not None)
 
 
 def eager_class(kind: type[nn.Module]) -> type[nn.Module]:

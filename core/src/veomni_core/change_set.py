@@ -36,13 +36,14 @@ class ChangeSet:
             BindingError: another owner's change at this module, or at one within it, would not run any more.
             SpecError: the change holds its module, so that copies of it would run the original.
         """
-        if isinstance(change, ForwardChange):
-            _refuse_held_modules(change, owner)
-            self._refuse_second_owner(change, path, owner)
         if isinstance(change, ClassChange):
             change.classes = self.classes
             self.classes.paths[change.target] = path or "the model"
-        elif isinstance(change, AttributeChange) and change.name == "forward":
+        if isinstance(change, ForwardChange):
+            change.refuse_own_forward()
+            _refuse_held_modules(change, owner)
+            self._refuse_second_owner(change, path, owner)
+        if isinstance(change, AttributeChange) and change.name == "forward":
             raise SpecError(
                 f"{owner or 'a rule'} sets {type(change.target).__name__}.forward on the instance: copies would not "
                 "run their own weights. Yield a veomni_core.changes.ForwardChange instead"

@@ -179,14 +179,19 @@ class ForwardChange(ClassChange):
             BindingError: a ``forward`` was set on the module itself and would hide the class's, or Python can't give
                 the module another class.
         """
+        self.refuse_own_forward()
+        module = self.target
+        self.keeps_original = reaches(self.forward, type(module).forward)
+        super().apply()
+
+    def refuse_own_forward(self) -> None:
+        """Raise ``BindingError`` where a ``forward`` was set on the module itself."""
         module = self.target
         if "forward" in vars(module):
             raise BindingError(
                 f"{self.classes.paths.get(module, 'a module')} ({type(module).__name__}) has a forward of its own, "
                 f"{setter_of(module)}: a kernel beneath it might not run. Take it off before bind, and put it on after"
             )
-        self.keeps_original = reaches(self.forward, type(module).forward)
-        super().apply()
 
     def overridden(self) -> str:
         if what := super().overridden():

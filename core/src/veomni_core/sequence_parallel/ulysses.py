@@ -158,16 +158,15 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
         yield ForwardChange(module, forward)
     if "labels" in inspect.signature(type(model).forward).parameters:
         yield AttributeChange(model, "_loss_function", _causal_loss(model.loss_function, state))  # type: ignore[arg-type]
-    owner = weakref.ref(model.get_submodule(path))
-    forward = _whole_forward(current_forward(model), state, by_lengths, lambda: _check_in_force(owner(), name))
+    forward = _whole_forward(current_forward(model), state, by_lengths, lambda: _check_in_force(state, path, name))
     yield ForwardChange(model, forward)
     if binding := binding_of(model):
         yield AttributeChange(binding, "sequence_parallel", state.describe())
 
 
-def _check_in_force(owner: Any, name: str) -> None:
+def _check_in_force(state: SequenceParallel, path: str, name: str) -> None:
     """Binding, and transformers' ``set_attn_implementation``, write another interface over Ulysses'."""
-    found = interface_of(owner)
+    found = interface_of(state.model.get_submodule(path))
     if found != name:
         raise BindingError(
             f"the attention was set to {found} after apply_ulysses, so that it would see one rank's positions alone. "

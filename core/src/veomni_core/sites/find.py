@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.bound_subclass import made_by
+from veomni_core.bound_subclass import bindings_in
 from veomni_core.conflicts import CORE
 from veomni_core.discovery import discover
 from veomni_core.errors import BindingError, SpecError
@@ -50,7 +50,7 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
     """:func:`find_sites`, and which plugins' rules failed."""
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
-    if any(made_by(module) is not None for module in model.modules()):
+    if any(any(bindings_in(module)) for module in model.modules()):
         raise BindingError(
             "find_sites reads a model's own code, and this model is bound: binding_of(model).plan has its sites, and "
             "binding_of(model).undo() gives its own code back"
