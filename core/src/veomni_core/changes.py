@@ -135,14 +135,48 @@ class ForwardChange:
         if module is not None and type(module) is self._bound:
             module.__class__ = self._before
 
+    def _duplicate(self, memo: dict[int, Any]) -> ForwardChange:
+        return ForwardChange(copy.deepcopy(self.target, memo), self.forward, self.guarded)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardChange:
-        duplicate = ForwardChange(copy.deepcopy(self.target, memo), self.forward, self.guarded)
+        duplicate = self._duplicate(memo)
         duplicate.classes = copy.deepcopy(self.classes, memo)
         duplicate._before = duplicate.classes.copied.get(self._before, self._before)
         if self._bound is not None:
             duplicate._bound = duplicate.classes.of(duplicate._before, self.forward, self.guarded)
             duplicate.classes.copied[self._bound] = duplicate._bound
         return duplicate
+
+
+class GuardChange(ForwardChange):
+    """Guards attributes of a child of a bound module that the kernel runs in the place of: an activation.
+
+    The child keeps its own code, which nothing calls. Changing one of its ``guarded`` attributes, or hooking it, is a
+    change of the module ``owner``, whose proof rests on it.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
+        super().__init__(child, type(child).forward, {*guarded, "forward"})
+        self.name = name
+        self._owner = weakref.ref(owner)
+
+    def apply(self) -> None:
+        child, owner = self.target, self._owner()
+        self.classes.paths[child] = f"{self.classes.paths[owner]}.{self.name}"
+        self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
+        if made_by(child) is not self.classes:  # a child that several modules share is guarded once
+            super().apply()
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), "guard")
+
+    def overridden(self) -> str:
+        return ""
+
+    def _duplicate(self, memo: dict[int, Any]) -> GuardChange:
+        owner, child = copy.deepcopy(self._owner(), memo), copy.deepcopy(self.target, memo)
+        return GuardChange(owner, self.name, child, self.guarded)
 
 
 class BoundClasses:
@@ -155,6 +189,7 @@ class BoundClasses:
     def __init__(self, on_change: str = "raise") -> None:
         self.on_change = on_change
         self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owners: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
         self.changed: dict[str, str] = {}
         self.copied: dict[type[nn.Module], type[nn.Module]] = {}
         self._made: dict[Hashable, type[nn.Module]] = {}
@@ -166,11 +201,11 @@ class BoundClasses:
             self._made[key] = _subclass(eager, forward, guarded, self)
         return self._made[key]
 
-    def note(self, path: str, what: str) -> None:
+    def note(self, path: str, what: str, when: str = "from now on") -> None:
         """Record, and say once, that the site at ``path`` runs its own code since ``what``."""
         if path not in self.changed:
             self.changed[path] = what
-            logger.warning("%s runs its own code from now on: %s", path, what)
+            logger.warning("%s runs its own code %s: %s", path, when, what)
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Called before the guarded attribute ``name`` of ``module`` changes; raises where the config says so."""
@@ -181,8 +216,15 @@ class BoundClasses:
                 f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "
                 "`on_change: eager` under ops_implementation to let the module run its own code from then on"
             )
-        self.note(path, what)
-        _run_eager(module)
+        owners = self.owners.get(module)
+        if owners is None:
+            self.note(path, what)
+            _run_eager(module)
+            return
+        for owner in owners:
+            self.note(self.paths[owner], f"{path}: {what}")
+            if made_by(owner) is self:
+                _run_eager(owner)
 
     def retire(self) -> None:
         """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
@@ -198,6 +240,8 @@ class BoundClasses:
         duplicate.changed = dict(self.changed)
         for module, path in self.paths.items():
             duplicate.paths[copy.deepcopy(module, memo)] = path
+        for child, owners in self.owners.items():
+            duplicate.owners[copy.deepcopy(child, memo)] = weakref.WeakSet(copy.deepcopy(each, memo) for each in owners)
         return duplicate
 
 

@@ -1,0 +1,231 @@
+"""Which branches of a module's code ran in a proof, and which never did.
+
+A proof by running says nothing about a branch that never ran: code for sequences over a thousand, for one dtype, for a
+batch of one. So both ways of each conditional jump must have run, in the code of the module and of what it calls. A
+jump whose condition reads nothing but settings, which are guarded, and optional arguments, which a bound forward leaves
+to the module's own code, may always go one way.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+_NEUTRAL = frozenset(
+    "CACHE CALL CALL_KW COMPARE_OP CONTAINS_OP COPY EXTENDED_ARG GET_ITER IS_OP KW_NAMES LOAD_CONST LOAD_SMALL_INT NOP "
+    "NOT_TAKEN PRECALL PUSH_NULL RESUME TO_BOOL UNARY_NOT".split()
+)
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+# Builtins whose result depends on their arguments alone.
+_PURE = frozenset(getattr(builtins, name) for name in "isinstance len hasattr getattr callable bool int range type".split())
+_DEEPEST = 8  # of assignments that a condition is followed through
+
+
+class Branches:
+    """Runs functions and remembers which way each conditional jump of ``codes`` went.
+
+    Args:
+        codes: the code that a proof must have run both ways.
+        settings: names of the module's attributes that are guarded.
+        entry: the function whose optional arguments are left to the module's own code.
+        devices_too: whether a choice by the device may stay open, as it must where the code that chooses stays in the
+            model and only what it calls is replaced.
+    """
+
+    def __init__(
+        self, codes: Iterable[CodeType], settings: frozenset[str], entry: FunctionType, devices_too: bool = False
+    ) -> None:
+        self._read = {code: _Conditions(code, settings, entry) for code in codes}
+        self._jumps = {code: read.jumps for code, read in self._read.items() if read.jumps}
+        self._went: set[tuple[CodeType, int, bool]] = set()
+        self._devices_too = devices_too
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """``function()``, watched. A debugger's or a profiler's trace function is put back afterwards."""
+        if not self._jumps:
+            return function()
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+
+    def never_run(self, names: Callable[[CodeType], str] = lambda code: code.co_qualname) -> str:
+        """The first choice of which one way never ran, in words; empty where each ran."""
+        for code, jumps in self._jumps.items():
+            read = self._read[code]
+            for offset in jumps:
+                ways = {went for each, at, went in self._went if each is code and at == offset}
+                if len(ways) != 1 or read.may_stay_open(offset, untaken=not ways.pop(), devices_too=self._devices_too):
+                    continue
+                what = ", ".join(read.names(offset)) or "a value"
+                return f"{names(code)} chooses by {what} in line {read.line(offset)}, and one way never ran in the proof"
+        return ""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code not in self._jumps:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        jumps, resolve, previous = self._jumps[code], self._read[code].resolve, -1
+
+        def step(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal previous
+            if event == "opcode":
+                offset = resolve(frame.f_lasti)
+                if previous in jumps and offset != previous:
+                    self._went.add((code, previous, offset == jumps[previous]))
+                previous = offset
+            return step
+
+        return step
+
+
+class _Conditions:
+    """The conditional jumps of one code object and what their conditions read; ``jumps`` maps each to what follows."""
+
+    def __init__(self, code: CodeType, settings: frozenset[str], entry: FunctionType) -> None:
+        self._code, self._settings = code, settings
+        shown = list(dis.get_instructions(code))
+        self._instructions = [each for each in shown if each.opname != "EXTENDED_ARG"]
+        self._at = {each.offset: index for index, each in enumerate(self._instructions)}
+        self._resolved, waiting = {}, []
+        for each in shown:
+            waiting.append(each.offset)
+            if each.opname != "EXTENDED_ARG":
+                self._resolved.update(dict.fromkeys(waiting, each.offset))
+                waiting = []
+        self.jumps = {
+            each.offset: following.offset
+            for each, following in zip(self._instructions, self._instructions[1:], strict=False)
+            if _is_conditional(each.opname) and not self._handles_an_error(each.offset)
+        }
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self._self = arguments[0] if arguments else ""
+        self._globals = entry.__globals__
+        self._optional = optional_arguments(entry) if code is entry.__code__ else frozenset()
+
+    def resolve(self, offset: int) -> int:
+        """The offset of the instruction that the prefix at ``offset`` belongs to."""
+        return self._resolved.get(offset, offset)
+
+    def line(self, offset: int) -> int | None:
+        """The line of the file."""
+        return self._instructions[self._at[offset]].positions.lineno  # type: ignore[union-attr]
+
+    def names(self, offset: int) -> list[str]:
+        """What the condition reads, for a message."""
+        named = [each.argval for each in self._expression(self._at[offset]) if each.opname.startswith("LOAD_")]
+        return [name for name in dict.fromkeys(named) if isinstance(name, str) and name != self._self]
+
+    def may_stay_open(self, offset: int, untaken: bool, devices_too: bool) -> bool:
+        """Whether only settings and optional arguments decide, or the way that never ran skips what isn't there.
+
+        ``untaken`` is whether the way that never ran is the one without a jump.
+        """
+        expression = self._expression(self._at[offset])
+        if devices_too and any(each.argval == "device" and each.opname in _ATTRIBUTE for each in expression):
+            return True
+        return self._is_constant(expression) or self._skips(offset, untaken, expression)
+
+    def _expression(self, end: int) -> list[dis.Instruction]:
+        """The instructions before ``end`` that put the one value there which it takes."""
+        depth, index = 0, end
+        while index > 0 and depth < 1:
+            index -= 1
+            each = self._instructions[index]
+            if each.opname != "COPY":
+                depth += dis.stack_effect(each.opcode, each.arg, jump=False)
+        return self._instructions[index:end]
+
+    def _is_constant(self, expression: list[dis.Instruction], depth: int = 0) -> bool:
+        if depth > _DEEPEST or not expression:
+            return False
+        holder: Any = None
+        for position, each in enumerate(expression):
+            if each.opname == "LOAD_FAST" and each.argval == self._self:
+                following = expression[position + 1] if position + 1 < len(expression) else None
+                if following is None or following.opname not in _ATTRIBUTE or following.argval not in self._settings:
+                    return False
+            elif each.opname.startswith("LOAD_FAST"):
+                if each.argval not in self._optional and not self._is_assigned_a_constant(each.argval, depth):
+                    return False
+            elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                holder = self._global(each.argval)
+                if not _is_pure(holder):
+                    return False
+            elif each.opname in _ATTRIBUTE:
+                if isinstance(holder, type):
+                    return False
+                if isinstance(holder, ModuleType) and not _is_pure(holder := getattr(holder, each.argval, None)):
+                    return False
+            elif each.opname not in _NEUTRAL:
+                return False
+        return True
+
+    def _is_assigned_a_constant(self, name: Any, depth: int) -> bool:
+        stores = [
+            index
+            for index, each in enumerate(self._instructions)
+            if each.opname.startswith("STORE_FAST") and name in _as_tuple(each.argval)
+        ]
+        arguments = self._code.co_varnames[: self._code.co_argcount + self._code.co_kwonlyargcount]
+        if not stores or name in arguments or not isinstance(name, str):
+            return False
+        return all(self._is_constant(self._expression(index), depth + 1) for index in stores)
+
+    def _global(self, name: str) -> Any:
+        return self._globals.get(name, getattr(builtins, name, None))
+
+    def _skips(self, offset: int, untaken: bool, expression: list[dis.Instruction]) -> bool:
+        """Whether the way that never ran goes on with a loop where something is 0, or is a setting of the module.
+
+        So models skip experts without tokens, and the index that stands for none.
+        """
+        index = self._at[offset]
+        target = self._instructions[index + 1] if untaken else self._instructions[self._at[self._target(index)]]
+        if not (target.opname.startswith("JUMP_BACKWARD") or target.opname == "FOR_ITER"):
+            return False
+        plain = [each for each in expression if each.opname not in ("PRECALL", "CALL", "CACHE", "TO_BOOL", "PUSH_NULL")]
+        if any(each.opname not in ("LOAD_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "COMPARE_OP", *_ATTRIBUTE) for each in plain):
+            return False
+        *_, right, compare = plain if len(plain) > 1 else (None, None)
+        if compare is None or compare.opname != "COMPARE_OP" or "==" not in str(compare.argval):
+            return False
+        return right.argval == 0 or (right.opname in _ATTRIBUTE and right.argval in self._settings)
+
+    def _target(self, index: int) -> int:
+        return self.resolve(self._instructions[index].argval)
+
+    def _handles_an_error(self, offset: int) -> bool:
+        previous = self._instructions[self._at[offset] - 1].opname
+        return previous in ("WITH_EXCEPT_START", "CHECK_EXC_MATCH")
+
+
+def _is_conditional(name: str) -> bool:
+    return name == "FOR_ITER" or ("JUMP" in name and "IF" in name)
+
+
+def _is_pure(value: Any) -> bool:
+    return isinstance(value, (type, ModuleType)) or (value.__hash__ is not None and value in _PURE)
+
+
+def optional_arguments(function: FunctionType) -> frozenset[str]:
+    """The names of the arguments with defaults, and of ``*args`` and ``**kwargs``."""
+    kinds = inspect.Parameter
+    return frozenset(
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not kinds.empty or parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

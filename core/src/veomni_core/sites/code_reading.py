@@ -1,0 +1,221 @@
+"""Reads the code of a module before anything is proven about it: what it depends on, and what it changes.
+
+A proof holds as long as what the code depends on stays as it was. So code that depends on something whose later change
+nobody could see, or that changes something itself, is not proven. What stands in the code of torch and of the standard
+library is taken as fixed, and so are constants (``ALL_CAPS``) of transformers.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from veomni_core.sites.functions import closure_contents
+from veomni_core.sites.probe import has_hooks
+
+Function = Callable[..., Any]
+_NOT_READ = frozenset({"torch", "numpy", *sys.stdlib_module_names})
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_FIXED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType, torch.dtype, logging.Logger)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the code of a module, or of a function, names.
+
+    ``names`` are the attributes and methods that it may read on any object. ``doubts`` say why a proof of it would not
+    last. ``codes`` are the code objects whose branches a proof must run.
+    """
+
+    names: frozenset[str]
+    doubts: tuple[str, ...]
+    codes: frozenset[CodeType]
+
+
+def read_module(module: nn.Module) -> Reading:
+    """What the class's forward of ``module`` reads, with the functions that it calls and the module's own functions."""
+    kind = type(module)
+    own = [value for value in vars(module).values() if isinstance(value, (FunctionType, functools.partial, MethodType))]
+    return read_function(kind.forward, kind, own)
+
+
+def own_function(module: nn.Module) -> FunctionType:
+    """The forward of the module's class, within its decorators."""
+    return inspect.unwrap(type(module).forward)  # type: ignore[return-value]
+
+
+def read_function(function: Any, kind: type | None = None, further: Iterable[Any] = ()) -> Reading:
+    """What ``function`` reads, a method of ``kind`` where one is given; ``further`` are functions that it may call."""
+    names: set[str] = set()
+    doubts: dict[str, None] = {}
+    codes: set[CodeType] = set()
+    for reached in _reached([function, *further], kind):
+        for code in _nested(reached.__code__):
+            names.update(code.co_names)
+            names.update(const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
+            if not is_library(reached):
+                codes.add(code)
+                doubts.update(dict.fromkeys(_doubts(reached, code)))
+    return Reading(frozenset(names), tuple(doubts), frozenset(codes))
+
+
+def is_library(function: Any) -> bool:
+    """Whether ``function`` is torch's or the standard library's, whose code is not read."""
+    return str(getattr(function, "__module__", "")).split(".")[0] in _NOT_READ
+
+
+def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()) -> str:
+    """Why a change of what ``module``'s code reads could not be seen after bind, or an empty string.
+
+    Args:
+        live: parameters and children that the bound forward reads itself, at each call.
+    """
+    if (own := vars(module).get("forward")) is not None:
+        return f"its forward was set on the instance, by {_name(own)}"
+    if reading.doubts:
+        return reading.doubts[0]
+    for name in sorted(reading.names - set(live)):
+        if module._buffers.get(name) is not None:
+            return f"its forward reads the buffer {name}, whose later changes can't be seen"
+        if name in vars(module) and name not in ("training", "_modules", "_parameters", "_buffers"):
+            value = vars(module)[name]
+            if not (is_fixed(value) or _is_the_dispatcher_s(module, name)):
+                return f"its forward reads {name}, a {type(value).__name__}, whose later changes can't be seen"
+    for name, child in module._modules.items():
+        if child is not None and name in reading.names and name not in live and (why_not := _of_bypassed(name, child)):
+            return why_not
+    return ""
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether ``value`` can only be replaced, and not be changed in place."""
+    if isinstance(value, functools.partial):
+        return is_fixed(value.func) and all(map(is_fixed, (*value.args, *value.keywords.values())))
+    if isinstance(value, tuple):
+        return all(map(is_fixed, value))
+    return isinstance(value, (*_PLAIN, *_FIXED))
+
+
+def _is_partial_of_fixed(value: Any) -> bool:
+    return isinstance(value, functools.partial) and is_fixed(value)
+
+
+def guarded_names(module: nn.Module, reading: Reading, live: Iterable[str] = ()) -> frozenset[str]:
+    """The attributes of ``module`` on which a proof of its code rests, but for the mode, in which it is run twice."""
+    present = {name for name in reading.names if name in vars(module) or hasattr(type(module), name)}
+    present |= reading.names & {*module._modules, *module._parameters, *module._buffers}
+    return frozenset(present - set(live) - {"training", "forward", "__class__"} - _OF_EVERY_MODULE)
+
+
+_OF_EVERY_MODULE = frozenset(dir(nn.Module())) - {"extra_repr"}
+
+
+def bypassed(module: nn.Module, reading: Reading, live: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The children, with their names, that the module's code runs and a bound forward doesn't."""
+    for name, child in module._modules.items():
+        if child is not None and name in reading.names and name not in live:
+            yield name, child
+
+
+def _of_bypassed(name: str, child: nn.Module) -> str:
+    if has_hooks(child):
+        return f"its {name} has hooks, which a kernel in its place would not call"
+    if any(True for _ in child.children()):
+        return f"its {name} has children of its own"
+    tensors = [each for each, value in (*child._parameters.items(), *child._buffers.items()) if value is not None]
+    if tensors:
+        return f"besides its linears it needs {name}, which has tensors of its own: {', '.join(tensors)}"
+    why_not = unseen_changes(child, read_module(child))
+    return f"its {name}: {why_not}" if why_not else ""
+
+
+def _is_the_dispatcher_s(module: nn.Module, name: str) -> bool:
+    """Whether transformers' choice among implementations of experts is all that reads the config."""
+    forward = type(module).forward
+    inner = getattr(forward, "__wrapped__", None)
+    if name != "config" or inner is None or forward.__code__.co_filename == inner.__code__.co_filename:
+        return False
+    dispatches = forward.__globals__["__name__"] == "transformers.integrations.moe"
+    return dispatches and name not in read_function(inner, type(module)).names
+
+
+def _reached(functions: Iterable[Any], kind: type | None) -> Iterator[FunctionType]:
+    """Every function whose code runs, as far as names tell."""
+    waiting, seen = list(functions), set()
+    while waiting:
+        value = _unwrapped(waiting.pop())
+        if not isinstance(value, FunctionType) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if is_library(value):
+            continue
+        waiting.extend(closure_contents(value))
+        names = {name for code in _nested(value.__code__) for name in code.co_names}
+        loaded = [value.__globals__[name] for name in names if name in value.__globals__]
+        spaces = [each for each in loaded if isinstance(each, ModuleType) and each.__name__.split(".")[0] not in _NOT_READ]
+        waiting.extend(loaded)
+        for name in names:
+            waiting.extend(_definitions(kind, name))
+            waiting.extend(vars(space).get(name) for space in spaces)
+
+
+def _definitions(kind: type | None, name: str) -> Iterator[Any]:
+    """All definitions of a method, the parents' too, since ``super()`` may call them."""
+    for base in kind.__mro__ if kind is not None else ():
+        if base is nn.Module:
+            return
+        value = vars(base).get(name)
+        if isinstance(value, property):
+            yield value.fget
+        else:
+            yield getattr(value, "__func__", value)
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, functools.partial):
+        return _unwrapped(value.func)
+    return value.__func__ if isinstance(value, MethodType) else value
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _nested(const)
+
+
+def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
+    where = function.__qualname__
+    ours = str(function.__module__).split(".")[0] == "transformers"
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield f"{where} sets the global {name}"
+        elif instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            yield f"{where} sets the attribute {name}"
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
+            value = function.__globals__[name]
+            constant = ours and name.lstrip("_").isupper()
+            if not constant and not isinstance(value, _FIXED) and not _is_partial_of_fixed(value):
+                yield f"{where} reads the global {name}, a {type(value).__name__}, whose later changes can't be seen"
+    if not ours:
+        for value in closure_contents(function):
+            if not is_fixed(value):
+                yield f"{where} reads a {type(value).__name__} of the function around it"
+
+
+def _name(function: Any) -> str:
+    function = _unwrapped(function)
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
