@@ -162,7 +162,7 @@ class GuardChange(ForwardChange):
 
     def apply(self) -> None:
         child, owner = self.target, self._owner()
-        self.classes.paths[child] = f"{self.classes.paths[owner]}.{self.name}"
+        self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.name}"
         self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
         if made_by(child) is not self.classes:  # a child that several modules share is guarded once
             super().apply()
@@ -222,7 +222,7 @@ class BoundClasses:
             _run_eager(module)
             return
         for owner in owners:
-            self.note(self.paths[owner], f"{path}: {what}")
+            self.note(self.paths.get(owner, "a bound module"), f"{path}: {what}")
             if made_by(owner) is self:
                 _run_eager(owner)
 

@@ -27,6 +27,11 @@ def why_not_callable(module: nn.Module, proven: int) -> str:
     return f"its forward asks for {', '.join(further)} too" if further else ""
 
 
+def leading_parameters(module: nn.Module, most: int) -> list[str]:
+    """The names of the first arguments that can be given by place, at most ``most``."""
+    return [each.name for each in _parameters(module) if each.kind in _BY_NAME_OR_PLACE][:most]
+
+
 def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
     """``bound``, a function of ``self`` and tensors, to be called as the forward of the module's class.
 
