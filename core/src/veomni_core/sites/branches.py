@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _NEUTRAL = frozenset(
-    "CACHE CALL CALL_KW COMPARE_OP CONTAINS_OP COPY EXTENDED_ARG GET_ITER IS_OP KW_NAMES LOAD_CONST LOAD_SMALL_INT NOP "
+    "BINARY_SUBSCR CACHE CALL CALL_KW COMPARE_OP CONTAINS_OP COPY EXTENDED_ARG GET_ITER IS_OP KW_NAMES LOAD_CONST LOAD_SMALL_INT NOP "
     "NOT_TAKEN PRECALL PUSH_NULL RESUME TO_BOOL UNARY_NOT".split()
 )
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
@@ -34,17 +34,16 @@ class Branches:
         codes: the code that a proof must have run both ways.
         settings: names of the module's attributes that are guarded.
         entry: the function whose optional arguments are left to the module's own code.
-        devices_too: whether a choice by the device may stay open, as it must where the code that chooses stays in the
-            model and only what it calls is replaced.
+        is_helper: whether the code is a function that modeling code calls. Then a choice by the device may stay open,
+            and every optional argument is as its caller gives it.
     """
 
     def __init__(
-        self, codes: Iterable[CodeType], settings: frozenset[str], entry: FunctionType, devices_too: bool = False
+        self, codes: Iterable[CodeType], settings: frozenset[str], entry: FunctionType, is_helper: bool = False
     ) -> None:
-        self._read = {code: _Conditions(code, settings, entry) for code in codes}
+        self._read = {code: _Conditions(code, settings, entry, is_helper) for code in codes}
         self._jumps = {code: read.jumps for code, read in self._read.items() if read.jumps}
         self._went: set[tuple[CodeType, int, bool]] = set()
-        self._devices_too = devices_too
 
     def run(self, function: Callable[[], Result]) -> Result:
         """``function()``, watched. A debugger's or a profiler's trace function is put back afterwards."""
@@ -57,13 +56,17 @@ class Branches:
         finally:
             sys.settrace(before)
 
+    def run_call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """``function(*args, **kwargs)``, watched."""
+        return self.run(lambda: function(*args, **kwargs))
+
     def never_run(self, names: Callable[[CodeType], str] = lambda code: code.co_qualname) -> str:
         """The first choice of which one way never ran, in words; empty where each ran."""
         for code, jumps in self._jumps.items():
             read = self._read[code]
             for offset in jumps:
                 ways = {went for each, at, went in self._went if each is code and at == offset}
-                if len(ways) != 1 or read.may_stay_open(offset, untaken=not ways.pop(), devices_too=self._devices_too):
+                if len(ways) != 1 or read.may_stay_open(offset, untaken=not ways.pop()):
                     continue
                 what = ", ".join(read.names(offset)) or "a value"
                 return f"{names(code)} chooses by {what} in line {read.line(offset)}, and one way never ran in the proof"
@@ -91,7 +94,7 @@ class Branches:
 class _Conditions:
     """The conditional jumps of one code object and what their conditions read; ``jumps`` maps each to what follows."""
 
-    def __init__(self, code: CodeType, settings: frozenset[str], entry: FunctionType) -> None:
+    def __init__(self, code: CodeType, settings: frozenset[str], entry: FunctionType, is_helper: bool) -> None:
         self._code, self._settings = code, settings
         shown = list(dis.get_instructions(code))
         self._instructions = [each for each in shown if each.opname != "EXTENDED_ARG"]
@@ -110,7 +113,9 @@ class _Conditions:
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._self = arguments[0] if arguments else ""
         self._globals = entry.__globals__
+        self._arguments = arguments
         self._optional = optional_arguments(entry) if code is entry.__code__ else frozenset()
+        self._is_helper = is_helper
 
     def resolve(self, offset: int) -> int:
         """The offset of the instruction that the prefix at ``offset`` belongs to."""
@@ -125,15 +130,32 @@ class _Conditions:
         named = [each.argval for each in self._expression(self._at[offset]) if each.opname.startswith("LOAD_")]
         return [name for name in dict.fromkeys(named) if isinstance(name, str) and name != self._self]
 
-    def may_stay_open(self, offset: int, untaken: bool, devices_too: bool) -> bool:
+    def may_stay_open(self, offset: int, untaken: bool) -> bool:
         """Whether only settings and optional arguments decide, or the way that never ran skips what isn't there.
 
         ``untaken`` is whether the way that never ran is the one without a jump.
         """
-        expression = self._expression(self._at[offset])
-        if devices_too and any(each.argval == "device" and each.opname in _ATTRIBUTE for each in expression):
+        index = self._at[offset]
+        expression = self._expression(index)
+        if self._is_helper and self._reads_the_device(expression):
             return True
-        return self._is_constant(expression) or self._skips(offset, untaken, expression)
+        return self._is_constant_at(index) or self._skips(offset, untaken, expression)
+
+    def _reads_the_device(self, expression: list[dis.Instruction], depth: int = 0) -> bool:
+        if any(each.argval == "device" and each.opname in _ATTRIBUTE for each in expression):
+            return True
+        assigned = [self._stores(each.argval) for each in expression if each.opname.startswith("LOAD_FAST")]
+        return depth < _DEEPEST and any(
+            self._reads_the_device(self._expression(index), depth + 1) for stores in assigned for index in stores
+        )
+
+    def _is_constant_at(self, index: int, depth: int = 0) -> bool:
+        """Whether the value that the instruction at ``index`` takes is constant, on every way to it."""
+        offset = self._instructions[index].offset
+        ends = [index]
+        if self._instructions[index].is_jump_target:
+            ends += [at for at, each in enumerate(self._instructions) if "JUMP" in each.opname and each.argval == offset]
+        return all(self._is_constant(self._expression(end), depth) for end in ends)
 
     def _expression(self, end: int) -> list[dis.Instruction]:
         """The instructions before ``end`` that put the one value there which it takes."""
@@ -146,7 +168,7 @@ class _Conditions:
         return self._instructions[index:end]
 
     def _is_constant(self, expression: list[dis.Instruction], depth: int = 0) -> bool:
-        if depth > _DEEPEST or not expression:
+        if depth > _DEEPEST or not expression or any(each.is_jump_target for each in expression[1:]):
             return False
         holder: Any = None
         for position, each in enumerate(expression):
@@ -154,7 +176,7 @@ class _Conditions:
                 following = expression[position + 1] if position + 1 < len(expression) else None
                 if following is None or following.opname not in _ATTRIBUTE or following.argval not in self._settings:
                     return False
-            elif each.opname.startswith("LOAD_FAST"):
+            elif each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
                 if each.argval not in self._optional and not self._is_assigned_a_constant(each.argval, depth):
                     return False
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -171,15 +193,18 @@ class _Conditions:
         return True
 
     def _is_assigned_a_constant(self, name: Any, depth: int) -> bool:
-        stores = [
+        if name in self._arguments:
+            return False
+        stores = self._stores(name)
+        return bool(stores) and all(self._is_constant_at(index, depth + 1) for index in stores)
+
+    def _stores(self, name: Any) -> list[int]:
+        """Where ``name`` is assigned."""
+        return [
             index
             for index, each in enumerate(self._instructions)
             if each.opname.startswith("STORE_FAST") and name in _as_tuple(each.argval)
         ]
-        arguments = self._code.co_varnames[: self._code.co_argcount + self._code.co_kwonlyargcount]
-        if not stores or name in arguments or not isinstance(name, str):
-            return False
-        return all(self._is_constant(self._expression(index), depth + 1) for index in stores)
 
     def _global(self, name: str) -> Any:
         return self._globals.get(name, getattr(builtins, name, None))

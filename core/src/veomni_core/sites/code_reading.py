@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from veomni_core.sites.functions import closure_contents
+from veomni_core.sites.functions import closure_contents, code_layers
 from veomni_core.sites.probe import has_hooks
 
 Function = Callable[..., Any]
@@ -41,12 +41,36 @@ class Reading:
     doubts: tuple[str, ...]
     codes: frozenset[CodeType]
 
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """The values of ``training`` to run the code with."""
+        return (True, False) if "training" in self.names else (True,)
 
-def read_module(module: nn.Module) -> Reading:
-    """What the class's forward of ``module`` reads, with the functions that it calls and the module's own functions."""
-    kind = type(module)
-    own = [value for value in vars(module).values() if isinstance(value, (FunctionType, functools.partial, MethodType))]
-    return read_function(kind.forward, kind, own)
+    def with_children(self, readings: Iterable[Reading]) -> Reading:
+        """This reading, and those of the children that the code runs."""
+        all_of_them = (self, *readings)
+        return Reading(
+            frozenset().union(*(each.names for each in all_of_them)),
+            self.doubts,
+            frozenset().union(*(each.codes for each in all_of_them)),
+        )
+
+
+class Readings:
+    """Reads modules, each class once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Reading] = {}
+
+    def of(self, module: nn.Module) -> Reading:
+        """What the class's forward of ``module`` names, with what it calls: the functions that the module holds, too."""
+        kind = type(module)
+        callables = (FunctionType, functools.partial, MethodType)
+        held = tuple(value for value in vars(module).values() if isinstance(value, callables))
+        key = (kind, kind.forward, held)
+        if key not in self._known:
+            self._known[key] = read_function(kind.forward, kind, held)
+        return self._known[key]
 
 
 def own_function(module: nn.Module) -> FunctionType:
@@ -71,7 +95,8 @@ def read_function(function: Any, kind: type | None = None, further: Iterable[Any
 
 def is_library(function: Any) -> bool:
     """Whether ``function`` is torch's or the standard library's, whose code is not read."""
-    return str(getattr(function, "__module__", "")).split(".")[0] in _NOT_READ
+    module = str(getattr(function, "__module__", ""))
+    return module.split(".")[0] in _NOT_READ or module.startswith("transformers.utils")
 
 
 def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()) -> str:
@@ -80,8 +105,8 @@ def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()
     Args:
         live: parameters and children that the bound forward reads itself, at each call.
     """
-    if (own := vars(module).get("forward")) is not None:
-        return f"its forward was set on the instance, by {_name(own)}"
+    if own := set_on_instance(module):
+        return own
     if reading.doubts:
         return reading.doubts[0]
     for name in sorted(reading.names - set(live)):
@@ -94,6 +119,30 @@ def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()
     for name, child in module._modules.items():
         if child is not None and name in reading.names and name not in live and (why_not := _of_bypassed(name, child)):
             return why_not
+    return ""
+
+
+def set_on_instance(module: nn.Module) -> str:
+    """Who set the forward of this very module, as accelerate's hooks do, or an empty string.
+
+    It takes precedence over its class's, which is the one that a binding replaces.
+    """
+    own = vars(module).get("forward")
+    return "" if own is None else f"its forward was set on the instance: {_name(own)}"
+
+
+def why_not_clonable(function: Any, names: Collection[str]) -> str:
+    """Why a clone of ``function`` with other values for the globals ``names`` would differ, or an empty string.
+
+    A clone has a namespace of its own: what is set in the function's module later, it doesn't see, and what it sets,
+    the module doesn't.
+    """
+    for layer in code_layers(function):
+        if set(names).isdisjoint(layer.__code__.co_names):
+            continue
+        for code in _nested(layer.__code__):
+            for doubt in _global_doubts(layer, code):
+                return doubt
     return ""
 
 
@@ -135,7 +184,7 @@ def _of_bypassed(name: str, child: nn.Module) -> str:
     tensors = [each for each, value in (*child._parameters.items(), *child._buffers.items()) if value is not None]
     if tensors:
         return f"besides its linears it needs {name}, which has tensors of its own: {', '.join(tensors)}"
-    why_not = unseen_changes(child, read_module(child))
+    why_not = unseen_changes(child, Readings().of(child))
     return f"its {name}: {why_not}" if why_not else ""
 
 
@@ -196,23 +245,31 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
+    yield from _global_doubts(function, code)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            yield f"{function.__qualname__} sets the attribute {instruction.argval}"
+    if not _is_transformers(function):
+        for value in closure_contents(function):
+            if not is_fixed(value):
+                yield f"{function.__qualname__} reads a {type(value).__name__} of the function around it"
+
+
+def _global_doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
     where = function.__qualname__
-    ours = str(function.__module__).split(".")[0] == "transformers"
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             yield f"{where} sets the global {name}"
-        elif instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            yield f"{where} sets the attribute {name}"
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
             value = function.__globals__[name]
-            constant = ours and name.lstrip("_").isupper()
+            constant = _is_transformers(function) and name.lstrip("_").isupper()
             if not constant and not isinstance(value, _FIXED) and not _is_partial_of_fixed(value):
                 yield f"{where} reads the global {name}, a {type(value).__name__}, whose later changes can't be seen"
-    if not ours:
-        for value in closure_contents(function):
-            if not is_fixed(value):
-                yield f"{where} reads a {type(value).__name__} of the function around it"
+
+
+def _is_transformers(function: FunctionType) -> bool:
+    return str(function.__module__).split(".")[0] == "transformers"
 
 
 def _name(function: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from veomni_core.ops.moe_experts import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
-from veomni_core.sites.code_reading import Reading, bypassed, guarded_names, own_function, read_module, unseen_changes
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, own_function, unseen_changes
 from veomni_core.sites.expert_layouts import LAYOUTS, ExpertLayout
 from veomni_core.sites.signatures import leading_parameters, why_not_callable
 
@@ -46,20 +46,21 @@ class _Run:
         return probe.miss(self.found, wanted, leaves)
 
 
-def prove_experts(module: nn.Module, reading: Reading) -> ExpertProof:
+def prove_experts(module: nn.Module, readings: Readings) -> ExpertProof:
     """What the module computes, in which layout, or why that is not known."""
+    reading = readings.of(module)
+    whole = reading.with_children(readings.of(child) for _, child in bypassed(module, reading, WEIGHTS))
     sizes, why_not = _tiny_sizes(module)
     takes = len(leading_parameters(module, _ROUTED))
     why_not = why_not or unseen_changes(module, reading, WEIGHTS) or why_not_callable(module, takes)
     if sizes is None or why_not:
         return None, why_not, ""
     with probe.seeded():
-        codes = reading.codes.union(*(read_module(child).codes for _, child in bypassed(module, reading, WEIGHTS)))
-        branches = Branches(codes, guarded_names(module, reading, ()), own_function(module))
+        branches = Branches(whole.codes, guarded_names(module, reading, ()), own_function(module))
         copies = {dtype: _copy(module, sizes, dtype) for dtype in (_F32, *probe.LOW_PRECISION)}
         runs = []
         for must_run, dtype, inputs in _calls(sizes, takes == _GROUPED):
-            for training in (True, False):
+            for training in whole.modes:
                 duplicate = copies[dtype].train(training)
                 found, error = probe.attempt(partial(branches.run, partial(type(module).forward, duplicate, *inputs)))
                 if error and must_run:
@@ -184,7 +185,7 @@ def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[tuple[bool, torch.dtype
     yield False, _F32, call(distinct(1))
     yield False, _F32, call(distinct(200))
     yield False, _F32, call(torch.tensor([[0, 1]]).repeat(300, 1))
-    yield False, _F32, call(torch.full((40, 1), experts - 1))
+    yield False, _F32, call(torch.full((40, 1), 0))
     yield False, _F32, call(torch.full((5, 2), 1))
     yield False, _F32, call(torch.where(distinct(12) == 0, experts, distinct(12)))  # an index that is no expert's
     yield False, _F32, call(distinct(0))

@@ -9,7 +9,7 @@ from torch import nn
 
 from veomni_core.changes import Change, ForwardChange, GuardChange
 from veomni_core.sites import probe
-from veomni_core.sites.code_reading import bypassed, guarded_names, read_module
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
 from veomni_core.sites.expert_layouts import LAYOUTS
 from veomni_core.sites.expert_proof import WEIGHTS, ExpertProof, prove_experts
 from veomni_core.sites.signatures import with_own_signature
@@ -19,23 +19,27 @@ from veomni_core.sites.site import Kernel, Site
 class ExpertsModules:
     """Finds experts, and replaces their ``forward`` by their layout's."""
 
+    def __init__(self) -> None:
+        self._readings = Readings()
+
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: dict[Any, ExpertProof] = {}
         for path, module in model.named_modules():
             weights = [module._parameters.get(name) for name in WEIGHTS[:2]]
             if any(weight is None or weight.dim() != 3 for weight in weights):
                 continue
-            reading = read_module(module)
+            reading = self._readings.of(module)
             key = probe.behaviour(module, reading.names)
             if key not in proofs:
-                proofs[key] = prove_experts(module, reading)
+                proofs[key] = prove_experts(module, self._readings)
             variant, evidence, layout = proofs[key]
             yield Site("moe_experts", path, rule, variant, evidence, probe.parameter_dtype(module), {"layout": layout})
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
-        module, reading = model.get_submodule(site.path), read_module(model.get_submodule(site.path))
+        module = model.get_submodule(site.path)
+        reading = self._readings.of(module)
         forward = with_own_signature(module, LAYOUTS[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
         yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
         for name, child in bypassed(module, reading, WEIGHTS):
-            yield GuardChange(module, name, child, guarded_names(child, read_module(child)))
+            yield GuardChange(module, name, child, guarded_names(child, self._readings.of(child)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from veomni_core.changes import Change, ForwardChange, GuardChange
 from veomni_core.sites import probe
-from veomni_core.sites.code_reading import bypassed, guarded_names, read_module
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
 from veomni_core.sites.mlp_proof import Layout, MlpProof, prove_mlp
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
@@ -27,6 +27,9 @@ Modules = dict[str, Any]
 class GatedMlpModules:
     """Finds gated MLPs by running their own code on tiny linears."""
 
+    def __init__(self) -> None:
+        self._readings = Readings()
+
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: dict[Any, MlpProof | None] = {}
         for path, module in model.named_modules():
@@ -34,10 +37,10 @@ class GatedMlpModules:
             layouts = list(_layouts(linears))
             if not layouts or not _takes_one_tensor(module):
                 continue
-            reading = read_module(module)
-            key = probe.behaviour(module, reading.names)
+            reading = self._readings.of(module)
+            key = probe.behaviour(module, reading.names, linears)
             if key not in proofs:
-                proofs[key] = prove_mlp(module, reading, linears, layouts, _gated)
+                proofs[key] = prove_mlp(module, self._readings, linears, layouts, _gated)
             proof = proofs[key]
             if proof is not None:
                 dtype, detail = probe.parameter_dtype(module), {"layout": list(proof.layout)}
@@ -47,11 +50,11 @@ class GatedMlpModules:
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
         module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])
-        reading = read_module(module)
+        reading = self._readings.of(module)
         forward = with_own_signature(module, _gated(kernel, layout))
         yield ForwardChange(module, forward, guarded_names(module, reading, layout))
         for name, child in bypassed(module, reading, layout):
-            yield GuardChange(module, name, child, guarded_names(child, read_module(child)))
+            yield GuardChange(module, name, child, guarded_names(child, self._readings.of(child)))
 
 
 def _gated(kernel: Kernel, layout: Layout) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
-from veomni_core.sites.code_reading import Reading, bypassed, guarded_names, own_function, read_module, unseen_changes
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, own_function, unseen_changes
 from veomni_core.sites.signatures import why_not_callable
 from veomni_core.sites.site import Kernel
 
@@ -51,20 +51,21 @@ class _Run:
 
 
 def prove_mlp(
-    module: nn.Module, reading: Reading, linears: dict[str, Any], layouts: list[Layout], bound: Bound
+    module: nn.Module, readings: Readings, linears: dict[str, Any], layouts: list[Layout], bound: Bound
 ) -> MlpProof | None:
     """What the module computes; ``None`` for square linears that don't run alone: queries, keys and values."""
+    reading = readings.of(module)
+    whole = reading.with_children(readings.of(child) for _, child in bypassed(module, reading, linears))
     with probe.seeded():
         why_not = unseen_changes(module, reading, linears) or why_not_callable(module, proven=1) or _dtypes(linears)
         is_square = all(child.in_features == child.out_features for child in linears.values())
         if why_not:
             return None if is_square else MlpProof(None, why_not)
-        codes = reading.codes.union(*(read_module(child).codes for _, child in bypassed(module, reading, linears)))
-        branches = Branches(codes, guarded_names(module, reading, linears), own_function(module))
+        branches = Branches(whole.codes, guarded_names(module, reading, linears), own_function(module))
         copies = {dtype: _copy(module, linears, layouts[0], dtype) for dtype in (_F32, *probe.LOW_PRECISION)}
         runs = []
         for leading, dtype, scale in _CASES:
-            for training in (True, False):
+            for training in whole.modes:
                 x = probe.random(*leading, _HIDDEN, dtype=dtype, scale=scale).requires_grad_()
                 copy = copies[dtype].train(training)
                 found, error = probe.attempt(partial(branches.run, partial(type(module).forward, copy, x)))

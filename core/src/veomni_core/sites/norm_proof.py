@@ -86,7 +86,7 @@ def prove_norm(
         runs = []
         for case in cases(eps):
             inputs = draw(case)
-            for training in (True, False):
+            for training in reading.modes:
                 found, error = probe.attempt(partial(branches.run, partial(own, training, *inputs)))
                 if error and len(case.leading) == 2:
                     return None, error
@@ -97,7 +97,7 @@ def prove_norm(
         for variant, reference in references.items():
             why_not = next(filter(None, (_mismatch(reference, *run) for run in runs if run[-1] is not None)), "")
             if not why_not:
-                why_not = _gradients_differ(own, reference, draw)
+                why_not = _gradients_differ(reading, own, reference, draw)
             if not why_not and (open_choice := branches.never_run()):
                 return None, f"{variant} wherever it was run, but {open_choice}"
             if not why_not:
@@ -122,9 +122,11 @@ def _mismatch(reference: Callable[..., Tensor], case: Case, training: bool, inpu
     return ""
 
 
-def _gradients_differ(own: Callable[..., Any], reference: Callable[..., Tensor], draw: Callable[[Case], Inputs]) -> str:
+def _gradients_differ(
+    reading: Reading, own: Callable[..., Any], reference: Callable[..., Tensor], draw: Callable[[Case], Inputs]
+) -> str:
     for case in (Case((2, 3), _F32, _F32, 1.0), Case((1, 4), _F32, _F32, 1e3), Case((3,), _F32, _F32, 0.01, spike=True)):
-        for training in (True, False):
+        for training in reading.modes:
             inputs = draw(case)
             differentiable = [tensor.requires_grad_() for tensor in inputs if tensor is not None]
             found, error = probe.attempt(partial(own, training, *inputs))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites import probe
-from veomni_core.sites.code_reading import Reading, guarded_names, read_module, unseen_changes
+from veomni_core.sites.code_reading import Reading, Readings, guarded_names, unseen_changes
 from veomni_core.sites.norm_proof import Case, Inputs, Proof, eps_of, prove_norm
 from veomni_core.sites.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.site import Kernel, Site
@@ -25,6 +25,9 @@ _WEIGHTS = ("weight",)
 class NormModules:
     """Finds norms by running their own code, and replaces their ``forward``."""
 
+    def __init__(self) -> None:
+        self._readings = Readings()
+
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: dict[Any, Proof] = {}
         for path, module in model.named_modules():
@@ -33,7 +36,7 @@ class NormModules:
                 continue
             if probe.takes(module, "gate"):  # another op
                 continue
-            reading = read_module(module)
+            reading = self._readings.of(module)
             key = probe.behaviour(module, reading.names)
             if key not in proofs:
                 proofs[key] = _prove(module, reading, eps)
@@ -44,7 +47,7 @@ class NormModules:
         module = model.get_submodule(site.path)
         weighted = module._parameters.get("weight") is not None
         forward = (_weighted if weighted else _unweighted)(kernel, site.detail["eps"])
-        guarded = guarded_names(module, read_module(module), _WEIGHTS)
+        guarded = guarded_names(module, self._readings.of(module), _WEIGHTS)
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 

@@ -10,7 +10,7 @@ import inspect
 import random as python_random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -89,15 +89,20 @@ def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
             vars(module)[name] = sizes[value]
 
 
-def behaviour(module: nn.Module, names: frozenset[str]) -> tuple[Any, ...]:
+def behaviour(
+    module: nn.Module, names: frozenset[str] | None = None, live: Collection[str] = ()
+) -> tuple[Any, ...]:
     """A key that is equal for modules that run the same code with the same settings, so that one proof serves all.
 
     Args:
         names: what the module's code names (:class:`veomni_core.sites.code_reading.Reading`); other attributes can't
-            decide what it computes.
+            decide what it computes. ``None`` for every attribute.
+        live: the linears that stay in the model, of which only the shapes and dtypes matter.
     """
     settings = tuple(
-        (name, _identity(value)) for name, value in sorted(vars(module).items()) if name in names or name == "forward"
+        (name, _identity(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _REGISTRIES and name != "training" and (names is None or name in names or name == "forward")
     )
     tensors = tuple(
         (name, None if value is None else (tuple(value.shape), value.dtype))
@@ -105,10 +110,15 @@ def behaviour(module: nn.Module, names: frozenset[str]) -> tuple[Any, ...]:
         for name, value in registered.items()
     )
     children = tuple(
-        (name, None if child is None else (behaviour(child, names), has_hooks(child)))
+        (name, child is None or (_form(child) if name in live else (behaviour(child), has_hooks(child))))
         for name, child in module._modules.items()
     )
     return (type(module), type(module).forward, settings, tensors, children)
+
+
+def _form(linear: Any) -> tuple[Any, ...]:
+    weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
+    return linear.in_features, linear.out_features, getattr(weight, "dtype", None), bias is None
 
 
 def _identity(value: Any) -> Any:
@@ -163,7 +173,8 @@ def seeded() -> Iterator[None]:
         stack.enter_context(_process_state_kept())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.device("cpu"))
+        if torch.get_default_device().type != "cpu":  # costs each call of torch more than a small addition does
+            stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
         for device_type in ("cpu", "cuda"):
             torch.set_autocast_enabled(device_type, False)

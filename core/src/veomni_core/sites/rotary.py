@@ -10,6 +10,7 @@ from torch import nn
 
 from veomni_core.changes import Change, ForwardChange
 from veomni_core.sites import probe, rotary_embeddings, rotary_trace
+from veomni_core.sites.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.rotary_proof import Proofs, Verdict
 from veomni_core.sites.site import Kernel, Site
@@ -42,6 +43,11 @@ def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...
     forward = current_forward(module)
     functions = {name: value for name, value in global_functions(forward) if _ROTARY_NAME.search(name)}
     if not functions:
+        return
+    refused = set_on_instance(module) or why_not_clonable(forward, functions)
+    refused = refused or next((given.why_not for given in positions if isinstance(given, rotary_embeddings.Unsteady)), "")
+    if refused:
+        yield _site(path, rule, module, next(iter(functions)), Verdict(None, refused))
         return
     runs = rotary_trace.run(module, forward, functions, positions)
     called = {call.name: functions[call.name] for run in runs for call in run.calls}
