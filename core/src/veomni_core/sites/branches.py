@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import builtins
 import dis
-import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ class Branches:
     """Runs functions and remembers which way each conditional jump of ``codes`` went.
 
     Args:
-        codes: the code that a proof must have run both ways.
+        codes: the code that a proof must have run both ways, with its optional arguments.
         settings: names of the module's attributes that are guarded.
         entry: the function whose optional arguments are left to the module's own code.
         is_helper: whether the code is a function that modeling code calls. Then a choice by the device may stay open,
@@ -39,9 +38,12 @@ class Branches:
     """
 
     def __init__(
-        self, codes: Iterable[CodeType], settings: frozenset[str], entry: FunctionType, is_helper: bool = False
+        self, codes: Mapping[CodeType, frozenset[str]], settings: frozenset[str], entry: FunctionType, is_helper: bool = False
     ) -> None:
-        self._read = {code: _Conditions(code, settings, entry, is_helper) for code in codes}
+        self._read = {
+            code: _Conditions(code, settings, entry, optional if is_helper or code is entry.__code__ else frozenset(), is_helper)
+            for code, optional in codes.items()
+        }
         self._jumps = {code: read.jumps for code, read in self._read.items() if read.jumps}
         self._went: set[tuple[CodeType, int, bool]] = set()
 
@@ -94,7 +96,9 @@ class Branches:
 class _Conditions:
     """The conditional jumps of one code object and what their conditions read; ``jumps`` maps each to what follows."""
 
-    def __init__(self, code: CodeType, settings: frozenset[str], entry: FunctionType, is_helper: bool) -> None:
+    def __init__(
+        self, code: CodeType, settings: frozenset[str], entry: FunctionType, optional: frozenset[str], is_helper: bool
+    ) -> None:
         self._code, self._settings = code, settings
         shown = list(dis.get_instructions(code))
         self._instructions = [each for each in shown if each.opname != "EXTENDED_ARG"]
@@ -114,7 +118,7 @@ class _Conditions:
         self._self = arguments[0] if arguments else ""
         self._globals = entry.__globals__
         self._arguments = arguments
-        self._optional = optional_arguments(entry) if code is entry.__code__ else frozenset()
+        self._optional = optional
         self._is_helper = is_helper
 
     def resolve(self, offset: int) -> int:
@@ -240,16 +244,6 @@ def _is_conditional(name: str) -> bool:
 
 def _is_pure(value: Any) -> bool:
     return isinstance(value, (type, ModuleType)) or (value.__hash__ is not None and value in _PURE)
-
-
-def optional_arguments(function: FunctionType) -> frozenset[str]:
-    """The names of the arguments with defaults, and of ``*args`` and ``**kwargs``."""
-    kinds = inspect.Parameter
-    return frozenset(
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not kinds.empty or parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-    )
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -34,12 +34,13 @@ class Reading:
     """What the code of a module, or of a function, names.
 
     ``names`` are the attributes and methods that it may read on any object. ``doubts`` say why a proof of it would not
-    last. ``codes`` are the code objects whose branches a proof must run.
+    last. ``codes`` are the code objects whose branches a proof must run, each with the names of the arguments that may
+    be left out.
     """
 
     names: frozenset[str]
     doubts: tuple[str, ...]
-    codes: frozenset[CodeType]
+    codes: Mapping[CodeType, frozenset[str]]
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -52,7 +53,7 @@ class Reading:
         return Reading(
             frozenset().union(*(each.names for each in all_of_them)),
             self.doubts,
-            frozenset().union(*(each.codes for each in all_of_them)),
+            {code: optional for each in all_of_them for code, optional in each.codes.items()},
         )
 
 
@@ -82,15 +83,15 @@ def read_function(function: Any, kind: type | None = None, further: Iterable[Any
     """What ``function`` reads, a method of ``kind`` where one is given; ``further`` are functions that it may call."""
     names: set[str] = set()
     doubts: dict[str, None] = {}
-    codes: set[CodeType] = set()
+    codes: dict[CodeType, frozenset[str]] = {}
     for reached in _reached([function, *further], kind):
         for code in _nested(reached.__code__):
             names.update(code.co_names)
             names.update(const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
             if not is_library(reached):
-                codes.add(code)
+                codes[code] = _optional_arguments(reached) if code is reached.__code__ else frozenset()
                 doubts.update(dict.fromkeys(_doubts(reached, code)))
-    return Reading(frozenset(names), tuple(doubts), frozenset(codes))
+    return Reading(frozenset(names), tuple(doubts), codes)
 
 
 def is_library(function: Any) -> bool:
@@ -217,6 +218,16 @@ def _reached(functions: Iterable[Any], kind: type | None) -> Iterator[FunctionTy
         for name in names:
             waiting.extend(_definitions(kind, name))
             waiting.extend(vars(space).get(name) for space in spaces)
+
+
+def _optional_arguments(function: FunctionType) -> frozenset[str]:
+    """The names of the arguments with defaults, and of ``*args`` and ``**kwargs``."""
+    kinds = inspect.Parameter
+    return frozenset(
+        name
+        for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items()
+        if parameter.default is not kinds.empty or parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    )
 
 
 def _definitions(kind: type | None, name: str) -> Iterator[Any]:

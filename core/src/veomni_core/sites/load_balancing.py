@@ -53,8 +53,9 @@ def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
             calls = _calls(variant)
             miss = max(_miss(branches, function, contract.reference, arguments) for arguments in calls)
             if miss == 0.0:
-                # A model without router logits hands on None, for which the function has a branch of its own.
-                probe.attempt(partial(branches.run, partial(function, None, *calls[0][1:])))
+                # What is no tuple of logits is outside the contract; functions have a branch of their own for it.
+                for outside in (None, list(calls[0][0])):
+                    probe.attempt(partial(branches.run, partial(function, outside, *calls[0][1:])))
                 if open_choice := branches.never_run():
                     return None, f"{_NAME} is {variant} wherever it was run, but {open_choice}"
                 return variant, f"{_NAME} gave the reference's values and gradients in each of its calls"
@@ -68,6 +69,8 @@ def _calls(variant: str) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     for length, scale, dtype in ((5, 1.0, torch.float32), (70, 20.0, torch.float32), (9, 1.0, torch.bfloat16)):
         tokens = _BATCH * length
+        if variant == "product_keys" and dtype is torch.bfloat16:
+            continue  # sums of keys tie in bfloat16, and the top k of equal scores are a matter of taste
         mask = torch.ones(_BATCH, length, dtype=torch.long)
         mask[1, length // 2 :] = 0
 
