@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from veomni_core.sites.code_reading import instructions
+
 Result = TypeVar("Result")
 _NEUTRAL = frozenset(
     "BINARY_SUBSCR CACHE CALL CALL_KW COMPARE_OP CONTAINS_OP COPY EXTENDED_ARG GET_ITER IS_OP KW_NAMES LOAD_CONST LOAD_SMALL_INT NOP "
@@ -100,7 +102,7 @@ class _Conditions:
         self, code: CodeType, settings: frozenset[str], entry: FunctionType, optional: frozenset[str], is_helper: bool
     ) -> None:
         self._code, self._settings = code, settings
-        shown = list(dis.get_instructions(code))
+        shown = instructions(code)
         self._instructions = [each for each in shown if each.opname != "EXTENDED_ARG"]
         self._at = {each.offset: index for index, each in enumerate(self._instructions)}
         self._resolved, waiting = {}, []
@@ -118,6 +120,7 @@ class _Conditions:
         self._self = arguments[0] if arguments else ""
         self._globals = entry.__globals__
         self._arguments = arguments
+        self._has_loops = any("BACKWARD" in each.opname for each in self._instructions)
         self._optional = optional
         self._is_helper = is_helper
 
@@ -181,7 +184,7 @@ class _Conditions:
                 if following is None or following.opname not in _ATTRIBUTE or following.argval not in self._settings:
                     return False
             elif each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
-                if each.argval not in self._optional and not self._is_assigned_a_constant(each.argval, depth):
+                if each.argval not in self._optional and not self._is_assigned_a_constant(each.argval, self._at[each.offset], depth):
                     return False
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 holder = self._global(each.argval)
@@ -196,10 +199,10 @@ class _Conditions:
                 return False
         return True
 
-    def _is_assigned_a_constant(self, name: Any, depth: int) -> bool:
+    def _is_assigned_a_constant(self, name: Any, before: int, depth: int) -> bool:
         if name in self._arguments:
             return False
-        stores = self._stores(name)
+        stores = [index for index in self._stores(name) if self._has_loops or index < before]
         return bool(stores) and all(self._is_constant_at(index, depth + 1) for index in stores)
 
     def _stores(self, name: Any) -> list[int]:

@@ -248,6 +248,12 @@ def _unwrapped(value: Any) -> Any:
     return value.__func__ if isinstance(value, MethodType) else value
 
 
+@functools.lru_cache(maxsize=256)
+def instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """The instructions of ``code``; :mod:`dis` is slow, and models repeat their layers' code."""
+    return tuple(dis.get_instructions(code))
+
+
 def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for const in code.co_consts:
@@ -257,7 +263,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
     yield from _global_doubts(function, code)
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions(code):
         if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
             yield f"{function.__qualname__} sets the attribute {instruction.argval}"
     if not _is_transformers(function):
@@ -268,7 +274,7 @@ def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
 
 def _global_doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
     where = function.__qualname__
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions(code):
         name = instruction.argval
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             yield f"{where} sets the global {name}"

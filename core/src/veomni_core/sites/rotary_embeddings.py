@@ -31,7 +31,15 @@ def all_handed_over(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     takes something else gives nothing.
     """
     kinds = {path: (module, _kinds(module)) for path, module in model.named_modules()}
-    return {path: tuple(_handed_over(module, names)) for path, (module, names) in kinds.items() if names}
+    seen: dict[Any, tuple[Any, ...]] = {}
+    found = {}
+    for path, (module, names) in kinds.items():
+        if names:
+            key = probe.behaviour(module)
+            if key not in seen:
+                seen[key] = tuple(_handed_over(module, names))
+            found[path] = seen[key]
+    return found
 
 
 def nearest(path: str, handed_over: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
