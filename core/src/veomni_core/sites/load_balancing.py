@@ -80,7 +80,7 @@ def _calls(variant: str) -> list[tuple[Any, ...]]:
         if variant == "given_routes":
             probabilities = draw(_BATCH, length, _EXPERTS).softmax(dim=-1).requires_grad_()
             chosen = torch.randint(0, _EXPERTS, (_BATCH, length, _TOP_K), generator=probe.generator())
-            calls += [(probabilities, chosen), (probabilities, chosen[..., 0])]
+            calls += [(probabilities, chosen), (probabilities, chosen[..., 0]), (probabilities, chosen.int())]
         elif variant == "product_keys":
             keys = tuple(draw(2, tokens, _KEYS).requires_grad_() for _ in range(3))
             calls += [(keys, _EXPERTS, _KEYS, _TOP_K, padding) for padding in (None, mask)]
