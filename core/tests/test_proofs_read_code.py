@@ -29,7 +29,7 @@ NORMS = {
     "autocast": (
         lambda self, x: normed(self, x) * (2 if torch.is_autocast_enabled() else 1),
         {},
-        "chooses by torch, is_autocast_enabled",
+        "chooses by is_autocast_enabled",
     ),
     "its values": (lambda self, x: normed(self, x) * (2 if x.isnan().any() else 1), {}, "chooses by isnan"),
 }

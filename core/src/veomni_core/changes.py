@@ -340,12 +340,12 @@ def _subclass(
         def __setattr__(self: nn.Module, name: str, value: Any) -> None:
             if name in guarded:
                 classes.set_on(self, name)
-            super(bound, self).__setattr__(name, value)
+            eager.__setattr__(self, name, value)  # set_on may have taken the class away
 
         def __delattr__(self: nn.Module, name: str) -> None:
             if name in guarded:
                 classes.set_on(self, name)
-            super(bound, self).__delattr__(name)
+            eager.__delattr__(self, name)
 
         namespace |= {"__setattr__": __setattr__, "__delattr__": __delattr__}
     # By the metaclass, as a class statement does.

@@ -134,8 +134,10 @@ class _Conditions:
 
     def names(self, offset: int) -> list[str]:
         """What the condition reads, for a message."""
-        named = [each.argval for each in self._expression(self._at[offset]) if each.opname.startswith("LOAD_")]
-        return [name for name in dict.fromkeys(named) if isinstance(name, str) and name != self._self]
+        expression = self._expression(self._at[offset])
+        read = [each.argval for each in expression if each.opname in _ATTRIBUTE]
+        read = read or [each.argval for each in expression if each.opname.startswith(("LOAD_FAST", "LOAD_GLOBAL"))]
+        return [name for name in dict.fromkeys(read) if isinstance(name, str)]
 
     def may_stay_open(self, offset: int, untaken: bool) -> bool:
         """Whether only settings and optional arguments decide, or the way that never ran skips what isn't there.
@@ -144,9 +146,17 @@ class _Conditions:
         """
         index = self._at[offset]
         expression = self._expression(index)
-        if self._is_helper and self._reads_the_device(expression):
+        if self._is_helper and (self._reads_the_device(expression) or self._asks_for_a_kind(index, expression)):
             return True
         return self._is_constant_at(index) or self._skips(offset, untaken, expression)
+
+    def _asks_for_a_kind(self, index: int, expression: list[dis.Instruction]) -> bool:
+        """Whether the choice is by what kind of object an argument is, which is in the contract."""
+        loads = [each for each in expression if each.opname not in _NEUTRAL or each.opname == "IS_OP"]
+        if not all(each.opname in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_ATTR", "IS_OP") for each in loads):
+            return False
+        asks = "NONE" in self._instructions[index].opname or any(each.opname == "IS_OP" for each in loads)
+        return asks or any(each.argval == "isinstance" for each in loads)
 
     def _reads_the_device(self, expression: list[dis.Instruction], depth: int = 0) -> bool:
         if any(each.argval == "device" and each.opname in _ATTRIBUTE for each in expression):

@@ -40,11 +40,12 @@ class RotaryFunctions:
 
 def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...], proofs: Proofs) -> Iterator[Site]:
     """One site per rotary function that the module's forward calls, with any of ``positions``."""
-    forward = current_forward(module)
+    own = set_on_instance(module)
+    forward = type(module).forward if own else current_forward(module)
     functions = {name: value for name, value in global_functions(forward) if _ROTARY_NAME.search(name)}
     if not functions:
         return
-    refused = set_on_instance(module) or why_not_clonable(forward, functions)
+    refused = own or why_not_clonable(forward, functions)
     refused = refused or next((given.why_not for given in positions if isinstance(given, rotary_embeddings.Unsteady)), "")
     if refused:
         yield _site(path, rule, module, next(iter(functions)), Verdict(None, refused))
