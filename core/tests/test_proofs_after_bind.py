@@ -70,9 +70,8 @@ CHANGES = {
 def test_a_change_that_a_proof_rests_on_raises(name):
     make, _, change = CHANGES[name]
     model = nn.Sequential(make())
-    with bind(model, CONFIG, registry=REGISTRY):
-        with pytest.raises(SiteChangedError, match="was changed after bind"):
-            change(model[0])
+    with bind(model, CONFIG, registry=REGISTRY), pytest.raises(SiteChangedError, match="was changed after bind"):
+        change(model[0])
     change(model[0])
 
 

@@ -11,7 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn import functional as F
 
-from lookalikes import REGISTRY, PlainExperts, PlainMLP, PlainRMSNorm, gated, normed, routed, sites, varied, variants
+from lookalikes import REGISTRY, PlainExperts, PlainMLP, PlainRMSNorm, gated, normed, routed, sites, variants, varied
 from models import build
 from veomni_core import find_sites
 
@@ -76,7 +76,9 @@ def counted(self, x):
 """
 
 
-@pytest.mark.parametrize("function, reason", [("scaled", "reads the global SCALE"), ("counted", "sets the global CALLS")])
+@pytest.mark.parametrize(
+    "function, reason", [("scaled", "reads the global SCALE"), ("counted", "sets the global CALLS")]
+)
 def test_code_that_reads_or_sets_globals_which_can_be_rebound_is_not_proven(function, reason):
     module = ModuleType("a_model_s_code")
     exec(compile(GLOBALS, "a_model_s_code.py", "exec"), vars(module))

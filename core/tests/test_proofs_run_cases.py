@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lookalikes import gated, normed, routed, sites, varied, variants
+from lookalikes import gated, normed, routed, sites, variants, varied
 
 NORMS = {
     "dropout": lambda self, x: F.dropout(normed(self, x), 0.01, self.training),
@@ -40,7 +40,9 @@ def _in_groups(self, x):
 
 def _of_the_first(self, x):
     y = x.float()
-    return self.weight * (y * torch.rsqrt(y[..., :16].pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+    return self.weight * (y * torch.rsqrt(y[..., :16].pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
+        x.dtype
+    )
 
 
 @pytest.mark.parametrize("forward", [_in_groups, _of_the_first])
@@ -66,16 +68,14 @@ def test_a_norm_over_several_dimensions_is_outside_the_contract():
     assert variants("rms_norm", nn.RMSNorm(16, eps=1e-6)) == ["cast_after"]
 
 
-
-
 MLPS = {
     "dropout": lambda self, x: F.dropout(gated(self, x), 0.01, self.training),
     "another result in eval": lambda self, x: gated(self, x) * (1 if self.training else 2),
     "twice in bfloat16": lambda self, x: gated(self, x) * (2 if x.dtype == torch.bfloat16 else 1),
-    "a clamp in float16": lambda self, x: gated(self, x).clamp(-0.1, 0.1) if x.dtype == torch.float16 else gated(self, x),
-    "a clamp at 1e4": lambda self, x: self.down_proj(
-        self.act_fn(self.gate_proj(x).clamp(-1e4, 1e4)) * self.up_proj(x)
+    "a clamp in float16": lambda self, x: (
+        gated(self, x).clamp(-0.1, 0.1) if x.dtype == torch.float16 else gated(self, x)
     ),
+    "a clamp at 1e4": lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x).clamp(-1e4, 1e4)) * self.up_proj(x)),
     "more than 3 positions": lambda self, x: gated(self, x) * (2 if x.shape[1] > 3 else 1),
     "a batch of one": lambda self, x: gated(self, x) * (2 if x.shape[0] == 1 else 1),
     "a dropout of its own": lambda self, x: self.dropout(gated(self, x)),

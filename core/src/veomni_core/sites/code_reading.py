@@ -7,11 +7,8 @@ library is taken as fixed, and so are constants (``ALL_CAPS``) of transformers.
 
 from __future__ import annotations
 
-import dis
 import functools
-import inspect
 import logging
-import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -22,9 +19,16 @@ from torch import nn
 
 from veomni_core.sites.functions import closure_contents, code_layers
 from veomni_core.sites.probe import has_hooks
+from veomni_core.sites.reachable_code import (
+    instructions,
+    is_library,
+    nested_code,
+    optional_arguments,
+    reached_functions,
+    undecorated,
+)
 
 Function = Callable[..., Any]
-_NOT_READ = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _FIXED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType, torch.dtype, logging.Logger)
 
@@ -64,7 +68,7 @@ class Readings:
         self._known: dict[Hashable, Reading] = {}
 
     def of(self, module: nn.Module) -> Reading:
-        """What the class's forward of ``module`` names, with what it calls: the functions that the module holds, too."""
+        """What the class's forward of ``module`` names, with what it calls and the functions that the module holds."""
         kind = type(module)
         callables = (FunctionType, functools.partial, MethodType)
         held = tuple(value for value in vars(module).values() if isinstance(value, callables))
@@ -74,30 +78,19 @@ class Readings:
         return self._known[key]
 
 
-def own_function(module: nn.Module) -> FunctionType:
-    """The forward of the module's class, within its decorators."""
-    return inspect.unwrap(type(module).forward)  # type: ignore[return-value]
-
-
 def read_function(function: Any, kind: type | None = None, further: Iterable[Any] = ()) -> Reading:
     """What ``function`` reads, a method of ``kind`` where one is given; ``further`` are functions that it may call."""
     names: set[str] = set()
     doubts: dict[str, None] = {}
     codes: dict[CodeType, frozenset[str]] = {}
-    for reached in _reached([function, *further], kind):
-        for code in _nested(reached.__code__):
+    for reached in reached_functions([function, *further], kind):
+        for code in nested_code(reached.__code__):
             names.update(code.co_names)
             names.update(const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
             if not is_library(reached):
-                codes[code] = _optional_arguments(reached) if code is reached.__code__ else frozenset()
+                codes[code] = optional_arguments(reached) if code is reached.__code__ else frozenset()
                 doubts.update(dict.fromkeys(_doubts(reached, code)))
     return Reading(frozenset(names), tuple(doubts), codes)
-
-
-def is_library(function: Any) -> bool:
-    """Whether ``function`` is torch's or the standard library's, whose code is not read."""
-    module = str(getattr(function, "__module__", ""))
-    return module.split(".")[0] in _NOT_READ or module.startswith("transformers.utils")
 
 
 def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()) -> str:
@@ -141,7 +134,7 @@ def why_not_clonable(function: Any, names: Collection[str]) -> str:
     for layer in code_layers(function):
         if set(names).isdisjoint(layer.__code__.co_names):
             continue
-        for code in _nested(layer.__code__):
+        for code in nested_code(layer.__code__):
             for doubt in _global_doubts(layer, code):
                 return doubt
     return ""
@@ -199,68 +192,6 @@ def _is_the_dispatcher_s(module: nn.Module, name: str) -> bool:
     return dispatches and name not in read_function(inner, type(module)).names
 
 
-def _reached(functions: Iterable[Any], kind: type | None) -> Iterator[FunctionType]:
-    """Every function whose code runs, as far as names tell."""
-    waiting, seen = list(functions), set()
-    while waiting:
-        value = _unwrapped(waiting.pop())
-        if not isinstance(value, FunctionType) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if is_library(value):
-            continue
-        waiting.extend(closure_contents(value))
-        names = {name for code in _nested(value.__code__) for name in code.co_names}
-        loaded = [value.__globals__[name] for name in names if name in value.__globals__]
-        spaces = [each for each in loaded if isinstance(each, ModuleType) and each.__name__.split(".")[0] not in _NOT_READ]
-        waiting.extend(loaded)
-        for name in names:
-            waiting.extend(_definitions(kind, name))
-            waiting.extend(vars(space).get(name) for space in spaces)
-
-
-def _optional_arguments(function: FunctionType) -> frozenset[str]:
-    """The names of the arguments with defaults, and of ``*args`` and ``**kwargs``."""
-    kinds = inspect.Parameter
-    return frozenset(
-        name
-        for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items()
-        if parameter.default is not kinds.empty or parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-    )
-
-
-def _definitions(kind: type | None, name: str) -> Iterator[Any]:
-    """All definitions of a method, the parents' too, since ``super()`` may call them."""
-    for base in kind.__mro__ if kind is not None else ():
-        if base is nn.Module:
-            return
-        value = vars(base).get(name)
-        if isinstance(value, property):
-            yield value.fget
-        else:
-            yield getattr(value, "__func__", value)
-
-
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, functools.partial):
-        return _unwrapped(value.func)
-    return value.__func__ if isinstance(value, MethodType) else value
-
-
-@functools.lru_cache(maxsize=256)
-def instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """The instructions of ``code``; :mod:`dis` is slow, and models repeat their layers' code."""
-    return tuple(dis.get_instructions(code))
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _nested(const)
-
-
 def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
     yield from _global_doubts(function, code)
     for instruction in instructions(code):
@@ -290,6 +221,5 @@ def _is_transformers(function: FunctionType) -> bool:
 
 
 def _name(function: Any) -> str:
-    function = _unwrapped(function)
+    function = undecorated(function)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
-

@@ -1,4 +1,4 @@
-"""How experts are proven: their code is read, and run on tiny weights and many routes, next to each layout's forward."""
+"""How experts are proven: their code is read, and run on tiny weights and many routes, next to each layout's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from veomni_core.ops.moe_experts import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
-from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, own_function, unseen_changes
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, unseen_changes
 from veomni_core.sites.expert_layouts import LAYOUTS, ExpertLayout
+from veomni_core.sites.reachable_code import own_function
 from veomni_core.sites.signatures import leading_parameters, why_not_callable
 
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
@@ -165,7 +166,9 @@ def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[tuple[bool, torch.dtype
             yield True, dtype, (rows(3 * experts, 1.0, dtype),)
         return
 
-    def call(index: Tensor, scale: float = 1.0, dtype: torch.dtype = _F32, times: float = 1.0, shift: float = 0.0) -> Any:
+    def call(
+        index: Tensor, scale: float = 1.0, dtype: torch.dtype = _F32, times: float = 1.0, shift: float = 0.0
+    ) -> Any:
         uniform = torch.rand(index.shape, generator=probe.generator()) * times + shift
         return rows(len(index), scale, dtype), index, uniform.to(dtype).requires_grad_()
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
-from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, own_function, unseen_changes
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, unseen_changes
+from veomni_core.sites.reachable_code import own_function
 from veomni_core.sites.signatures import why_not_callable
 from veomni_core.sites.site import Kernel
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from veomni_core.ops.rms_norm import VALUES
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
-from veomni_core.sites.code_reading import Reading, guarded_names, own_function
+from veomni_core.sites.code_reading import Reading, guarded_names
+from veomni_core.sites.reachable_code import own_function
 
 Inputs = tuple[Tensor | None, ...]
 Proof = tuple[str | None, str]
@@ -49,7 +50,6 @@ class Case:
         if self.spike:
             x[..., 0] = x[..., 0].abs() * 1e3 + 1e3 * self.scale
         return x.to(self.dtype), probe.random(width, dtype=self.weight_dtype, scale=self.weight_scale, shift=0.3)
-
 
 
 def eps_of(module: nn.Module) -> float | None:
@@ -125,7 +125,11 @@ def _mismatch(reference: Callable[..., Tensor], case: Case, training: bool, inpu
 def _gradients_differ(
     reading: Reading, own: Callable[..., Any], reference: Callable[..., Tensor], draw: Callable[[Case], Inputs]
 ) -> str:
-    for case in (Case((2, 3), _F32, _F32, 1.0), Case((1, 4), _F32, _F32, 1e3), Case((3,), _F32, _F32, 0.01, spike=True)):
+    for case in (
+        Case((2, 3), _F32, _F32, 1.0),
+        Case((1, 4), _F32, _F32, 1e3),
+        Case((3,), _F32, _F32, 0.01, spike=True),
+    ):
         for training in reading.modes:
             inputs = draw(case)
             differentiable = [tensor.requires_grad_() for tensor in inputs if tensor is not None]

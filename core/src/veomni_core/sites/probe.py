@@ -89,9 +89,7 @@ def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
             vars(module)[name] = sizes[value]
 
 
-def behaviour(
-    module: nn.Module, names: frozenset[str] | None = None, live: Collection[str] = ()
-) -> tuple[Any, ...]:
+def behaviour(module: nn.Module, names: frozenset[str] | None = None, live: Collection[str] = ()) -> tuple[Any, ...]:
     """A key that is equal for modules that run the same code with the same settings, so that one proof serves all.
 
     Args:

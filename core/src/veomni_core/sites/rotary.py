@@ -46,7 +46,9 @@ def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...
     if not functions:
         return
     refused = own or why_not_clonable(forward, functions)
-    refused = refused or next((given.why_not for given in positions if isinstance(given, rotary_embeddings.Unsteady)), "")
+    refused = refused or next(
+        (given.why_not for given in positions if isinstance(given, rotary_embeddings.Unsteady)), ""
+    )
     if refused:
         yield _site(path, rule, module, next(iter(functions)), Verdict(None, refused))
         return

@@ -1,4 +1,4 @@
-"""Bound forwards are called as the module's own: same names, same order, and what was not proven left to its own code."""
+"""Bound forwards are called as the module's own: same names, same order; what was not proven runs its own code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
 
 def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> FunctionType:
     def forward(self: nn.Module, first: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs and _sets_any(kwargs, further):
+        if args or (kwargs and _sets_any(kwargs, further)):
             return _run_own(own, self, first, *args, **kwargs)
         return bound(self, first)
 
@@ -59,7 +59,7 @@ def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> Function
 
 def _of_two(bound: Function, own: Function, further: dict[str, Any]) -> FunctionType:
     def forward(self: nn.Module, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs and _sets_any(kwargs, further):
+        if args or (kwargs and _sets_any(kwargs, further)):
             return _run_own(own, self, first, second, *args, **kwargs)
         return bound(self, first, second)
 
@@ -68,7 +68,7 @@ def _of_two(bound: Function, own: Function, further: dict[str, Any]) -> Function
 
 def _of_three(bound: Function, own: Function, further: dict[str, Any]) -> FunctionType:
     def forward(self: nn.Module, first: Any, second: Any, third: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs and _sets_any(kwargs, further):
+        if args or (kwargs and _sets_any(kwargs, further)):
             return _run_own(own, self, first, second, third, *args, **kwargs)
         return bound(self, first, second, third)
 
