@@ -160,8 +160,11 @@ class GuardChange(ForwardChange):
         self.name = name
         self._owner = weakref.ref(owner)
 
+    def _owner_module(self) -> Any:
+        return self._owner()
+
     def apply(self) -> None:
-        child, owner = self.target, self._owner()
+        child, owner = self.target, self._owner_module()
         self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.name}"
         self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
         if made_by(child) is not self.classes:  # a child that several modules share is guarded once
@@ -175,7 +178,7 @@ class GuardChange(ForwardChange):
         return ""
 
     def _duplicate(self, memo: dict[int, Any]) -> GuardChange:
-        owner, child = copy.deepcopy(self._owner(), memo), copy.deepcopy(self.target, memo)
+        owner, child = copy.deepcopy(self._owner_module(), memo), copy.deepcopy(self.target, memo)
         return GuardChange(owner, self.name, child, self.guarded)
 
 

@@ -69,9 +69,8 @@ class Branches:
                 if len(ways) != 1 or read.may_stay_open(offset, untaken=not ways.pop()):
                     continue
                 what = ", ".join(read.names(offset)) or "a value"
-                return (
-                    f"{names(code)} chooses by {what} in line {read.line(offset)}, and one way never ran in the proof"
-                )
+                where = f"{code.co_qualname} chooses by {what} in line {read.line(offset)}"
+                return f"{where}, and one way never ran in the proof"
         return ""
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:

@@ -173,8 +173,10 @@ class Conditions:
             for each in plain
         ):
             return False
-        *_, right, compare = plain if len(plain) > 1 else (None, None)
-        if compare is None or compare.opname != "COMPARE_OP" or "==" not in str(compare.argval):
+        if len(plain) < 2:
+            return False
+        *_, right, compare = plain
+        if compare.opname != "COMPARE_OP" or "==" not in str(compare.argval):
             return False
         return right.argval == 0 or (right.opname in _ATTRIBUTE and right.argval in self._settings)
 

@@ -56,12 +56,13 @@ def _gated(kernel: Kernel, eps: float, group_size: int | None) -> Any:
 
 
 def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
-    names = [name for name, value in module._parameters.items() if value is not None]
-    if names != ["weight"] or module._buffers or module.weight.dim() != 1:
-        return None, f"has parameters {names or 'none'} and buffers {list(module._buffers)}, expected one weight [H]"
+    weights = {name: value for name, value in module._parameters.items() if value is not None}
+    if list(weights) != ["weight"] or module._buffers or weights["weight"].dim() != 1:
+        found = f"parameters {list(weights) or 'none'} and buffers {list(module._buffers)}"
+        return None, f"has {found}, expected one weight of one dimension"
     if why_not := unseen_changes(module, reading, _WEIGHTS) or why_not_callable(module, proven=2):
         return None, why_not
-    width, group_size = module.weight.shape[0], vars(module).get("group_size")
+    width, group_size = weights["weight"].shape[0], vars(module).get("group_size")
 
     def draw(case: Case) -> Inputs:
         x, weight = case.draw(width)

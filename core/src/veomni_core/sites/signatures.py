@@ -48,7 +48,7 @@ def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
     return _renamed(_ARITIES[proven - 1](bound, own, further), names, own)
 
 
-def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> FunctionType:
+def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> Any:
     def forward(self: nn.Module, first: Any, *args: Any, **kwargs: Any) -> Any:
         if args or (kwargs and _sets_any(kwargs, further)):
             return _run_own(own, self, first, *args, **kwargs)
@@ -57,7 +57,7 @@ def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> Function
     return forward
 
 
-def _of_two(bound: Function, own: Function, further: dict[str, Any]) -> FunctionType:
+def _of_two(bound: Function, own: Function, further: dict[str, Any]) -> Any:
     def forward(self: nn.Module, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
         if args or (kwargs and _sets_any(kwargs, further)):
             return _run_own(own, self, first, second, *args, **kwargs)
@@ -66,7 +66,7 @@ def _of_two(bound: Function, own: Function, further: dict[str, Any]) -> Function
     return forward
 
 
-def _of_three(bound: Function, own: Function, further: dict[str, Any]) -> FunctionType:
+def _of_three(bound: Function, own: Function, further: dict[str, Any]) -> Any:
     def forward(self: nn.Module, first: Any, second: Any, third: Any, *args: Any, **kwargs: Any) -> Any:
         if args or (kwargs and _sets_any(kwargs, further)):
             return _run_own(own, self, first, second, third, *args, **kwargs)
