@@ -107,11 +107,7 @@ UNDER = {
 }
 
 
-EXPERTS_PROOF = pytest.mark.xfail(strict=True, reason="the proof of experts switches their children to train mode")
-CASES = [pytest.param(kind, marks=[EXPERTS_PROOF] if kind in ("in eval", "in mixed modes") else []) for kind in MODELS]
-
-
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("action", UNDER)
 def test_nothing_differs_after(action, kind):
     UNDER[action](build("llama"))  # what imports and caches on first use has done so

@@ -80,7 +80,9 @@ class TracedModel:
         module: Any = self._twin.get_submodule(path)
         for config in _configs(self._twin):
             select_interface(config, interface)
-        inputs = _inputs(module, padded, crossing)
+        inputs, why_not = probe.attempt(lambda: _inputs(module, padded, crossing))
+        if why_not:  # a model that nothing says how to call: an attention module on its own
+            return Trace(None, why_it_ended=why_not)
         trace = self._trace = Trace(inputs.get("attention_mask"))
         run = (path, padded, crossing)
         # The layers that ran for eager: other masks may tell fewer layers apart, and calls are compared one by one.

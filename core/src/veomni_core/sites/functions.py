@@ -46,8 +46,13 @@ def code_layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return
     yield function
-    for cell in function.__closure__ or ():
-        yield from code_layers(_contents(cell), depth + 1)
+    for contents in closure_contents(function):
+        yield from code_layers(contents, depth + 1)
+
+
+def closure_contents(function: FunctionType) -> Iterator[Any]:
+    """What ``function`` closes over."""
+    yield from map(_contents, function.__closure__ or ())
 
 
 def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> Any:

@@ -33,4 +33,4 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 def _buffer(name: str, buffer: Tensor) -> Tensor:
     """Frequencies become random ones: zeros would give every pair the same angle."""
-    return torch.rand(buffer.shape) + 0.1 if name.endswith(FREQUENCIES) else _zeros(buffer)
+    return torch.rand(buffer.shape, generator=probe.generator()) + 0.1 if name.endswith(FREQUENCIES) else _zeros(buffer)

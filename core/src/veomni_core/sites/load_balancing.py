@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes import Change, ForwardChange, setter_of
+from veomni_core.changes import Change, ForwardChange
+from veomni_core.ops.contract import Contract
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites import probe
+from veomni_core.sites.branches import Branches
+from veomni_core.sites.code_reading import read_function, set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.site import Kernel, Site
 
 _NAME = "load_balancing_loss_func"
-_EXPERTS, _TOP_K, _BATCH, _LENGTH = 9, 2, 2, 5
+_EXPERTS, _TOP_K, _BATCH = 9, 2, 2
 _KEYS = 3  # whose pairs are the experts
 
 
@@ -24,11 +29,12 @@ class LoadBalancingFunctions:
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         for path, module in model.named_modules():
-            function = dict(global_functions(type(module).forward)).get(_NAME)
+            own = set_on_instance(module)
+            forward = type(module).forward if own else current_forward(module)
+            function = dict(global_functions(forward)).get(_NAME)
             if function is not None:
-                variant, evidence = _prove(function)
-                if setter := setter_of(module):
-                    variant, evidence = None, f"its forward can't be replaced: it was {setter}"
+                why_not = own or why_not_clonable(forward, [_NAME])
+                variant, evidence = (None, why_not) if why_not else _prove(function)
                 yield Site("load_balancing_loss", path, rule, variant, evidence)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
@@ -39,11 +45,18 @@ class LoadBalancingFunctions:
 
 
 def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
+    reading = read_function(function)
+    if reading.doubts:
+        return None, reading.doubts[0]
     with probe.seeded():
         misses = []
         for variant, contract in CONTRACTS.items():
-            miss = max(_miss(function, contract.reference, arguments) for arguments in _calls(variant))
+            branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
+            calls = _calls(variant)
+            miss = max(_miss(branches, function, contract, arguments) for arguments in calls)
             if miss == 0.0:
+                if open_choice := branches.never_run():
+                    return None, f"{_NAME} is {variant} wherever it was run, but {open_choice}"
                 return variant, f"{_NAME} gave the reference's values and gradients in each of its calls"
             misses.append((miss, variant))
     by_how_much, nearest = min(misses)
@@ -51,23 +64,41 @@ def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
 
 
 def _calls(variant: str) -> list[tuple[Any, ...]]:
-    """The arguments of a variant, with and without what is optional."""
-    tokens = _BATCH * _LENGTH
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    if variant == "given_routes":
-        probabilities = probe.random(_BATCH, _LENGTH, _EXPERTS).softmax(dim=-1).requires_grad_()
-        chosen = torch.randint(0, _EXPERTS, (_BATCH, _LENGTH, _TOP_K))
-        return [(probabilities, chosen), (probabilities, chosen[..., 0])]
-    if variant == "product_keys":
-        keys = tuple(probe.random(2, tokens, _KEYS).requires_grad_() for _ in range(3))
-        return [(keys, _EXPERTS, _KEYS, _TOP_K, chosen) for chosen in (None, mask)]
-    logits = tuple(probe.random(tokens, _EXPERTS).requires_grad_() for _ in range(3))
-    return [(logits, _EXPERTS, _TOP_K, chosen) for chosen in (None, mask)]
+    """The arguments of a variant: with and without what is optional, few tokens and many, and in bfloat16."""
+    calls: list[tuple[Any, ...]] = []
+    for length, scale, dtype in ((5, 1.0, torch.float32), (70, 5.0, torch.float32), (9, 1.0, torch.bfloat16)):
+        tokens = _BATCH * length
+        if variant == "product_keys" and dtype is torch.bfloat16:
+            continue  # sums of keys tie in bfloat16, and the top k of equal scores are a matter of taste
+        mask = torch.ones(_BATCH, length, dtype=torch.long)
+        mask[1, length // 2 :] = 0
+
+        def draw(*shape: int, scale: float = scale, dtype: torch.dtype = dtype) -> Tensor:
+            return probe.random(*shape, scale=scale, dtype=dtype)
+
+        if variant == "given_routes":
+            probabilities = draw(_BATCH, length, _EXPERTS).softmax(dim=-1).requires_grad_()
+            chosen = torch.randint(0, _EXPERTS, (_BATCH, length, _TOP_K), generator=probe.generator())
+            calls += [(probabilities, chosen), (probabilities, chosen[..., 0]), (probabilities, chosen.int())]
+        elif variant == "product_keys":
+            keys = tuple(draw(2, tokens, _KEYS).requires_grad_() for _ in range(3))
+            calls += [(keys, _EXPERTS, _KEYS, _TOP_K, padding) for padding in (None, mask)]
+        else:
+            logits = tuple(draw(tokens, _EXPERTS).requires_grad_() for _ in range(3))
+            calls += [(logits, _EXPERTS, _TOP_K, padding) for padding in (None, mask)]
+            calls += [(logits[:1], _EXPERTS, 1, mask)]
+    return calls
 
 
-def _miss(function: Callable[..., Any], reference: Kernel, arguments: tuple[Any, ...]) -> float:
-    found, error = probe.attempt(lambda: function(*arguments))
+def _miss(branches: Branches, function: Callable[..., Any], contract: Contract, arguments: tuple[Any, ...]) -> float:
+    found, error = probe.attempt(partial(branches.run, partial(function, *arguments)))
     if error or not isinstance(found, Tensor):
         return float("inf")
-    first = arguments[0]
-    return probe.miss(found, reference(*arguments), first if isinstance(first, tuple) else (first,))
+    wanted, error = probe.attempt(partial(contract.reference, *arguments))
+    if error:
+        return float("inf")
+    logits = arguments[0] if isinstance(arguments[0], tuple) else arguments[:1]
+    if logits[0].dtype is torch.float32:
+        return probe.miss(found, wanted, logits)
+    share = probe.largest_miss(found, wanted)
+    return 0.0 if share <= contract.values["bfloat16"].norm else share

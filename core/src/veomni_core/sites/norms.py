@@ -7,85 +7,99 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites import probe
-from veomni_core.sites.norm_proof import Inputs, eps_of, prove_norm
+from veomni_core.sites.code_reading import Reading, Readings, guarded_names, unseen_changes
+from veomni_core.sites.norm_proof import Case, Inputs, Proof, eps_of, prove_norm
+from veomni_core.sites.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.site import Kernel, Site
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
-_WIDTH = 16
+_WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
+_WEIGHTS = ("weight",)
 
 
 class NormModules:
     """Finds norms by running their own code, and replaces their ``forward``."""
 
+    def __init__(self) -> None:
+        self._readings = Readings()
+
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        proofs: dict[Any, tuple[str | None, str]] = {}
+        proofs: dict[Any, Proof] = {}
         for path, module in model.named_modules():
             eps = eps_of(module)
             if eps is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
                 continue
             if probe.takes(module, "gate"):  # another op
                 continue
-            key = probe.behaviour(module)
+            reading = self._readings.of(module)
+            key = probe.behaviour(module, reading.names)
             if key not in proofs:
-                proofs[key] = _prove(module, eps)
-            variant, evidence = proofs[key]
-            yield Site("rms_norm", path, rule, variant, evidence, probe.parameter_dtype(module), {"eps": eps})
+                proofs[key] = _prove(module, reading, eps)
+            yield Site("rms_norm", path, rule, *proofs[key], probe.parameter_dtype(module), {"eps": eps})
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
-        module, eps = model.get_submodule(site.path), site.detail["eps"]
+        module = model.get_submodule(site.path)
         weighted = module._parameters.get("weight") is not None
-        forward = (_weighted if weighted else _unweighted)(kernel, eps)
-        yield ForwardChange(module, forward)
+        forward = (_weighted if weighted else _unweighted)(kernel, site.detail["eps"])
+        guarded = guarded_names(module, self._readings.of(module), _WEIGHTS)
+        yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 
-def _weighted(kernel: Kernel, eps: float) -> Kernel:
+def _weighted(kernel: Kernel, eps: float) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         return kernel(hidden_states, self.weight, eps)  # type: ignore[no-any-return]
 
     return forward
 
 
-def _unweighted(kernel: Kernel, eps: float) -> Kernel:
+def _unweighted(kernel: Kernel, eps: float) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         return kernel(hidden_states, None, eps)  # type: ignore[no-any-return]
 
     return forward
 
 
-def _prove(module: nn.Module, eps: float) -> tuple[str | None, str]:
-    names = [name for name, value in module._parameters.items() if value is not None]
-    if names not in ([], ["weight"]):
-        return None, f"has parameters {names}, expected one weight or none"
-    weighted = bool(names)
+def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
+    weights = {name: value for name, value in module._parameters.items() if value is not None}
+    if list(weights) not in ([], ["weight"]):
+        return None, f"has parameters {list(weights)}, expected one weight or none"
+    if weights and weights["weight"].dim() != 1:
+        return None, f"its weight has {weights['weight'].dim()} dimensions, the contract's has one"
+    if len(vars(module).get("normalized_shape", (1,))) != 1:  # torch's own norm
+        return None, f"it normalises {len(vars(module)['normalized_shape'])} dimensions, the contract's the last one"
+    if why_not := unseen_changes(module, reading, _WEIGHTS) or why_not_callable(module, proven=1):
+        return None, why_not
+    width = weights["weight"].shape[0] if weights else _width_of(module)
 
-    def draw(x_dtype: torch.dtype, weight_dtype: torch.dtype, scale: float) -> Inputs:
-        x = probe.random(5, 3, _WIDTH, dtype=x_dtype, scale=scale)
-        return x, probe.random(_WIDTH, dtype=weight_dtype, scale=0.5, shift=0.3) if weighted else None
+    def draw(case: Case) -> Inputs:
+        x, weight = case.draw(width)
+        return x, weight if weights else None
 
     references = {
         variant: partial(contract.reference, eps=eps)
         for variant, contract in CONTRACTS.items()
-        if variant.startswith("unweighted") != weighted
+        if variant.startswith("unweighted") != bool(weights)
     }
-    return prove_norm(partial(_run, module), references, draw, eps)
+    return prove_norm(module, reading, partial(_run, module), references, draw, eps)
 
 
-def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Any:
-    """What the module's own code gives for tiny inputs."""
-    twin = probe.bare_copy(module)
-    if "normalized_shape" in vars(twin):  # torch's own norm
-        vars(twin)["normalized_shape"] = (_WIDTH,)
-    for name, value in module._buffers.items():
-        # Random numbers: a norm whose result depends on a buffer matches nothing.
-        twin._buffers[name] = None if value is None else probe.random(_WIDTH, dtype=x.dtype)
+def _width_of(module: nn.Module) -> int:
+    shape = vars(module).get("normalized_shape", (_WIDTH_WITHOUT_A_WEIGHT,))
+    return int(shape[0])
+
+
+def _run(module: nn.Module, training: bool, x: Tensor, weight: Tensor | None) -> Any:
+    """What the module's own code gives, run on a copy."""
+    duplicate = probe.bare_copy(module)
+    duplicate.training = training
+    for name, value in module._buffers.items():  # its code reads none of them
+        duplicate._buffers[name] = None if value is None else probe.random(*value.shape)
     if weight is not None:
-        twin._parameters["weight"] = weight  # type: ignore[assignment]
-        probe.resize_attributes(twin, {module._parameters["weight"].shape[-1]: _WIDTH})  # type: ignore[union-attr]
-    return twin(x)
+        duplicate._parameters["weight"] = weight  # type: ignore[assignment]
+    return type(duplicate).forward(duplicate, x)

@@ -1,12 +1,20 @@
-"""Small stand-ins of a model's modules: same code, tiny random weights on the CPU, nothing shared, nothing changed."""
+"""Small copies of a model's modules, and a place to run them: same code, tiny random weights on the CPU.
+
+Nothing of the model or of the process is changed, and nothing of the process decides what is found.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import random as python_random
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,23 +23,63 @@ from torch import Tensor, nn
 
 from veomni_core.ops.contract import dtype_name
 
-# Of random inputs. The large one reaches clamps, which released configs set at 7 to 20.
-SCALES = (1.0, 100.0)
+# Of random inputs. Released configs clamp at 7 to 20; clamps against overflow stand at 1e4 and above.
+SCALES = (1.0, 100.0, 1e6)
 _SEED = 20  # any; the probes' random inputs must only be the same in every process
+# How far whole results may be apart, as a share of their norm, in the dtypes that round: what an unlike order of the
+# same roundings costs. It is the experts' contract's bound, the loosest of the ops that are probed.
+LOW_PRECISION = {torch.bfloat16: 1e-2, torch.float16: 1.3e-3}
+_LARGEST_COPIED = 65536  # elements of a tensor that a copy gets its own of
+_GENERATOR: ContextVar[torch.Generator] = ContextVar("generator of the probes' random inputs")
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
     """``module`` without its parameters, buffers, children and hooks; the caller puts tiny ones in their place.
 
-    What is registered as ``None`` stays so, since its code asks for it.
+    What is registered as ``None`` stays so, since its code asks for it. Lists, dicts and tensors among the attributes
+    are copied, so that code which writes to them writes to the copy.
     """
     # Not copy.copy: FSDP2 gives its modules a __new__ that builds them anew.
-    twin: nn.Module = object.__new__(type(module))
-    vars(twin).update(vars(module), _modules={}, _forward_hooks={}, _forward_pre_hooks={})
+    duplicate: nn.Module = object.__new__(type(module))
+    attributes = {name: _own(value) for name, value in vars(module).items() if name not in _REGISTRIES}
+    vars(duplicate).update(vars(nn.Module()), **attributes)
     for tensors in ("_parameters", "_buffers"):
-        vars(twin)[tensors] = {name: None for name, value in vars(module)[tensors].items() if value is None}
-    vars(twin).pop("forward", None)
-    return twin
+        vars(duplicate)[tensors] = {name: None for name, value in vars(module)[tensors].items() if value is None}
+    vars(duplicate).pop("forward", None)
+    return duplicate
+
+
+def full_copy(module: nn.Module) -> nn.Module:
+    """``module`` with children, parameters and buffers of its own, on the CPU; for modules as small as activations."""
+    duplicate = bare_copy(module)
+    for tensors in ("_parameters", "_buffers"):
+        for name, value in vars(module)[tensors].items():
+            if value is not None:
+                vars(duplicate)[tensors][name] = random(*value.shape).to(value.dtype)
+    for name, child in module._modules.items():
+        duplicate._modules[name] = None if child is None else full_copy(child)
+    return duplicate
+
+
+# What every module has of its own, but for its mode.
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after the module's forward or backward."""
+    return any(vars(module).get(name) for name in _HOOKS)
+
+
+def _own(value: Any) -> Any:
+    """``value``, or a copy of it where it can be written to in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() <= _LARGEST_COPIED else torch.empty_like(value, device="meta")
+    if type(value) is dict:
+        return {key: _own(each) for key, each in value.items()}
+    if type(value) in (list, set):
+        return type(value)(map(_own, value))
+    return value
 
 
 def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
@@ -41,18 +89,60 @@ def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
             vars(module)[name] = sizes[value]
 
 
-def behaviour(module: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for modules that run the same code with the same settings, so that one proof serves all."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-    settings = tuple(sorted((name, repr(value)) for name, value in plain.items()))
-    shapes = tuple((name, None if value is None else tuple(value.shape)) for name, value in module._parameters.items())
-    children = tuple((name, type(child)) for name, child in module._modules.items())
-    return (type(module), settings, shapes, children)
+def behaviour(module: nn.Module, names: frozenset[str] | None = None, live: Collection[str] = ()) -> tuple[Any, ...]:
+    """A key that is equal for modules that run the same code with the same settings, so that one proof serves all.
+
+    Args:
+        names: what the module's code names (:class:`veomni_core.sites.code_reading.Reading`); other attributes can't
+            decide what it computes. ``None`` for every attribute.
+        live: the linears that stay in the model, of which only the shapes and dtypes matter.
+    """
+    settings = tuple(
+        (name, _identity(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _REGISTRIES and name != "training" and (names is None or name in names or name == "forward")
+    )
+    tensors = tuple(
+        (name, None if value is None else (tuple(value.shape), value.dtype))
+        for registered in (module._parameters, module._buffers)
+        for name, value in registered.items()
+    )
+    children = tuple(
+        (name, child is None or (_form(child) if name in live else (behaviour(child), has_hooks(child))))
+        for name, child in module._modules.items()
+    )
+    return (type(module), type(module).forward, settings, tensors, children)
+
+
+def _form(linear: Any) -> tuple[Any, ...]:
+    weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
+    return linear.in_features, linear.out_features, getattr(weight, "dtype", None), bias is None
+
+
+def _identity(value: Any) -> Any:
+    """Equal for values that code can't tell apart; objects are told apart by identity, containers by content."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return (type(value), repr(value))
+    if isinstance(value, functools.partial):
+        return ("partial", value.func, _identity(value.args), _identity(value.keywords))
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(_identity, value)))
+    if isinstance(value, dict):
+        return (type(value), tuple((_identity(key), _identity(each)) for key, each in value.items()))
+    if isinstance(value, (FunctionType, type, torch.dtype)):
+        return value
+    return (type(value), id(value))
+
+
+def generator() -> torch.Generator:
+    """The generator of random inputs that :func:`seeded` made, on the CPU."""
+    return _GENERATOR.get()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """Normal values on the CPU from the generator that :func:`seeded` sets."""
-    return (torch.randn(*shape, device="cpu") * scale + shift).to(dtype)
+    """Normal values on the CPU; to be called within :func:`seeded`."""
+    values = torch.randn(*shape, device="cpu", dtype=torch.float32, generator=generator())
+    return (values * scale + shift).to(dtype)
 
 
 @contextmanager
@@ -70,13 +160,53 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Fixed randomness and gradients on, on the CPU, without touching the process's random state or default device.
+    """Fixed randomness, float32 on the CPU, gradients on, no autocast, whatever the process has set; undone on leaving.
 
-    What the code that is run says of its odd sizes is not for the user.
+    Inputs come from a generator of their own. Code that is run may draw from the CPU's, from Python's and from NumPy's,
+    which get their states back; no generator of another device is touched (``torch.manual_seed`` seeds them all). What
+    that code says of its odd sizes is not for the user.
     """
-    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        torch.manual_seed(_SEED)
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        stack.enter_context(_process_state_kept())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":  # costs each call of torch more than a small addition does
+            stack.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        for device_type in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device_type, False)
+        torch.default_generator.manual_seed(_SEED)
+        token = _GENERATOR.set(torch.Generator("cpu").manual_seed(_SEED))
+        try:
+            yield
+        finally:
+            _GENERATOR.reset(token)
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    states = torch.get_rng_state(), python_random.getstate(), numpy and numpy.random.get_state()
+    default_dtype = torch.get_default_dtype()
+    autocast = {device_type: torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")}
+    try:
         yield
+    finally:
+        torch.set_default_dtype(default_dtype)
+        for device_type, enabled in autocast.items():
+            torch.set_autocast_enabled(device_type, enabled)
+        torch.set_rng_state(states[0])
+        python_random.setstate(states[1])
+        if numpy:
+            numpy.random.set_state(states[2])
+
+
+def draws_random_numbers(function: Callable[[], Any]) -> bool:
+    """Whether ``function`` advances the CPU's random state, as dropout does."""
+    before = torch.get_rng_state()
+    attempt(function)
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def largest_miss(a: Tensor, b: Tensor) -> float:
@@ -84,7 +214,7 @@ def largest_miss(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
     a, b = a.detach().double(), b.detach().double()
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if a.numel() else 0.0
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -93,21 +223,19 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def gradients_close(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether both results send gradients to the inputs, and the same to each."""
+    """Whether both results send gradients to the inputs, and the same to each; where none comes, it is zero."""
     gradients = partial(
         torch.autograd.grad,
         inputs=inputs,
-        grad_outputs=torch.randn_like(a),
+        grad_outputs=torch.randn(a.shape, dtype=a.dtype, generator=generator()),
         allow_unused=True,
         retain_graph=True,  # a result is compared with several others
     )
     (found, error), (wanted, other_error) = attempt(partial(gradients, a)), attempt(partial(gradients, b))
     if error or other_error:
         return False
-    return all(
-        (f is None) == (w is None) and (f is None or w is None or close(f, w))
-        for f, w in zip(found, wanted, strict=True)
-    )
+    zeros = partial(map, lambda gradient, source: torch.zeros_like(source) if gradient is None else gradient)
+    return all(map(close, zeros(found, inputs), zeros(wanted, inputs)))
 
 
 def miss(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> float:
@@ -115,6 +243,18 @@ def miss(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> float:
     if close(a, b) and gradients_close(a, b, inputs):
         return 0.0
     return max(largest_miss(a, b), 1e-9)
+
+
+def rounded_miss(a: Tensor, b: Tensor) -> float:
+    """How far results of a low precision are apart; 0 where only the order of roundings differs."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return float("inf")
+    wide_a, wide_b = a.detach().double(), b.detach().double()
+    if not torch.equal(wide_a.isfinite(), wide_b.isfinite()):
+        return float("inf")
+    wide_a, wide_b = wide_a.nan_to_num(0.0, 0.0, 0.0), wide_b.nan_to_num(0.0, 0.0, 0.0)
+    share = float((wide_a - wide_b).norm() / wide_b.norm().clamp_min(1e-30))
+    return 0.0 if share <= LOW_PRECISION[a.dtype] else share
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, str]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change, ForwardChange, setter_of
+from veomni_core.changes import Change, ForwardChange
 from veomni_core.sites import probe, rotary_embeddings, rotary_trace
+from veomni_core.sites.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.rotary_proof import Proofs, Verdict
 from veomni_core.sites.site import Kernel, Site
@@ -39,13 +40,17 @@ class RotaryFunctions:
 
 def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...], proofs: Proofs) -> Iterator[Site]:
     """One site per rotary function that the module's forward calls, with any of ``positions``."""
-    forward = type(module).forward
+    own = set_on_instance(module)
+    forward = type(module).forward if own else current_forward(module)
     functions = {name: value for name, value in global_functions(forward) if _ROTARY_NAME.search(name)}
     if not functions:
         return
-    if setter := setter_of(module):
-        why_not = f"its forward can't be replaced: it was {setter}"
-        yield _site(path, rule, module, next(iter(functions)), Verdict(None, why_not, examined=False))
+    refused = own or why_not_clonable(forward, functions)
+    refused = refused or next(
+        (given.why_not for given in positions if isinstance(given, rotary_embeddings.Unsteady)), ""
+    )
+    if refused:
+        yield _site(path, rule, module, next(iter(functions)), Verdict(None, refused))
         return
     runs = rotary_trace.run(module, forward, functions, positions)
     called = {call.name: functions[call.name] for run in runs for call in run.calls}

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from veomni_core.ops import rotary_pos_emb, rotary_pos_emb_vision
 from veomni_core.ops.contract import Contract, as_tensors
 from veomni_core.ops.rotation import AngleLayout
 from veomni_core.sites import probe
+from veomni_core.sites.branches import Branches
+from veomni_core.sites.code_reading import read_function
+from veomni_core.sites.hollow_twin import BATCH, LENGTH
 from veomni_core.sites.rotary_trace import Call
 
 _CONTRACTS = (*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values())
@@ -70,15 +75,41 @@ def _prove(function: Function, call: Call) -> Verdict:
     _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
     if error:
         return Verdict(None, f"{call.name}: {error}", runs=False, examined=False)
+    reading = read_function(function)
+    if reading.doubts:
+        return Verdict(None, reading.doubts[0])
     tried = []
     for layout in (AngleLayout.UNRELATED, *_repeating(call)):
-        inputs = _random_like(call, layout)
         for contract in fitting:
-            why_not = _mismatch(function, contract, call, inputs)
+            branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
+            watched = partial(branches.run_call, function)
+            variations = ((form, _random_like(form, layout, scale)) for form, scale in _variations(call))
+            why_not = next(filter(None, (_mismatch(watched, contract, *each) for each in variations)), "")
+            if not why_not and (open_choice := branches.never_run()):
+                return Verdict(None, f"{call.name} is {contract.variant} wherever it was run, but {open_choice}")
             if not why_not:
                 return _with_angles(function, contract, call, layout)
             tried.append(f"not {contract.variant}: {why_not}")
     return Verdict(None, f"{call.name} is {'; '.join(tried[: len(fitting)])}")
+
+
+def _variations(call: Call) -> Iterator[tuple[Call, float]]:
+    """The call, with larger values, one row of the batch, one position and many positions; and their values' scale."""
+    yield call, 1.0
+    yield call, 1e4
+    for batch, length in ((1, LENGTH), (BATCH, 1), (1, 70)):
+        if all(LENGTH in value.shape for value in call.args if isinstance(value, Tensor)):
+            args = tuple(_resized(value, batch, length) for value in call.args)
+            yield replace(call, args=args), 1.0
+
+
+def _resized(value: Any, batch: int, length: int) -> Any:
+    """Zeros of the same dtype for another batch and length; each length of the probes is a number of its own."""
+    if not isinstance(value, Tensor):
+        return value
+    first, *others = value.shape
+    shape = [batch if first == BATCH and value.dim() > 2 else first, *others]
+    return torch.zeros([length if size == LENGTH else size for size in shape], dtype=value.dtype)
 
 
 def _repeating(call: Call) -> tuple[AngleLayout, ...]:
@@ -101,9 +132,9 @@ def _fits(contract: Contract, call: Call) -> bool:
     return bool(max(rotated) == 4 and cos == 3 and isinstance(inserted, int) and inserted in _UNSQUEEZED)
 
 
-def _random_like(call: Call, layout: AngleLayout) -> tuple[Tensor, ...]:
+def _random_like(call: Call, layout: AngleLayout, scale: float = 1.0) -> tuple[Tensor, ...]:
     """Values of the call's shapes, its angles in ``layout`` or all random: they need not be cosines and sines."""
-    rotated = [probe.random(*value.shape).requires_grad_() for value in call.args[:-2]]
+    rotated = [probe.random(*value.shape, scale=scale).requires_grad_() for value in call.args[:-2]]
     angles = [probe.random(*value.shape) for value in call.args[-2:]]
     if layout is not AngleLayout.UNRELATED:
         angles = [layout.spread(values[..., : values.shape[-1] // 2]) for values in angles]

@@ -1,0 +1,133 @@
+"""How a gated MLP is proven: its code is read, and run on tiny linears in each dtype and mode, next to each variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.ops.swiglu_mlp import CONTRACTS
+from veomni_core.sites import probe
+from veomni_core.sites.branches import Branches
+from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, unseen_changes
+from veomni_core.sites.reachable_code import own_function
+from veomni_core.sites.signatures import why_not_callable
+from veomni_core.sites.site import Kernel
+
+_HIDDEN, _INTERMEDIATE = 8, 12
+_F32 = torch.float32
+# Leading dimensions, dtype and scale. float16 ends at 65504, which a product of two projections soon reaches.
+_CASES = (
+    *(((2, 3), _F32, scale) for scale in probe.SCALES),
+    *((leading, _F32, 1.0) for leading in ((5,), (1,), (1, 4), (4, 1), (1, 1), (67,), (2, 9), (2, 3, 2))),
+    ((2, 3), _F32, 0.0),
+    *((leading, torch.bfloat16, scale) for leading in ((2, 3), (1, 9)) for scale in (1.0, 30.0, 1e6)),
+    *((leading, torch.float16, scale) for leading in ((2, 3), (1, 9)) for scale in (1.0, 10.0, 30.0)),
+)
+Layout = tuple[str, ...]
+Bound = Callable[[Kernel, Layout], Callable[..., Tensor]]
+
+
+@dataclass(frozen=True)
+class MlpProof:
+    """What was found out about a module; ``examined`` as in :class:`Site`."""
+
+    variant: str | None
+    evidence: str
+    layout: Layout = ()
+    examined: bool = True
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a copy's own code gave for one input, in one mode."""
+
+    copy: nn.Module
+    x: Tensor
+    found: Any
+
+
+def prove_mlp(
+    module: nn.Module, readings: Readings, linears: dict[str, Any], layouts: list[Layout], bound: Bound
+) -> MlpProof | None:
+    """What the module computes; ``None`` for square linears that don't run alone: queries, keys and values."""
+    reading = readings.of(module)
+    whole = reading.with_children(readings.of(child) for _, child in bypassed(module, reading, linears))
+    with probe.seeded():
+        why_not = unseen_changes(module, reading, linears) or why_not_callable(module, proven=1)
+        is_square = all(child.in_features == child.out_features for child in linears.values())
+        if why_not:
+            return None if is_square else MlpProof(None, why_not)
+        branches = Branches(whole.codes, guarded_names(module, reading, linears), own_function(module))
+        copies = {dtype: _copy(module, linears, layouts[0], dtype) for dtype in (_F32, *probe.LOW_PRECISION)}
+        runs = []
+        for leading, dtype, scale in _CASES:
+            for training in whole.modes:
+                x = probe.random(*leading, _HIDDEN, dtype=dtype, scale=scale).requires_grad_()
+                copy = copies[dtype].train(training)
+                found, error = probe.attempt(partial(branches.run, partial(type(module).forward, copy, x)))
+                if error and len(leading) == 2:
+                    return None if is_square else MlpProof(None, error, examined=False)
+                if not error:
+                    runs.append(_Run(copy, x, found))
+        if probe.draws_random_numbers(partial(type(module).forward, copies[_F32].train(), runs[0].x)):
+            return MlpProof(None, "it draws random numbers in training mode")
+        proof = _match(runs, layouts, bound)
+        open_choice = branches.never_run() if proof.variant else ""
+        return MlpProof(None, f"{proof.variant} wherever it was run, but {open_choice}") if open_choice else proof
+
+
+def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: torch.dtype) -> nn.Module:
+    """The module's code over tiny linears; its other children are copied as they are."""
+    duplicate = probe.bare_copy(module)
+    shapes = _tiny_shapes(linears, layout)
+    for name, child in module._modules.items():
+        if name in shapes:
+            inputs_width, outputs_width = shapes[name]
+            bias = getattr(child, "bias", None) is not None
+            linear = nn.Linear(inputs_width, outputs_width, bias=bias)
+            with torch.no_grad():
+                for parameter in linear.parameters():
+                    parameter.copy_(probe.random(*parameter.shape, scale=inputs_width**-0.5))
+            duplicate._modules[name] = linear.to(dtype)
+        else:
+            duplicate._modules[name] = None if child is None else probe.full_copy(child)
+    return duplicate
+
+
+def _tiny_shapes(linears: dict[str, Any], layout: Layout) -> dict[str, tuple[int, int]]:
+    *first, down = layout
+    is_square = linears[down].in_features == linears[down].out_features
+    inner = _HIDDEN if is_square else _INTERMEDIATE
+    packed = 2 if len(first) == 1 else 1
+    return {**dict.fromkeys(first, (_HIDDEN, packed * inner)), down: (inner, _HIDDEN)}
+
+
+def _match(runs: list[_Run], layouts: list[Layout], bound: Bound) -> MlpProof:
+    misses = []
+    for variant, contract in CONTRACTS.items():
+        for layout in layouts:
+            miss = _largest_miss(runs, bound(contract.reference, layout))
+            if miss == 0.0:
+                return MlpProof(variant, "its own code gave the reference's values and gradients", layout)
+            misses.append((miss, variant))
+    by_how_much, nearest = min(misses)
+    return MlpProof(None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.2%}")
+
+
+def _largest_miss(runs: list[_Run], bound: Callable[..., Tensor]) -> float:
+    largest = 0.0
+    for run in runs:
+        wanted, error = probe.attempt(partial(bound, run.copy, run.x))
+        if error or not isinstance(run.found, Tensor):  # roles that the real shapes allow and the tiny ones don't
+            return float("inf")
+        if run.x.dtype is _F32:
+            miss = probe.miss(run.found, wanted, (run.x, *run.copy.parameters()))
+        else:
+            miss = probe.rounded_miss(run.found, wanted)
+        largest = max(largest, miss)
+    return largest

@@ -1,0 +1,117 @@
+"""Bound forwards are called as the module's own: same names, same order; what was not proven runs its own code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from veomni_core.bound_subclass import made_by
+
+Function = Callable[..., Any]
+_KINDS = inspect.Parameter
+_BY_NAME_OR_PLACE = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.POSITIONAL_ONLY)
+
+
+def why_not_callable(module: nn.Module, proven: int) -> str:
+    """Why the forward of the module's class can't be called with ``proven`` tensors, or an empty string."""
+    parameters = _parameters(module)
+    required = [each.name for each in parameters if _is_required(each)]
+    leading = parameters[:proven]
+    if len(leading) < proven or any(each.kind not in _BY_NAME_OR_PLACE for each in leading):
+        return f"its forward takes {', '.join(each.name for each in parameters) or 'nothing'}, not {proven} tensors"
+    further = [name for name in required if name not in [each.name for each in leading]]
+    return f"its forward asks for {', '.join(further)} too" if further else ""
+
+
+def leading_parameters(module: nn.Module, most: int) -> list[str]:
+    """The names of the first arguments that can be given by place, at most ``most``."""
+    return [each.name for each in _parameters(module) if each.kind in _BY_NAME_OR_PLACE][:most]
+
+
+def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
+    """``bound``, a function of ``self`` and tensors, to be called as the forward of the module's class.
+
+    Its arguments go by the own forward's names. Optional arguments of the own forward were no part of the proof: a call
+    that sets one of them runs the module's own code, which the receipt then says. Where the own forward has none,
+    nothing is added to the call.
+    """
+    own, proven = type(module).forward, bound.__code__.co_argcount - 1
+    parameters = _parameters(module)
+    names = tuple(each.name for each in parameters[:proven])
+    further = {each.name: each.default for each in parameters[proven:]}
+    if not further:
+        return _renamed(bound, names, own)
+    return _renamed(_ARITIES[proven - 1](bound, own, further), names, own)
+
+
+def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> Any:
+    def forward(self: nn.Module, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or (kwargs and _sets_any(kwargs, further)):
+            return _run_own(own, self, first, *args, **kwargs)
+        return bound(self, first)
+
+    return forward
+
+
+def _of_two(bound: Function, own: Function, further: dict[str, Any]) -> Any:
+    def forward(self: nn.Module, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or (kwargs and _sets_any(kwargs, further)):
+            return _run_own(own, self, first, second, *args, **kwargs)
+        return bound(self, first, second)
+
+    return forward
+
+
+def _of_three(bound: Function, own: Function, further: dict[str, Any]) -> Any:
+    def forward(self: nn.Module, first: Any, second: Any, third: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or (kwargs and _sets_any(kwargs, further)):
+            return _run_own(own, self, first, second, third, *args, **kwargs)
+        return bound(self, first, second, third)
+
+    return forward
+
+
+_ARITIES = (_of_one, _of_two, _of_three)
+
+
+def _sets_any(kwargs: dict[str, Any], further: dict[str, Any]) -> bool:
+    """Whether an argument is given that differs from the own forward's default."""
+    return any(value is not further.get(name, _KINDS.empty) for name, value in kwargs.items())
+
+
+def _run_own(own: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if (classes := made_by(module)) is not None:
+        path = classes.paths.get(module, f"a copy of a bound {type(module).__name__}")
+        given = ", ".join(kwargs) or "further positional arguments"
+        classes.note(path, f"it was called with {given}, which is no part of its proof", "in such calls")
+    return own(module, *args, **kwargs)
+
+
+def _renamed(function: FunctionType, names: tuple[str, ...], own: Function) -> FunctionType:
+    """``function`` with the names and the defaults of the own forward's first arguments."""
+    code = function.__code__
+    first, *others = code.co_varnames
+    others[: len(names)] = names
+    renamed = FunctionType(
+        code.replace(co_varnames=(first, *others)),
+        function.__globals__,
+        function.__name__,
+        None,
+        function.__closure__,
+    )
+    defaults = [each.default for each in list(inspect.signature(own).parameters.values())[1 : len(names) + 1]]
+    renamed.__defaults__ = tuple(value for value in defaults if value is not _KINDS.empty) or None
+    renamed.__annotations__, renamed.__doc__ = dict(getattr(own, "__annotations__", {})), own.__doc__
+    return renamed
+
+
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(type(module).forward).parameters.values())[1:]
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is _KINDS.empty and parameter.kind not in (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
