@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 _MADE_BY = "_veomni_bound_by"
 _EAGER = "_veomni_eager_class"
+_HOOKS = "its hooks"  # stands among guarded names for what the methods below add
+_HOOKING = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 class Change(Protocol):
@@ -156,7 +163,7 @@ class GuardChange(ForwardChange):
     """
 
     def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
-        super().__init__(child, type(child).forward, {*guarded, "forward"})
+        super().__init__(child, type(child).forward, {*guarded, "forward", _HOOKS})
         self.name = name
         self._owner = weakref.ref(owner)
 
@@ -232,7 +239,7 @@ class BoundClasses:
     def retire(self) -> None:
         """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
         for bound in self._made.values():
-            for name in ("forward", "__setattr__", "__delattr__"):
+            for name in ("forward", "__setattr__", "__delattr__", *_HOOKING):
                 if name in vars(bound):
                     delattr(bound, name)
             setattr(bound, _MADE_BY, None)
@@ -351,9 +358,19 @@ def _subclass(
             eager.__delattr__(self, name)
 
         namespace |= {"__setattr__": __setattr__, "__delattr__": __delattr__}
+    if _HOOKS in guarded:
+        namespace |= {name: _guarded_method(eager, name, classes) for name in _HOOKING}
     # By the metaclass, as a class statement does.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
     return bound  # type: ignore[no-any-return]
+
+
+def _guarded_method(eager: type[nn.Module], name: str, classes: BoundClasses) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        classes.set_on(self, _HOOKS)
+        return getattr(eager, name)(self, *args, **kwargs)
+
+    return method
 
 
 NO_PICKLE = (
