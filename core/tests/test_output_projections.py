@@ -82,7 +82,7 @@ def replaced_forward(head: nn.Module) -> None:
         (lambda model: spectral_norm(model.lm_head), "output projection's weight is parametrized"),
         (
             lambda model: setattr(model, "forward", lambda **inputs: None),
-            "its forward was replaced on the model itself",
+            "its forward was set on the instance",
         ),
     ],
     ids=["a forward on the head", "a parametrization", "a forward on the model"],

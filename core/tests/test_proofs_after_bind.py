@@ -62,6 +62,11 @@ CHANGES = {
         lambda m: m(X),
         lambda m: setattr(m.act_fn, "forward", torch.nn.functional.gelu),
     ),
+    "a hook on an MLP's activation": (
+        PlainMLP,
+        lambda m: m(X),
+        lambda m: m.act_fn.register_forward_hook(lambda module, inputs, output: output * 2),
+    ),
     "experts' activation": (PlainExperts, _experts, lambda m: setattr(m, "act_fn", nn.GELU())),
 }
 

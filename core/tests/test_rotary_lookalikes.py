@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from lookalikes import variants
+from lookalikes import sites, variants
 
 
 def attention_with(rotary) -> nn.Module:
@@ -92,3 +92,43 @@ def test_rotary_functions(name):
     assert variants("rotary_pos_emb", attention_with(modeling_llama.apply_rotary_pos_emb)) == ["full"]
     function, variant = ROTARIES[name]
     assert variants("rotary_pos_emb", attention_with(function)) == [variant]
+
+
+class DiffersFarOut(modeling_llama.LlamaRotaryEmbedding):
+    """Its halves are the same near the start of a sequence only."""
+
+    def forward(self, x, position_ids):
+        cos, sin = super().forward(x, position_ids)
+        half = cos.shape[-1] // 2
+        far = (position_ids > 3000).unsqueeze(-1)
+        return torch.cat((cos[..., :half], torch.where(far, 0.5, 1.0).to(cos) * cos[..., half:]), dim=-1), sin
+
+
+class DiffersInLongBatches(modeling_llama.LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        cos, sin = super().forward(x, position_ids)
+        return (cos.flip(-1), sin) if position_ids.shape[1] > 5000 else (cos, sin)
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        (DiffersFarOut, "laid out in another way at positions up to"),
+        (DiffersInLongBatches, "DiffersInLongBatches.forward chooses by shape"),
+    ],
+)
+def test_an_embedding_is_seen_far_beyond_the_start(kind, reason):
+    model = attention_with(modeling_llama.apply_rotary_pos_emb)
+    model[1] = kind(model[0].config)
+    (site,) = sites("rotary_pos_emb", model)
+    assert site.variant is None
+    assert reason in site.evidence
+
+
+def test_a_function_is_proven_only_where_each_of_its_branches_ran():
+    def long_ones_differ(q, k, cos, sin, unsqueeze_dim=1):
+        return llama_rotary(q, k, cos, sin) if q.shape[2] < 4096 else (q, k)
+
+    (site,) = sites("rotary_pos_emb", attention_with(long_ones_differ))
+    assert site.variant is None
+    assert "chooses by shape" in site.evidence

@@ -19,6 +19,13 @@ NO_PICKLE = (
     "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
     "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
 )
+HOOKS = "its hooks"  # stands among guarded names for what these methods add
+_HOOKING = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 class Owner(Protocol):
@@ -77,7 +84,12 @@ def bound_subclass(
     }
     # By the metaclass, as a class statement does.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
-    for method in (*_copying(bound), *(_guarding(bound, guarded, classes) if guarded else ())):
+    methods = [*_copying(bound)]
+    if guarded:
+        methods += _guarding(bound, guarded, classes)
+    if HOOKS in guarded:
+        methods += _guarding_hooks(bound, classes)
+    for method in methods:
         setattr(bound, method.__name__, method)
     return bound  # type: ignore[no-any-return]
 
@@ -122,6 +134,20 @@ def _guarding(bound: Any, guarded: frozenset[str], classes: Owner) -> Iterator[C
         super(bound, self).__delattr__(name)
 
     yield from (__setattr__, __delattr__)
+
+
+def _guarding_hooks(bound: Any, classes: Owner) -> Iterator[Callable[..., Any]]:
+    def guarded_method(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if made_by(self) is not None:
+                classes.set_on(self, HOOKS)
+                return getattr(self, name)(*args, **kwargs)
+            return getattr(super(bound, self), name)(*args, **kwargs)
+
+        method.__name__ = name
+        return method
+
+    yield from map(guarded_method, _HOOKING)
 
 
 def _changes(module: nn.Module, name: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from veomni_core.bound_classes import BoundClasses
-from veomni_core.bound_subclass import made_by
+from veomni_core.bound_subclass import HOOKS, made_by
 from veomni_core.errors import BindingError
 from veomni_core.forward_functions import reaches, replace_captured
 
@@ -216,7 +216,7 @@ class GuardChange(ForwardChange):
     """
 
     def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
-        super().__init__(child, type(child).forward, {*guarded, "forward"})
+        super().__init__(child, type(child).forward, {*guarded, "forward", HOOKS})
         self.child_name = name
         self._owner = weakref.ref(owner)
 

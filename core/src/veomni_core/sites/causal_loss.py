@@ -19,6 +19,7 @@ from veomni_core.change_set import ChangeSet
 from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
+from veomni_core.sites.code_reading import set_on_instance
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.head_twin import IGNORED, VOCABULARY, head_twin
@@ -58,7 +59,7 @@ def _takes_labels(module: nn.Module) -> bool:
 
 def _prove(model: Any, head: Any) -> tuple[str | None, str]:
     """Run the model's own head and loss twice over a stand-in for its decoder: as they are, and bound."""
-    if why_not := _why_not_replaced(model) or why_not_plain(head):
+    if why_not := set_on_instance(model) or why_not_plain(head):
         return None, why_not
     with probe.seeded():
         hidden = probe.random(2, 5, _decoder_width(model, head)).requires_grad_()
@@ -73,15 +74,6 @@ def _prove(model: Any, head: Any) -> tuple[str | None, str]:
             if why_not:
                 return None, why_not
     return "causal", "its own head, run on a stand-in for the decoder, gave the reference's loss and gradients"
-
-
-def _why_not_replaced(model: nn.Module) -> str:
-    """Why the forward that runs is not the class's, which is what a binding replaces; empty where it is."""
-    own = vars(model).get("forward")
-    if own is None:
-        return ""
-    function = getattr(own, "__func__", getattr(own, "func", own))
-    return f"its forward was replaced on the model itself, by {function.__module__}.{function.__qualname__}: bind first"
 
 
 def _decoder_width(model: Any, head: nn.Linear) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from veomni_core.changes import setter_of
 from veomni_core.sites.functions import closure_contents, code_layers
 from veomni_core.sites.probe import has_hooks
 from veomni_core.sites.reachable_code import (
@@ -25,7 +26,6 @@ from veomni_core.sites.reachable_code import (
     nested_code,
     optional_arguments,
     reached_functions,
-    undecorated,
 )
 
 Function = Callable[..., Any]
@@ -121,8 +121,8 @@ def set_on_instance(module: nn.Module) -> str:
 
     It takes precedence over its class's, which is the one that a binding replaces.
     """
-    own = vars(module).get("forward")
-    return "" if own is None else f"its forward was set on the instance: {_name(own)}"
+    setter = setter_of(module)
+    return f"its forward was set on the instance: it was {setter}" if setter else ""
 
 
 def why_not_clonable(function: Any, names: Collection[str]) -> str:
@@ -218,8 +218,3 @@ def _global_doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
 
 def _is_transformers(function: FunctionType) -> bool:
     return str(function.__module__).split(".")[0] == "transformers"
-
-
-def _name(function: Any) -> str:
-    function = undecorated(function)
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from veomni_core.bound_subclass import made_by
+from veomni_core.changes import setter_of
 from veomni_core.errors import BindingError
 from veomni_core.sites.deferred_logits import DeferredLogits, deferred_logits
 from veomni_core.sites.head_call import HeadCall, Kernel
@@ -130,9 +131,8 @@ def why_not_plain(head: Any) -> str:
     kind = type(head)
     if not isinstance(head, nn.Linear):
         return f"the output projection is a {kind.__name__}, expected a linear"
-    if "forward" in vars(head):
-        own = vars(head)["forward"]
-        return f"the output projection was given a forward of its own, {getattr(own, '__qualname__', own)!s}"
+    if setter := setter_of(head):
+        return f"the output projection was given a forward of its own: it was {setter}"
     if hasattr(head, "parametrizations"):
         return "the output projection's weight is parametrized"
     if kind.forward is not nn.Linear.forward:
