@@ -19,6 +19,7 @@ from veomni_core.sites.site import Kernel, Site
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
 _WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
+_WIDEST = 32768  # numbers in a row that are still run fast; a released model normalises 614,400
 _WEIGHTS = ("weight",)
 
 
@@ -75,7 +76,7 @@ def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
         return None, f"it normalises {len(vars(module)['normalized_shape'])} dimensions, the contract's the last one"
     if why_not := unseen_changes(module, reading, _WEIGHTS) or why_not_callable(module, proven=1):
         return None, why_not
-    width = weights["weight"].shape[0] if weights else _width_of(module)
+    width = min(weights["weight"].shape[0] if weights else _width_of(module), _WIDEST)
 
     def draw(case: Case) -> Inputs:
         x, weight = case.draw(width)
@@ -102,4 +103,5 @@ def _run(module: nn.Module, training: bool, x: Tensor, weight: Tensor | None) ->
         duplicate._buffers[name] = None if value is None else probe.random(*value.shape)
     if weight is not None:
         duplicate._parameters["weight"] = weight  # type: ignore[assignment]
+        probe.resize_attributes(duplicate, {module._parameters["weight"].shape[0]: len(weight)})  # type: ignore[union-attr]
     return type(duplicate).forward(duplicate, x)
