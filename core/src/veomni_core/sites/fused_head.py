@@ -67,7 +67,7 @@ class FusedHead:
                 _STEP.reset(token)
                 for call in step.calls:
                     call.open = False
-            if classes is None:
+            if classes is None or classes.binding is None:  # a probe of the model, not the model
                 return output
             if not any(call.fused for call in step.calls):
                 classes.note("the loss", step.declined or (_NEEDED if step.calls else _NOT_RUN), "in such a step")
