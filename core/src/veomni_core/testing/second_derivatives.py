@@ -13,17 +13,19 @@ from torch import Tensor
 
 from veomni_core.ops.contract import Contract, Sample
 from veomni_core.testing.report import CaseResult
-from veomni_core.testing.sample_tensors import tensors_of, to_float64, upstream_of
+from veomni_core.testing.sample_tensors import tensors_of, upstream_of
+from veomni_core.testing.subject import Position, Subject
 
 # A norm error: terms that are left out make it about 1, and 16-bit rounding, squared, a few hundredths.
 _LIMIT = 0.2
 
 
-def check_second_derivatives(contract: Contract, kernel: Callable[..., Any], draw: Callable[[], Sample]) -> CaseResult:
-    """Compare them with the reference's in float64, on the sample that ``draw`` gives anew each time."""
-    exact = _penalty_gradients(contract, contract.reference, to_float64(draw()))
+def check_second_derivatives(subject: Subject, position: Position) -> CaseResult:
+    """Compare them with the reference's in float64, on one sample."""
+    contract = subject.contract
+    exact = _penalty_gradients(contract, contract.reference, subject.exact_sample(position))
     try:
-        found = _penalty_gradients(contract, kernel, draw())
+        found = _penalty_gradients(contract, subject.kernel, subject.draw(position))
     except Exception:  # whatever it is, nobody is given a wrong number
         return CaseResult("second derivatives (refused)", ())
     errors = [
