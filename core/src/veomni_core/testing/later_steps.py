@@ -23,7 +23,9 @@ _RECYCLED = 3
 
 def check_later_steps(subject: Subject, position: Position) -> Iterator[str]:
     """Call again: on the same tensors with other values, on other tensors at the same addresses, on overwritten ones."""
-    yield from reveal("where its inputs were changed in place since its last call", lambda: _in_place(subject, position))
+    yield from reveal(
+        "where its inputs were changed in place since its last call", lambda: _in_place(subject, position)
+    )
     yield from reveal(
         "where tensors of another call were freed and others allocated", lambda: _recycled(subject, position)
     )
@@ -82,4 +84,3 @@ def _watched(subject: Subject, sample: Sample) -> dict[str, weakref.ref[Tensor]]
 
 def _tensors(outcome: Outcome) -> list[Tensor]:
     return [*outcome.results, *(gradient for gradient in outcome.gradients.values() if gradient is not None)]
-

@@ -22,10 +22,15 @@ from veomni_core.testing.subject import Outcome, Position, Subject
 
 
 def check_autocast(subject: Subject, position: Position) -> Iterator[str]:
-    """Forward under autocast, backward outside of it, with every input in the dtype of the check."""
-    low = _low(subject)
-    yield from reveal(
-        f"under autocast to {plain(low)}", lambda: _compare(subject, position, subject.draw(position), low)
+    """Forward under autocast, backward outside of it and inside, with every input in the dtype of the check."""
+    low = torch.bfloat16 if subject.dtype == torch.float32 else subject.dtype
+    yield from first_of(
+        sentence
+        for inside, words in ((False, ""), (True, ", backward too"))
+        for sentence in reveal(
+            f"under autocast to {plain(low)}{words}",
+            lambda i=inside: _compare(subject, position, subject.draw(position), low, i),  # type: ignore[misc]
+        )
     )
 
 
@@ -50,18 +55,16 @@ def check_mixed_dtypes(subject: Subject, position: Position) -> Iterator[str]:
         )
 
 
-def _low(subject: Subject) -> torch.dtype:
-    return torch.bfloat16 if subject.dtype == torch.float32 else subject.dtype
-
-
 def _autocast(subject: Subject, low: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if low is None else torch.autocast(subject.device.type, low)
 
 
-def _compare(subject: Subject, position: Position, sample: Sample, low: torch.dtype | None) -> str | None:
+def _compare(
+    subject: Subject, position: Position, sample: Sample, low: torch.dtype | None, backward_inside: bool = False
+) -> str | None:
     exact = subject.exact(position)
     try:
-        eager = _outcome(subject, sample, low, of_reference=True)
+        eager = _outcome(subject, sample, low, backward_inside, of_reference=True)
     except ContractError:  # eager does not compute it either
         return None
     # As close as eager comes: autocast rounds some ops' inputs to 16 bits, and leaves others as they are.
@@ -70,7 +73,7 @@ def _compare(subject: Subject, position: Position, sample: Sample, low: torch.dt
         tolerances_of = dtype_name(low or subject.dtype)
         if subject.problem(eager, exact, tolerances_of) is not None:
             return None
-    found = _outcome(subject, sample, low, of_reference=False)
+    found = _outcome(subject, sample, low, backward_inside, of_reference=False)
     plain_dtypes = [result.dtype for result in subject.reference(subject.draw(position)).results]
     for result, wanted, without in zip(found.results, eager.results, plain_dtypes, strict=True):
         # A kernel that no autocast rule knows computes in the dtypes that it is given.
@@ -79,11 +82,14 @@ def _compare(subject: Subject, position: Position, sample: Sample, low: torch.dt
     return subject.problem(found, exact, tolerances_of)
 
 
-def _outcome(subject: Subject, sample: Sample, low: torch.dtype | None, of_reference: bool) -> Outcome:
+def _outcome(
+    subject: Subject, sample: Sample, low: torch.dtype | None, backward_inside: bool, of_reference: bool
+) -> Outcome:
     copied = map_tensors(sample, lambda t: t.detach().requires_grad_(t.requires_grad))
     with _autocast(subject, low):
         results = subject.reference_results(copied) if of_reference else subject.call(copied)
-    gradients = subject.gradients(results, copied) if subject.spec.backward else {}
+    with _autocast(subject, low if backward_inside else None):
+        gradients = subject.gradients(results, copied) if subject.spec.backward else {}
     return Outcome(tuple(result.detach() for result in results), gradients)
 
 

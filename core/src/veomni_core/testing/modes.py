@@ -61,7 +61,9 @@ def _without_gradients(subject: Subject, position: Position, mode: Callable[[], 
         results = subject.call(sample)
         problem = subject.problem(Outcome(results), subject.exact(position))
         # Not merely a view of what it wrote: the inputs are compared too.
-        return problem or next((f"it {found}" for found in damage(subject, sample, subject.draw(position), results)), None)
+        return problem or next(
+            (f"it {found}" for found in damage(subject, sample, subject.draw(position), results)), None
+        )
 
 
 def _inside(subject: Subject, position: Position, context: Callable[[], AbstractContextManager[Any]]) -> str | None:
@@ -165,4 +167,3 @@ def _on_a_stream(subject: Subject, position: Position) -> str | None:
         found = subject.outcome(overwrite(late, values))
     torch.cuda.synchronize(subject.device)
     return subject.problem(found, subject.exact(position))
-

@@ -150,7 +150,9 @@ def _settings() -> Iterator[_Setting]:
     ):
         yield _Setting(f"whether sdpa may use its {backend} kernel", read, write)
     yield _Setting("the warnings filters", lambda: list(warnings.filters), _set_filters)
-    yield _Setting("how denormal numbers are rounded", _keeps_denormals, lambda kept: torch.set_flush_denormal(not kept))
+    yield _Setting(
+        "how denormal numbers are rounded", _keeps_denormals, lambda kept: torch.set_flush_denormal(not kept)
+    )
 
 
 def _determinism() -> tuple[bool, bool]:

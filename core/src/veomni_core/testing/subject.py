@@ -211,6 +211,4 @@ def _made_different(first: Sample, other: Sample) -> Sample:
     floats = [(a, b) for (_, a), (_, b) in pairs if a.requires_grad and a.numel()]
     if alike and all(not torch.equal(a, b) for a, b in floats):
         return other
-    return map_tensors(
-        first, lambda t: (t.detach() * -0.5).requires_grad_() if t.requires_grad and t.is_leaf else t
-    )
+    return map_tensors(first, lambda t: (t.detach() * -0.5).requires_grad_() if t.requires_grad and t.is_leaf else t)

@@ -81,7 +81,7 @@ class _ChunkLoss(Function):
             if dbias is not None:
                 dbias += (dlogits * counts.unsqueeze(1)).sum(dim=0, dtype=torch.float32)
             if dhidden is not None:
-                dhidden[rows] = (dlogits @ weight) * (counts / divisor).unsqueeze(1)
+                dhidden[rows] = (dlogits @ weight) * (counts.float() / divisor).unsqueeze(1)
             if dweight is not None:
                 _add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
             del dlogits  # or it would still be there while the next chunk's logits are made
