@@ -64,8 +64,8 @@ class Contract:
 
     ``reference`` is the eager mathematics in plain PyTorch; on float64 inputs it is the oracle. ``samples`` yields the
     same small calls each time it is asked (fixed seed) for a device and a dtype; ``beyond_a_tile`` does so with calls
-    that are larger than the blocks into which kernels cut their inputs, and ``large`` with ones of the sizes that models
-    have, too slow for a CPU (see :class:`Size`). ``values`` and ``gradients`` hold a
+    that are larger than the blocks into which kernels cut their inputs, and ``large`` with ones of the sizes that
+    models have, too slow for a CPU (see :class:`Size`). ``values`` and ``gradients`` hold a
     :class:`Tolerance` per dtype name. ``rounding`` bounds, per dtype name, the share of elements of the result that
     may differ in any bit from the reference run in that same dtype: it tells apart variants that differ only in where
     they round. ``primary`` picks the tensors to compare out of what a call returns.
@@ -92,7 +92,8 @@ def contract_for(op: OpSpec, variant: str) -> Contract:
     try:
         contracts = load_attribute(op.contract)
     except Exception as error:
-        raise ContractError(f"op {op.name}: its contract {op.contract} failed: {type(error).__name__}: {error}") from error
+        message = f"op {op.name}: its contract {op.contract} failed: {type(error).__name__}: {error}"
+        raise ContractError(message) from error
     variant = op.canonical_variant(variant)
     if variant not in contracts:
         raise ContractError(

@@ -22,7 +22,7 @@ _RECYCLED = 3
 
 
 def check_later_steps(subject: Subject, position: Position) -> Iterator[str]:
-    """Call again: on the same tensors with other values, on other tensors at the same addresses, on overwritten ones."""
+    """Call again: on the same tensors with other values, on others at the same addresses, on overwritten ones."""
     yield from reveal(
         "where its inputs were changed in place since its last call", lambda: _in_place(subject, position)
     )

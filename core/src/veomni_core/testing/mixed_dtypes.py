@@ -1,7 +1,7 @@
 """Does a kernel compute what eager computes where dtypes meet?
 
-Under autocast activations are in 16 bits and weights in float32; routers, norms and rotary angles are kept in float32 in
-16-bit models. What eager can't compute either is not asked; what a kernel refuses with a message is no wrong number.
+Under autocast activations are in 16 bits and weights in float32; 16-bit models keep routers, norms and rotary angles in
+float32. What eager can't compute either is not asked; what a kernel refuses with a message is no wrong number.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,8 +39,8 @@ class Position(NamedTuple):
 class Subject:
     """One kernel with its contract on one device in one dtype; every question of the check is asked of it.
 
-    A sample is known by its :class:`Position` in the contract. ``other`` stands for the same sample with other values: the next
-    batch, or the same tensors after an optimizer step.
+    A sample is known by its :class:`Position` in the contract. ``other`` stands for the same sample with other values:
+    the next batch, or the same tensors after an optimizer step.
     """
 
     def __init__(
