@@ -112,7 +112,7 @@ def _guarded(subject: Subject, position: Position) -> CaseResult:
         case = check_values(subject, position)
     except ContractError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a kernel raises on a legal input is a failure of the kernel
+    except Exception as error:  # whatever a kernel raises on a legal input is a failure of the kernel
         case = CaseResult(subject.sample(position).name, (f"raised {one_line(error)}",))
     # A first call imports; what every call changes, `check_process_state` sees.
     changes = [change for change in before.changes() if change not in _OF_IMPORTS]

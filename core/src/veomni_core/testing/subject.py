@@ -99,8 +99,15 @@ class Subject:
         return {name: tensor for name, tensor in self.inputs(sample).items() if tensor.requires_grad}
 
     def call(self, sample: Sample) -> tuple[Tensor, ...]:
-        """What the kernel gives for ``sample``."""
-        return self._compute(self.kernel, sample)
+        """What the kernel gives for ``sample``.
+
+        Raises:
+            RuntimeError: the kernel ends the process, which a check that goes on can't let it.
+        """
+        try:
+            return self._compute(self.kernel, sample)
+        except SystemExit as error:
+            raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
 
     def _compute(self, function: Kernel, sample: Sample) -> tuple[Tensor, ...]:
         results = self.contract.primary(function(*sample.args, **sample.kwargs))
