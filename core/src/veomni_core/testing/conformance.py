@@ -64,7 +64,10 @@ def check_kernel(
     imported = tuple(f"importing it changes {change}" for change in before.changes() if change not in _OF_IMPORTS)
     before.restore()
     subject = Subject(spec, kernel, contract, device, getattr(torch, dtype))
-    cases = tuple(_cases(subject, largest))
+    try:
+        cases = tuple(_cases(subject, largest))
+    finally:
+        before.restore()
     if imported:
         cases = (CaseResult("import", imported), *cases)
     sizes = {Size.BEYOND_A_TILE: "samples beyond one tile", Size.LARGE: "large samples"}
