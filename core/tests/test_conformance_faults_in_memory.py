@@ -71,7 +71,10 @@ IN_MEMORY = [
     (takes_one_inputs_strides_for_both, "each of the others in another way, the result is off"),
     (ignores_the_storage_offset, "the result is"),
     (takes_the_incoming_gradient_for_contiguous, "with an incoming gradient"),
-    (views_the_incoming_gradient, "with an incoming gradient transposed in memory, it raises RuntimeError"),
+    (
+        views_the_incoming_gradient,
+        "with an incoming gradient every second element of a larger tensor, it raises RuntimeError",
+    ),
 ]
 
 
