@@ -24,12 +24,12 @@ _Call = tuple[Position, bool, Sample, tuple[Tensor, ...]]
 
 def check_calls_in_flight(subject: Subject, position: Position, neighbour: Position) -> Iterator[str]:
     """Run forwards of ``position`` with two sets of values, and of ``neighbour``, before their backwards."""
-    orders = [("in that order", False), ("in the other order", True)] if subject.spec.backward else [("", False)]
+    orders = [(", in that order", False), (", in the other order", True)] if subject.spec.backward else [("", False)]
     yield from first_of(
         sentence
         for words, reverse in orders
         for sentence in reveal(
-            f"where several forwards run before their backwards{words and ', those'} {words}".rstrip(),
+            f"where several forwards run before their backwards{words}",
             lambda r=reverse: _several(subject, position, neighbour, r),  # type: ignore[misc]
         )
     )

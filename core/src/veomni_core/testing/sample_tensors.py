@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from veomni_core.ops.contract import Sample
 
@@ -61,16 +61,16 @@ def _distinct(sample: Sample) -> Iterator[Tensor]:
 
 def copy_of(sample: Sample) -> Sample:
     """Leaves of the same values, strides and offsets; tensors that share memory share it in the copy too."""
-    storages: dict[int, UntypedStorage] = {}
+    copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = storage.clone()
-        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        memory = tensor.untyped_storage()
         with torch.no_grad():
-            fresh.set_(storages[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-        return fresh.requires_grad_(tensor.requires_grad)
+            if memory.data_ptr() not in copies:
+                whole = tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0)
+                copies[memory.data_ptr()] = whole.clone()
+            place = copies[memory.data_ptr()].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return place.detach().requires_grad_(tensor.requires_grad)
 
     return map_tensors(sample, copy)
 
