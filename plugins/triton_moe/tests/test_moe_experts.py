@@ -270,3 +270,15 @@ def test_a_hook_still_gets_the_whole_gradient_when_accumulating():
     gate_up.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
     moe_experts.standard_accumulating(*arguments).sum().backward()
     torch.testing.assert_close(seen[0], 2 * alone)
+
+
+def test_accumulating_leaves_grad_alone_where_autograd_grad_is_asked():
+    arguments = problem()
+    hidden, _, _, gate_up, down = arguments
+    gate_up.grad, down.grad = torch.ones_like(gate_up), torch.ones_like(down)
+    found = gradients(moe_experts.standard_accumulating(*arguments), arguments)
+    assert bool((gate_up.grad == 1).all()) and bool((down.grad == 1).all())
+    for mine, theirs in zip(found, gradients(reference.standard(*arguments), arguments), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    torch.autograd.backward(moe_experts.standard_accumulating(*arguments).sum(), inputs=[hidden])
+    assert bool((gate_up.grad == 1).all())
