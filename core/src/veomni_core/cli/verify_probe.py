@@ -32,7 +32,7 @@ def probe(plugin: str, kernel: str, device: str, dtypes: list[str]) -> Iterator[
 
 
 if __name__ == "__main__":
-    *arguments, listed, file = sys.argv[1:]
-    for row in probe(*arguments, listed.split(",")):
+    plugin_name, kernel_name, device_name, listed, file = sys.argv[1:]
+    for row in probe(plugin_name, kernel_name, device_name, listed.split(",")):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(row) + "\n")

@@ -39,11 +39,13 @@ def check_kernel(
     *,
     op: OpSpec | None = None,
     largest: Size | None = None,
+    every_form: bool = True,
 ) -> ConformanceReport:
     """Check ``spec`` on ``device`` in ``dtype``; ``op`` is its op where that is not one of the core's.
 
     ``largest`` is the size of the largest samples that run. Without it a CPU runs those beyond a tile, and any other
-    device all; what is left out stands in the report.
+    device all. ``every_form=False`` asks what training does of one sample alone, for kernels in an interpreter. What is
+    left out stands in the report.
 
     Raises:
         SpecError: the spec doesn't declare ``dtype``.
@@ -65,13 +67,15 @@ def check_kernel(
     before.restore()
     subject = Subject(spec, kernel, contract, device, getattr(torch, dtype))
     try:
-        cases = tuple(_cases(subject, largest))
+        cases = tuple(_cases(subject, largest, every_form))
     finally:
         before.restore()
     if imported:
         cases = (CaseResult("import", imported), *cases)
     sizes = {Size.BEYOND_A_TILE: "samples beyond one tile", Size.LARGE: "large samples"}
     skipped = tuple(words for size, words in sizes.items() if size > largest)
+    if not every_form:
+        skipped = ("what training does with all but one sample", *skipped)
     return ConformanceReport(str(spec), str(device), dtype, cases, skipped)
 
 
@@ -86,7 +90,7 @@ def _builtin_op(name: str) -> OpSpec:
     raise ContractError(f"op {name!r} is not one of the core's: pass check_kernel(..., op=its OpSpec)")
 
 
-def _cases(subject: Subject, largest: Size) -> Iterator[CaseResult]:
+def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseResult]:
     positions = [position for size in Size if size <= largest for position in subject.positions(size)]
     computed = [position for position in positions if not _undeclared(subject, position)]
     forms: set[object] = set()
@@ -95,7 +99,7 @@ def _cases(subject: Subject, largest: Size) -> Iterator[CaseResult]:
             yield _refusal(subject, position)
             continue
         case = _guarded(subject, position)
-        form = _form(subject, position)
+        form = _form(subject, position) if every_form else None
         if not case.failures and form not in forms and position.size is Size.SMALL:
             forms.add(form)
             case = case.with_failures(_uses(subject, position, _neighbour(position, computed)))

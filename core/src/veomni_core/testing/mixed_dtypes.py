@@ -40,7 +40,7 @@ def check_mixed_dtypes(subject: Subject, position: Position) -> Iterator[str]:
         return
     inputs = subject.inputs(subject.sample(position))
     names = [name for name, tensor in inputs.items() if tensor.dtype == subject.dtype]
-    choices = [(name,) for name in names]
+    choices: list[tuple[str, ...]] = [(name,) for name in names]
     if len(names) > 2:
         choices += [tuple(other for other in names if other != name) for name in names]
     for low, words in ((None, ""), (subject.dtype, f" under autocast to {subject.dtype_name}")):

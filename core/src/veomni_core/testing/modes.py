@@ -157,7 +157,7 @@ def _checkpointed(subject: Subject, position: Position, reentrant: bool) -> str 
 
 
 def _on_a_stream(subject: Subject, position: Position) -> str | None:
-    stream = torch.cuda.Stream(subject.device)
+    stream = torch.cuda.Stream(subject.device)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(subject.device)
     late = subject.draw(position, other=True)
     values = subject.draw(position)

@@ -38,7 +38,9 @@ class _Outcomes:
     broken: Outcome
     eager: Outcome
 
-    def tensors(self, kind: Literal["results", "gradients"]) -> Iterator[tuple[str, Tensor, ...]]:
+    def tensors(
+        self, kind: Literal["results", "gradients"]
+    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """A name and the five outcomes' tensors of it, in float64 on the CPU; of gradients those that all have."""
         outcomes = (self.found, self.exact, self.moved, self.broken, self.eager)
         if kind == "results":
@@ -54,7 +56,8 @@ class _Outcomes:
             ]
         for what, tensors in named:
             if len(tensors) == len(outcomes):
-                yield what, *(tensor.detach().cpu().double() for tensor in tensors)
+                found, exact, moved, broken, eager = (tensor.detach().cpu().double() for tensor in tensors)
+                yield what, found, exact, moved, broken, eager
 
 
 def check_non_finite(subject: Subject, position: Position) -> Iterator[str]:

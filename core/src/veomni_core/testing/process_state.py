@@ -101,7 +101,7 @@ def _unusual_settings() -> Iterator[None]:
 
 def _settings() -> Iterator[_Setting]:
     yield _Setting("torch's random state", torch.get_rng_state, torch.set_rng_state)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield _Setting("CUDA's random states", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
         yield _Setting("the current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
         yield _Setting("the current CUDA stream", torch.cuda.current_stream, torch.cuda.set_stream)
@@ -118,10 +118,7 @@ def _settings() -> Iterator[_Setting]:
     yield _Setting(
         "float32's precision in products (TF32)",
         lambda: (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32),
-        lambda value: (
-            torch.set_float32_matmul_precision(value[0]),
-            setattr(torch.backends.cuda.matmul, "allow_tf32", value[1]),
-        ),
+        lambda value: _set_precision(*value),
     )
     yield _Setting("the deterministic-algorithms flag", _determinism, lambda value: _set_determinism(*value))
     yield _Setting("autocast", _autocast, _set_autocast)
@@ -161,6 +158,11 @@ def _determinism() -> tuple[bool, bool]:
 
 def _set_determinism(enabled: bool, warn_only: bool) -> None:
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _set_precision(name: str, tf32: bool) -> None:
+    torch.set_float32_matmul_precision(name)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def _autocast() -> tuple[Any, ...]:

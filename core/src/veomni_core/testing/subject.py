@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ class Outcome:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-class Position(NamedTuple):
+@dataclass(frozen=True)
+class Position:
     """Where a sample stands in its contract: among the samples of one size."""
 
     size: Size
