@@ -206,14 +206,14 @@ def changes_state(gate, up):
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
-def test_a_kernel_that_changes_the_process_is_caught(change, in_backward):
-    from veomni_core.ops.swiglu_mlp import CONTRACTS
-
+@pytest.mark.parametrize("state", STATES)
+def test_a_kernel_that_changes_the_process_is_caught(state, in_backward):
+    if in_backward and state == "autocast":
+        pytest.skip("autograd itself puts autocast's state back after a backward")
     before = ProcessState()
-    kernel = _leaves_changed(change, in_backward)
+    kernel = _leaves_changed(STATES[state], in_backward)
     spec = KernelSpec("changes", "swiglu_mlp", "standard", "nowhere:kernel")
-    subject = Subject(spec, kernel, CONTRACTS["standard"], torch.device("cpu"), torch.float32)
+    subject = Subject(spec, kernel, swiglu_mlp.CONTRACTS["standard"], torch.device("cpu"), torch.float32)
     found = list(check_process_state(subject, Position(Size.SMALL, 0)))
     assert before.changes() == [], "the check puts back what the kernel changed"
     assert found, "nothing was found"
@@ -245,9 +245,8 @@ def refuses_mixed_dtypes(x, weight, eps):
 
 def test_mixed_dtypes_are_right_or_refused():
     options = {"op": "rms_norm", "dtype": "bfloat16"}
-    words = "with weight in float32 and the rest in bfloat16,"
-    assert_caught(
-        weight_in_float32_is_taken_for_the_dtype_of_x, f"{words} the result is", variant="standard", **options
-    )
-    assert_caught(gives_the_weights_dtype, f"{words} it gives dtype float32", variant="cast_after", **options)
+    words = "with weight in float32 and the rest in bfloat16"
+    under = f"{words} under autocast to bfloat16, the result is off"
+    assert_caught(weight_in_float32_is_taken_for_the_dtype_of_x, under, variant="standard", **options)
+    assert_caught(gives_the_weights_dtype, f"{words}, it gives dtype float32", variant="cast_after", **options)
     assert failures_of(refuses_mixed_dtypes, variant="cast_after", **options) == ()
