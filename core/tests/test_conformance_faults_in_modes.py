@@ -248,5 +248,10 @@ def test_mixed_dtypes_are_right_or_refused():
     words = "with weight in float32 and the rest in bfloat16"
     under = f"{words} under autocast to bfloat16, the result is off"
     assert_caught(weight_in_float32_is_taken_for_the_dtype_of_x, under, variant="standard", **options)
-    assert_caught(gives_the_weights_dtype, f"{words}, it gives dtype float32", variant="cast_after", **options)
+    assert_caught(
+        gives_the_weights_dtype,
+        "with x in float32 and the rest in bfloat16, it gives dtype bfloat16",
+        variant="cast_after",
+        **options,
+    )
     assert failures_of(refuses_mixed_dtypes, variant="cast_after", **options) == ()
