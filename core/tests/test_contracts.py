@@ -44,7 +44,8 @@ VARIANTS = [(op, variant) for op in BUILTIN_OPS for variant in op.variants]
 def test_each_reference_passes_its_own_contract(op, variant, dtype):
     contract = contract_for(op, variant)
     reference = contract.reference
-    samples = contract.samples(torch.device("cpu"), torch.float32)
+    makers = (contract.samples, contract.beyond_a_tile)
+    samples = [sample for maker in makers for sample in maker(torch.device("cpu"), torch.float32)]
     features = tuple({need for sample in samples for need in sample.needs})
     factory = f"{reference.__module__}:{reference.__qualname__}"
     spec = KernelSpec("reference", op.name, variant, factory, features=features)

@@ -42,6 +42,10 @@ class SpecError(PluginError, ValueError):
     """A description (kernel, op, device, site rule) that contradicts itself."""
 
 
+class ContractError(SpecError):
+    """An op's contract that no kernel can be held to: it is missing, or its reference fails on its own samples."""
+
+
 class PluginLoadError(PluginError):
     """A plugin that could not be loaded, raised at once under ``VEOMNI_PLUGINS_STRICT=1``."""
 

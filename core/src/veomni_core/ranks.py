@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -100,7 +101,15 @@ class _Exchange:
         return {rank: self._store.get(key).decode() for rank, key in zip(self._ranks, keys, strict=True)}
 
     def end(self) -> None:
-        """Let the next agreement of these ranks use other keys, and forget those of the round before this one."""
+        """Let the next agreement of these ranks use other keys, and forget those of the round before this one.
+
+        Rank 0 serves the store, and its process may end right after: it leaves last.
+        """
+        here = self._store.add(f"{self._prefix}/left", 1)
+        if self._rank == 0 and here < len(self._ranks):
+            ends = time.monotonic() + self._timeout
+            while self._store.add(f"{self._prefix}/left", 0) < len(self._ranks) and time.monotonic() < ends:
+                time.sleep(0.01)
         previous = _rounds[self._name] - 1
         _rounds[self._name] += 1
         for what in ("digest", "plan"):  # every rank has read that round, or it would not have come to this one

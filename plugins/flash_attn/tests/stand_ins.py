@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, library
 
 from veomni_core.ops.attention import visible
+from veomni_core.testing.comparison import same
 
 
 @dataclass
@@ -34,6 +35,7 @@ class _Attention:
     window: int
     softcap: float
 
+    @torch.autocast("cpu", enabled=False)  # the libraries' kernels know nothing of it
     def __post_init__(self) -> None:
         assert self.q.shape[-1] % 8 == 0 and self.q.dtype in (torch.bfloat16, torch.float16)
         groups = self.q.shape[-2] // self.k.shape[-2]
@@ -46,14 +48,20 @@ class _Attention:
             self.slope = 1 - (scores / self.softcap) ** 2
         assert self.bounds is None or all(each.dtype == torch.int32 for each in self.bounds)
         window = self.window + 1 if self.window >= 0 else None
-        kept = visible(scores, self.causal, window, *(self.bounds or (None, None)))
-        scores = scores.masked_fill(~kept, float("-inf"))
+        self.kept = visible(scores, self.causal, window, *(self.bounds or (None, None)))
+        scores = scores.masked_fill(~self.kept, float("-inf"))
         self.lse = scores.logsumexp(-1)
         self.weights = scores.softmax(-1)
 
+    @torch.autocast("cpu", enabled=False)
     def output(self) -> Tensor:
-        return (self.weights @ self.value).movedim(-3, -2).to(self.q.dtype).contiguous()
+        result = self.weights @ self.value
+        if not bool(self.value.isfinite().all()):  # the libraries don't read the values of other sequences
+            terms = self.weights.unsqueeze(-1) * self.value.unsqueeze(-3)
+            result = torch.where(self.kept.unsqueeze(-1), terms, 0.0).sum(-2)
+        return result.movedim(-3, -2).to(self.q.dtype).contiguous()
 
+    @torch.autocast("cpu", enabled=False)
     def backward(self, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
         upstream = dout.movedim(-2, -3).float()
         dvalue = self.weights.transpose(-1, -2) @ upstream
@@ -70,16 +78,17 @@ class _Two(torch.autograd.Function):
     """Gives its gradients no graph, as the library does."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *settings):
+    def forward(ctx, q, k, v, bounds, *settings):
         assert q.shape[-1] == v.shape[-1]
-        ctx.save_for_backward(q, k, v)
+        ctx.save_for_backward(q, k, v, *(bounds or ()))
         ctx.settings = settings
-        return _Attention(q, k, v, *settings).output()
+        return _Attention(q, k, v, bounds, *settings).output()
 
     @staticmethod
     def backward(ctx, dout):
-        inputs = (each.detach() for each in ctx.saved_tensors)
-        return *_Attention(*inputs, *ctx.settings).backward(dout.detach(), None), *(None,) * len(ctx.settings)
+        q, k, v, *bounds = (each.detach() for each in ctx.saved_tensors)
+        gradients = _Attention(q, k, v, tuple(bounds) or None, *ctx.settings).backward(dout.detach(), None)
+        return *gradients, None, *(None,) * len(ctx.settings)
 
 
 def _two(q: Any, k: Any, v: Any, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
@@ -138,7 +147,7 @@ def _three_forward(q, k, v, out, *options):
 def _three_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *options):
     assert dout.stride(-1) == 1
     attention = _three(q, k, v, *options)
-    assert torch.equal(attention.output(), out) and torch.equal(attention.lse, softmax_lse)
+    assert same(attention.output(), out) and same(attention.lse, softmax_lse)
     for given, found in zip((dq, dk, dv), attention.backward(dout, None), strict=True):
         given.copy_(found)
     return dq, dk, dv, q.new_empty(0)
@@ -173,7 +182,7 @@ def _four_backward(
     bounds = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     window = -1 if window_size_left is None else window_size_left
     attention = _Attention(q, k, v, bounds, softmax_scale, causal, window, softcap)
-    assert torch.equal(attention.output(), out) and torch.equal(attention.lse, lse)
+    assert same(attention.output(), out) and same(attention.lse, lse)
     return attention.backward(dout, dlse)
 
 

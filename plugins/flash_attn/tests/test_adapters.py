@@ -33,9 +33,9 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     report = check_kernel(SPECS[name], "cpu", dtype)
     report.raise_if_failed()
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
-    of_masks = {"boolean mask", "added mask", "position bias, boolean mask"}
-    of_none = {"position bias", "chosen keys", "query sinks", "second derivatives"}
-    of_its_own = set() if name == "flash_attention_4" else {"sinks"}
+    of_masks = {"boolean mask", "added mask", "position bias, boolean mask", "long boolean mask"}
+    of_none = {"position bias", "position bias past 128 keys", "chosen keys", "query sinks", "second derivatives"}
+    of_its_own = set() if name == "flash_attention_4" else {"sinks", "sinks past 128 keys"}
     assert refused == {f"{sample} (refused)" for sample in of_masks | of_none | of_its_own}
 
 

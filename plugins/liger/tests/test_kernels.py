@@ -9,6 +9,7 @@ import torch
 
 from veomni_core.ops import moe_experts as experts_reference
 from veomni_core.ops import rms_norm as norm_reference
+from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_liger.functions import first_derivative_of
@@ -25,14 +26,16 @@ in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the
 )
 def test_conformance(spec):
     # The interpreter multiplies float32 exactly, which a GPU does for the experts as TF32.
-    check_kernel(replace(spec, dtypes=("float32",)), "cpu", "float32").raise_if_failed()
+    check_kernel(
+        replace(spec, dtypes=("float32",)), "cpu", "float32", largest=Size.SMALL, every_form=False
+    ).raise_if_failed()
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.variant in ("cast_after", "offset", "unweighted")], ids=str)
 def test_norms_that_round_once_conform_in_bf16(spec):
     # The interpreter multiplies no bfloat16, which these norms don't do either.
-    check_kernel(spec, "cpu", "bfloat16").raise_if_failed()
+    check_kernel(spec, "cpu", "bfloat16", largest=Size.SMALL, every_form=False).raise_if_failed()
 
 
 @pytest.mark.gpu

@@ -1,48 +1,95 @@
-"""``veomni verify PLUGIN``: every kernel of a plugin through its op's contract."""
+"""``veomni verify PLUGIN``: every kernel of a plugin through its op's contract, each in a process of its own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
 
 import typer
 
 from veomni_core.cli.output import AsJson, print_json
+from veomni_core.cli.verify_processes import CONTRACT, FAILED, SKIPPED, Row, verify_kernel
 from veomni_core.discovery import discover
-from veomni_core.errors import PluginError
+from veomni_core.errors import HostError, PluginError
+from veomni_core.hardware import Hardware, canonical_device
+from veomni_core.spec import DTYPES, KernelSpec
 from veomni_core.tables import render_table
 
 
 def verify(
     plugin: Annotated[str, typer.Argument(help="A plugin's name or its distribution's.")],
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; what is here, without it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; what is here, without it.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="Only kernels of this name, or op/variant:name.")] = None,
+    op: Annotated[str | None, typer.Option(help="Only kernels of this op, or of this config field.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one kernel may take.")] = 600.0,
+    jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     json: AsJson = False,
 ) -> None:
-    """Run every kernel that can run here, in every dtype it declares; exit 1 if one falls short."""
+    """Run every kernel that can run here, in every dtype it declares; exit 1 if one falls short, or none ran."""
     registry = discover()
     record = registry.plugin(plugin)
     if not record.healthy:
         raise PluginError(f"{record} {record.status}: {record.problem}")
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
 
     # Before torch is imported: a device's own library may break that, and its plugin knows why.
-    hardware = registry.detect_hardware()
+    hardware, device = _chosen(registry.detect_hardware(), device)
+    ops = {name for name, spec in registry.ops.items() if op in (None, name, spec.config_field)}
+    asked = [spec for spec in record.kernels if spec.op_name in ops and kernel in (None, spec.name, str(spec))]
 
-    from veomni_core.testing import check_kernel
+    def rows_of(spec: KernelSpec) -> list[Row]:
+        if unmet := spec.hardware.unmet(hardware):
+            return [Row(str(spec), "-", SKIPPED, unmet)]
+        dtypes = tuple(name for name in spec.dtypes if dtype in (None, name))
+        if not dtypes:
+            return [Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))]
+        return verify_kernel(record.name, spec, device, dtypes, timeout)
 
-    device = device or hardware.device_type
-    rows: list[dict[str, Any]] = []
-    for spec in record.kernels:
-        unmet = spec.hardware.unmet(hardware)
-        if unmet:
-            rows.append({"kernel": str(spec), "dtype": "-", "result": "skipped", "detail": list(unmet)})
-            continue
-        for dtype in spec.dtypes:
-            report = check_kernel(spec, device, dtype, op=registry.op(spec.op_name))
-            result = "ok" if report.ok else "FAILED"
-            rows.append({"kernel": str(spec), "dtype": dtype, "result": result, "detail": list(report.failures)})
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = [row for rows in pool.map(rows_of, asked) for row in rows]
+    nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for spec in record.kernels])
     if json:
-        print_json({"plugin": str(record), "device": device, "results": rows})
+        results = [row.to_dict() for row in rows]
+        print_json({"plugin": str(record), "device": device, "results": results, "nothing_ran": nothing})
     else:
-        table = [(r["kernel"], r["dtype"], r["result"], "; ".join(r["detail"])) for r in rows]
+        table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
         print(render_table(("kernel", "dtype", "result", "detail"), table, f"{record} on {device}"))
-    if any(row["result"] == "FAILED" for row in rows):
+    if nothing:
+        typer.echo(f"error: nothing was verified: {nothing}", err=True)
+    if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
+    """What kernels' requirements are held against, and the device to run on.
+
+    Raises:
+        HostError: ``asked`` is not on this machine.
+    """
+    if asked is None:
+        return found, found.device_type
+    kind, _, index = asked.partition(":")
+    kind = canonical_device(kind)
+    if kind == "cpu":
+        return Hardware("cpu", name="CPU", detected=True), "cpu"
+    here = {"cuda", "rocm"} if found.device_type == "rocm" else {found.device_type}
+    if kind not in here:
+        raise HostError(
+            f"--device {asked} was asked for, and no such device is here ({found.describe()}): run this on a machine "
+            "that has one, or leave --device out"
+        )
+    if index and not (index.isdecimal() and int(index) < found.count):
+        raise HostError(f"--device {asked} was asked for, and {kind} devices are numbered 0 to {found.count - 1} here")
+    # torch calls AMD's GPUs cuda too.
+    return found, f"{'cuda' if kind == 'rocm' else kind}{':' if index else ''}{index}"
+
+
+def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, known: list[str]) -> str:
+    if any(row.result != SKIPPED for row in rows):
+        return ""
+    if rows:
+        return "every kernel was skipped"
+    asked = " ".join(f"--{name} {value}" for name, value in (("kernel", kernel), ("op", op)) if value)
+    return f"no kernel answers to {asked}; there are {', '.join(known)}" if asked else "the plugin brings no kernel"

@@ -29,12 +29,14 @@ The options in :data:`FEATURES_OF_OPTIONS` come from some models alone; a kernel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
@@ -147,13 +149,61 @@ def visible(
     return kept if window is None else kept & (ahead.abs() < window)
 
 
+def _heads(draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head: int) -> tuple[Tensor, ...]:
+    shapes = (q_heads, k_heads, k_heads)
+    return tuple(leaf(draw.normal(batch, length, count, head).transpose(1, 2)) for count in shapes)
+
+
+def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any]:
+    """The options of sequences of these lengths, of their keys where those are others."""
+    pairs = (("q", lengths), ("k", lengths if key_lengths is None else key_lengths))
+    bounds = {name: F.pad(each.cumsum(0), (1, 0)).int() for name, each in pairs}
+    return {
+        **{f"cu_seq_lens_{name}": bounds[name] for name, _ in pairs},
+        **{f"max_length_{name}": int(each.max()) for name, each in pairs},
+    }
+
+
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype, seed=2)
+    grouped = AttentionModule(2)
+
+    def inputs(mask: Tensor | None = None, batch: int = 1, length: int = 150) -> tuple[Any, ...]:
+        return (grouped, *_heads(draw, batch, 4, 2, length, 32), mask)
+
+    yield Sample("past 128 keys", inputs())
+    yield Sample("past 64 in a head", (grouped, *_heads(draw, 1, 2, 1, 37, 128), None))
+    yield Sample("not causal, past 128 keys", inputs(), {"is_causal": False})
+    unpadded = torch.ones(2, 150, dtype=torch.bool, device=device)
+    unpadded[1, 131:] = False
+    yield Sample("long padding mask", inputs(unpadded, batch=2), needs=("padding_mask",))
+    allowed = unpadded[:, None, None, :] & torch.ones(150, 150, dtype=torch.bool, device=device).tril()
+    yield Sample("long boolean mask", inputs(allowed, batch=2), needs=("dense_mask",))
+    yield Sample("window past a tile", inputs(), {"sliding_window": 70}, needs=("sliding_window",))
+    lengths = torch.tensor([1, 70, 2, 33, 1, 64, 5, 17, 9], device=device)
+    yield Sample("nine packed sequences", inputs(length=202), _packed(lengths), needs=("packed",))
+    both = {**_packed(lengths), "sliding_window": 40}
+    yield Sample("nine packed sequences, window", inputs(length=202), both, needs=("packed", "sliding_window"))
+    yield Sample("softcap past 128 keys", inputs(), {"softcap": 2.0, "scaling": 1.0}, needs=("softcap",))
+    yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
+    bias = {"position_bias": leaf(draw.normal(1, 4, 150, 150))}
+    yield Sample("position bias past 128 keys", inputs(), bias, needs=("position_bias",))
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    module = AttentionModule(4)
+    yield Sample("a model's heads", (module, *_heads(draw, 2, 16, 4, 1027, 128), None))
+    lengths = draw.integers(100, 40, low=1)
+    inputs = (module, *_heads(draw, 1, 8, 2, int(lengths.sum()), 64), None)
+    yield Sample("40 packed sequences", inputs, _packed(lengths), needs=("packed",))
+    inputs = (module, *_heads(draw, 1, 4, 1, 2053, 64), None)
+    yield Sample("window of 512", inputs, {"sliding_window": 512}, needs=("sliding_window",))
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-
-    def heads(batch: int, q_heads: int, k_heads: int, length: int, head: int) -> tuple[Tensor, ...]:
-        shapes = (q_heads, k_heads, k_heads)
-        return tuple(leaf(draw.normal(batch, length, count, head).transpose(1, 2)) for count in shapes)
-
+    heads = functools.partial(_heads, draw)
     grouped, plain = AttentionModule(2), AttentionModule(1)
     yield Sample("causal, grouped heads", (grouped, *heads(2, 4, 2, 17, 32), None))
     query, key, _ = heads(2, 4, 2, 17, 64)
@@ -177,15 +227,16 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("padding mask, across", crossing, needs=("padding_mask",))
     window = {"sliding_window": 5}
     yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 32), None), window, needs=("sliding_window",))
-    bounds = torch.tensor([0, 5, 6, 9, 21], dtype=torch.int32, device=device)
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 12, "max_length_k": 12}
+    order = Draw(device, torch.float32, seed=1).normal(4).argsort()
+    lengths = torch.tensor([5, 1, 3, 12], device=device)[order]
+    packed = _packed(lengths)
     yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 32), None), packed, needs=("packed",))
     both = {**packed, **window}
     needs = ("packed", "sliding_window")
-    fewer = torch.tensor([0, 3, 4, 7, 10], dtype=torch.int32, device=device)
+    fewer = torch.tensor([3, 1, 3, 3], device=device)[order]
     query, *_ = heads(1, 4, 2, 10, 32)
     _, key, value = heads(1, 4, 2, 21, 32)
-    last = {**packed, "cu_seq_lens_q": fewer, "max_length_q": 3}
+    last = _packed(fewer, lengths)
     yield Sample("packed, the last queries", (grouped, query, key, value, None), last, needs=("packed",))
     yield Sample("packed, sliding window", (grouped, *heads(1, 4, 2, 21, 32), None), both, needs=needs)
     capped = {"softcap": 2.0, "scaling": 1.0}
@@ -218,6 +269,14 @@ GRADIENTS = {
 
 CONTRACTS = {
     "standard": Contract(
-        "attention", "standard", standard, _samples, VALUES, GRADIENTS, primary=lambda result: (result[0],)
+        op_name="attention",
+        variant="standard",
+        reference=standard,
+        samples=_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_beyond_a_tile,
+        large=_large,
+        primary=lambda result: (result[0],),
     )
 }

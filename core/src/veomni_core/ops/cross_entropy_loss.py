@@ -72,6 +72,26 @@ def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]))
 
 
+def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("past 4096 words", _problem(draw, tokens=70, hidden=72, vocabulary=5003, ignored=3))
+    options = {"softcap": 5.0, "scale": 0.5}
+    yield Sample("past 4096 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8209), options)
+
+
+def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100))
+    yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936))
+    yield Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9))
+
+
+def _problem(draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0) -> tuple[Tensor, ...]:
+    labels = draw.integers(vocabulary, tokens)
+    labels[:ignored] = IGNORED
+    return leaf(draw.normal(tokens, hidden)), leaf(draw.normal(vocabulary, hidden, scale=hidden**-0.5)), labels
+
+
 def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     yield Sample("odd sizes", (leaf(draw.normal(7, 5)), draw.integers(5, 7)))
@@ -79,6 +99,12 @@ def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     labels[2] = IGNORED
     yield Sample("an ignored label", (leaf(draw.normal(9, 3, scale=10.0)), labels))
     yield Sample("no label counts", (leaf(draw.normal(2, 3)), torch.full((2,), IGNORED, device=device)))
+
+
+def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("past 4096 classes", (leaf(draw.normal(7, 5003)), draw.integers(5003, 7)))
+    yield Sample("many rows", (leaf(draw.normal(1031, 9)), draw.integers(9, 1031)))
 
 
 # The loss is one float32 number, but in low precision each logit is rounded before it enters: at a logit of 60 that is
@@ -95,6 +121,23 @@ GRADIENTS = {
 }
 
 CONTRACTS = {
-    "causal": Contract("cross_entropy_loss", "causal", causal, _causal_samples, VALUES, GRADIENTS),
-    "seq_cls": Contract("cross_entropy_loss", "seq_cls", seq_cls, _seq_cls_samples, VALUES, GRADIENTS),
+    "causal": Contract(
+        op_name="cross_entropy_loss",
+        variant="causal",
+        reference=causal,
+        samples=_causal_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_causal_beyond_a_tile,
+        large=_causal_large,
+    ),
+    "seq_cls": Contract(
+        op_name="cross_entropy_loss",
+        variant="seq_cls",
+        reference=seq_cls,
+        samples=_seq_cls_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_seq_cls_beyond_a_tile,
+    ),
 }

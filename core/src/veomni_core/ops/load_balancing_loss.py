@@ -8,6 +8,7 @@ each with its own arguments. Where they take a tuple of logits, they return the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -72,15 +73,31 @@ def product_keys(
     return standard(scores, num_experts, top_k, attention_mask) / top_k
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    draw = Draw(device, dtype)
+def _logits(draw: Draw, layers: int, tokens: int, experts: int, skew: float = 0.0) -> tuple[Tensor, ...]:
+    # A permutation of well-separated levels per token: ties, and differences that rounding closes, would make the
+    # top k a matter of taste. Over many tokens balanced routes have a gradient of next to zero, which `skew` lifts.
+    levels = torch.linspace(-3.0, 3.0, experts, dtype=torch.float64, device=draw.device)
+    shift = skew * torch.linspace(-1.0, 1.0, experts, dtype=torch.float64, device=draw.device)
+    shifts = [(draw.normal(tokens, experts).double() + shift).argsort(dim=-1).argsort(dim=-1) for _ in range(layers)]
+    return tuple(leaf(levels[order].to(draw.dtype)) for order in shifts)
 
-    def logits(layers: int, tokens: int, experts: int) -> tuple[Tensor, ...]:
-        # A permutation of well-separated levels per token: ties, and differences that rounding closes, would make the
-        # top k a matter of taste.
-        levels = torch.linspace(-3.0, 3.0, experts, dtype=torch.float64, device=device)
-        shifts = [draw.normal(tokens, experts).double().argsort(dim=-1) for _ in range(layers)]
-        return tuple(leaf(levels[order].to(dtype)) for order in shifts)
+
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    logits = functools.partial(_logits, Draw(device, dtype), skew=1.0)
+    yield Sample("five layers of 128 experts", (logits(5, 290, 128), 128, 8))
+    mask = torch.ones(4, 150, dtype=torch.long, device=device)
+    mask[1, 100:], mask[3, 7:] = 0, 0
+    yield Sample("six layers and a long mask", (logits(6, 600, 16), 16, 4, mask))
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    logits = functools.partial(_logits, Draw(device, dtype), skew=1.0)
+    yield Sample("48 layers", (logits(48, 1025, 128), 128, 8))
+    yield Sample("past 65535 tokens", (logits(2, 65_539, 64), 64, 4))
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    logits = functools.partial(_logits, Draw(device, dtype))
 
     yield Sample("odd sizes", (logits(3, 21, 7), 7, 2))
     yield Sample("one layer, top 1", (logits(1, 16, 4), 4, 1))
@@ -116,17 +133,27 @@ def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         yield Sample(f"{name}, two experts", (probabilities, draw.integers(shape[-1], *shape[:2], 2)))
 
 
-def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    draw = Draw(device, dtype)
+def _keys(draw: Draw, layers: int, tokens: int) -> tuple[Tensor, ...]:
     # Sums of these levels are distinct in bfloat16 too, so that rounding doesn't choose among pairs.
-    levels = torch.tensor([[0.0, 0.25, 0.5, 0.75], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64, device=device)
+    levels = torch.tensor([[0.0, 0.25, 0.5, 0.75], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64, device=draw.device)
+    orders = [draw.normal(2, tokens, 4).double().argsort(dim=-1) for _ in range(layers)]
+    return tuple(
+        leaf(torch.stack([level[o] for level, o in zip(levels, order, strict=True)]).to(draw.dtype)) for order in orders
+    )
 
-    def logits(layers: int, tokens: int) -> tuple[Tensor, ...]:
-        orders = [draw.normal(2, tokens, 4).double().argsort(dim=-1) for _ in range(layers)]
-        return tuple(
-            leaf(torch.stack([level[o] for level, o in zip(levels, order, strict=True)]).to(dtype)) for order in orders
-        )
 
+def _product_keys_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample("six layers of many tokens", (_keys(Draw(device, dtype), 6, 291), 16, 4, 3))
+
+
+def _given_routes_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    probabilities = leaf(draw.normal(3, 190, 130).softmax(dim=-1))
+    yield Sample("many tokens and experts", (probabilities, draw.integers(130, 3, 190, 2)))
+
+
+def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    logits = functools.partial(_keys, Draw(device, dtype))
     yield Sample("odd sizes", (logits(3, 21), 16, 4, 2))
     yield Sample("one layer, top 1", (logits(1, 16), 16, 4, 1))
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
@@ -137,8 +164,33 @@ def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
 CONTRACTS = {
     contract.variant: contract
     for contract in (
-        Contract("load_balancing_loss", "standard", standard, _samples, VALUES, GRADIENTS),
-        Contract("load_balancing_loss", "given_routes", given_routes, _given_routes_samples, VALUES, GRADIENTS),
-        Contract("load_balancing_loss", "product_keys", product_keys, _product_keys_samples, VALUES, GRADIENTS),
+        Contract(
+            op_name="load_balancing_loss",
+            variant="standard",
+            reference=standard,
+            samples=_samples,
+            values=VALUES,
+            gradients=GRADIENTS,
+            beyond_a_tile=_beyond_a_tile,
+            large=_large,
+        ),
+        Contract(
+            op_name="load_balancing_loss",
+            variant="given_routes",
+            reference=given_routes,
+            samples=_given_routes_samples,
+            values=VALUES,
+            gradients=GRADIENTS,
+            beyond_a_tile=_given_routes_beyond_a_tile,
+        ),
+        Contract(
+            op_name="load_balancing_loss",
+            variant="product_keys",
+            reference=product_keys,
+            samples=_product_keys_samples,
+            values=VALUES,
+            gradients=GRADIENTS,
+            beyond_a_tile=_product_keys_beyond_a_tile,
+        ),
     )
 }

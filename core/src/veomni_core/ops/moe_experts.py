@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
 
 
 def standard(
@@ -68,37 +68,73 @@ def clamped(
     return result.to(hidden.dtype)
 
 
-def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The standard samples, each with biases or transposed weights or an interleaved projection."""
+def _with_biases(maker: SampleMaker) -> SampleMaker:
+    """Its samples with biases, every other one with an interleaved projection."""
+
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        for number, sample in enumerate(maker(device, dtype)):
+            hidden, _, _, gate_up, _ = sample.args
+            draw = Draw(device, dtype, seed=number + 1)
+            experts, width = gate_up.shape[:2]
+            biases = (leaf(draw.normal(experts, width)), leaf(draw.normal(experts, hidden.shape[1])))
+            yield Sample(sample.name, (*sample.args, *biases, 1.702, _limit(dtype), number % 2 == 0))
+
+    return samples
+
+
+def _limit(dtype: torch.dtype) -> float:
     # Rounding moves values over the clamp's kink, where the derivative jumps; so only float32 clamps in earnest.
-    limit = 2.0 if dtype == torch.float32 else 50.0
-    for number, sample in enumerate(_samples(device, dtype)):
-        hidden, index, weights, gate_up, down = sample.args
-        draw = Draw(device, dtype, seed=number + 1)
-        experts, width = gate_up.shape[:2]
-        biases = (leaf(draw.normal(experts, width)), leaf(draw.normal(experts, hidden.shape[1])))
-        yield Sample(sample.name, (hidden, index, weights, gate_up, down, *biases, 1.702, limit, number % 2 == 0))
+    return 2.0 if dtype == torch.float32 else 50.0
+
+
+def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """The standard samples with biases, and one with transposed weights and without."""
+    yield from _with_biases(_samples)(device, dtype)
+    *_, (hidden, index, weights, gate_up, down) = (sample.args for sample in _samples(device, dtype))
+    limit = _limit(dtype)
     gate_up, down = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
     yield Sample(
         "transposed, without biases", (hidden, index, weights, gate_up, down, None, None, 1.0, limit, False, 0.0)
     )
 
 
+def _problem(draw: Draw, index: Tensor, hidden: int, intermediate: int, experts: int) -> tuple[Tensor, ...]:
+    tokens, k = index.shape
+    return (
+        leaf(draw.normal(tokens, hidden)),
+        index,
+        leaf(draw.normal(tokens, k).abs()),
+        leaf(draw.normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5)),
+        leaf(draw.normal(experts, hidden, intermediate, scale=intermediate**-0.5)),
+    )
+
+
+def _distinct(draw: Draw, tokens: int, k: int, experts: int) -> Tensor:
+    return draw.normal(tokens, experts).float().argsort(dim=-1)[:, :k]
+
+
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    index = _distinct(draw, 210, 2, 3)
+    yield Sample("past 128 tokens and columns of an expert", _problem(draw, index, 152, 136, 3))
+    yield Sample("130 experts", _problem(draw, _distinct(draw, 90, 8, 130), 32, 16, 130))
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("a model's experts", _problem(draw, _distinct(draw, 2051, 8, 64), 1024, 384, 64))
+    uneven = draw.integers(3, 4099, 2) * draw.integers(80, 4099, 2)
+    yield Sample("most tokens to one of 160 experts", _problem(draw, uneven, 512, 264, 160))
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
 
     def problem(index: Tensor, hidden: int, intermediate: int, experts: int) -> tuple[Tensor, ...]:
-        tokens, k = index.shape
-        return (
-            leaf(draw.normal(tokens, hidden)),
-            index,
-            leaf(draw.normal(tokens, k).abs()),
-            leaf(draw.normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5)),
-            leaf(draw.normal(experts, hidden, intermediate, scale=intermediate**-0.5)),
-        )
+        return _problem(draw, index, hidden, intermediate, experts)
 
     def distinct(tokens: int, k: int, experts: int) -> Tensor:
-        return draw.normal(tokens, experts).float().argsort(dim=-1)[:, :k]
+        return _distinct(draw, tokens, k, experts)
 
     yield Sample("odd sizes", problem(distinct(37, 2, 5), 40, 24, 5))
     yield Sample("empty experts", problem(distinct(11, 2, 3) * 2, 32, 16, 8))
@@ -128,6 +164,24 @@ GRADIENTS = {
 }
 
 CONTRACTS = {
-    "standard": Contract("moe_experts", "standard", standard, _samples, VALUES, GRADIENTS),
-    "clamped": Contract("moe_experts", "clamped", clamped, _clamped_samples, VALUES, GRADIENTS),
+    "standard": Contract(
+        op_name="moe_experts",
+        variant="standard",
+        reference=standard,
+        samples=_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_beyond_a_tile,
+        large=_large,
+    ),
+    "clamped": Contract(
+        op_name="moe_experts",
+        variant="clamped",
+        reference=clamped,
+        samples=_clamped_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_with_biases(_beyond_a_tile),
+        large=_with_biases(_large),
+    ),
 }

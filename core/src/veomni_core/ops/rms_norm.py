@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ def unweighted_rounded_scale(x: Tensor, weight: None, eps: float) -> Tensor:
     return x * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps).to(x.dtype)
 
 
-def _samples(weighted: bool, weight_shift: float) -> object:
+def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
 
@@ -61,6 +61,24 @@ def _samples(weighted: bool, weight_shift: float) -> object:
         yield Sample("large values", (leaf(draw.normal(4, 160, scale=100.0)), weight(160), 1e-6))
         yield Sample("eps dominates", (leaf(draw.normal(4, 128, scale=1e-3)), weight(128), 1e-2))
         yield Sample("no rows", (leaf(draw.normal(0, 64)), weight(64), 1e-6))
+
+    return samples
+
+
+def _beyond_a_tile(weighted: bool, weight_shift: float) -> SampleMaker:
+    return _sized({"past 2048 columns": (5, 5003), "past 65535 rows": (65_539, 16)}, weighted, weight_shift)
+
+
+def _large(weighted: bool, weight_shift: float) -> SampleMaker:
+    return _sized({"a model's rows": (16_387, 4096), "the widest rows": (37, 32_768)}, weighted, weight_shift)
+
+
+def _sized(shapes: dict[str, tuple[int, int]], weighted: bool, weight_shift: float) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        draw = Draw(device, dtype)
+        for name, shape in shapes.items():
+            weight = leaf(draw.normal(shape[1], scale=0.3, shift=weight_shift)) if weighted else None
+            yield Sample(name, (leaf(draw.normal(*shape)), weight, 1e-6))
 
     return samples
 
@@ -85,10 +103,12 @@ def _contract(variant: str, reference: object, weighted: bool = True, weight_shi
         op_name="rms_norm",
         variant=variant,
         reference=reference,  # type: ignore[arg-type]
-        samples=_samples(weighted, weight_shift),  # type: ignore[arg-type]
+        samples=_samples(weighted, weight_shift),
         values=VALUES,
         gradients=GRADIENTS,
         rounding=ROUNDING,
+        beyond_a_tile=_beyond_a_tile(weighted, weight_shift),
+        large=_large(weighted, weight_shift),
     )
 
 

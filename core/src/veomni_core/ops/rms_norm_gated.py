@@ -56,6 +56,19 @@ def _samples(group_size: int | None) -> SampleMaker:
     return samples
 
 
+def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        draw = Draw(device, dtype)
+        for name, shape in shapes.items():
+            weight = leaf(draw.normal(shape[1], scale=0.3, shift=1.0))
+            x, gate = leaf(draw.normal(*shape)), leaf(draw.normal(*shape))
+            yield Sample(name, (x, gate, weight, 1e-6), {"group_size": group_size})
+
+    return samples
+
+
+_BEYOND_A_TILE = {"past 2048 columns": (5, 4128), "past 65535 rows": (65_539, 32)}
+_LARGE = {"a model's rows": (16_387, 4096)}
 VALUES = {
     "float32": Tolerance(element=4e-6, norm=1e-6),
     "bfloat16": Tolerance(element=2e-2, norm=6e-3),
@@ -71,7 +84,17 @@ ROUNDING = {"bfloat16": 0.03, "float16": 0.03}
 
 def _contract(variant: str, reference: Callable[..., Tensor], group_size: int | None = None) -> Contract:
     samples = _samples(group_size)
-    return Contract("rms_norm_gated", variant, reference, samples, VALUES, GRADIENTS, ROUNDING)
+    return Contract(
+        op_name="rms_norm_gated",
+        variant=variant,
+        reference=reference,
+        samples=samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        rounding=ROUNDING,
+        beyond_a_tile=_sized(_BEYOND_A_TILE, group_size),
+        large=_sized(_LARGE, group_size),
+    )
 
 
 CONTRACTS = {

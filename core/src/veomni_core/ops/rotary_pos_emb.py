@@ -106,24 +106,58 @@ def _first_half(angles: Tensor) -> Tensor:
     return angles[..., : angles.shape[-1] // 2]
 
 
+_Shape = tuple[
+    str, int, tuple[int, int], int, int
+]  # a name, the batch, query and key heads, the length, a head's width
+_SMALL: tuple[_Shape, ...] = (
+    ("grouped heads, transposed", 2, (4, 2), 7, 64),
+    ("one key head", 1, (3, 1), 33, 128),
+    ("one position", 3, (2, 2), 1, 32),
+)
+_BEYOND_A_TILE: tuple[_Shape, ...] = (
+    ("past 128 positions", 2, (3, 1), 150, 64),
+    ("past 32 heads", 1, (40, 8), 9, 32),
+    ("wide heads", 1, (2, 2), 5, 256),
+)
+_LARGE: tuple[_Shape, ...] = (
+    ("a model's heads", 2, (32, 8), 4099, 128),
+    ("past 65535 positions", 1, (2, 1), 65_539, 64),
+)
+
+
+class _Drawn:
+    """Heads and angles of one variant's samples."""
+
+    def __init__(self, draw: Draw, arity: int, share: float, layout: AngleLayout) -> None:
+        self._draw, self._arity, self._share, self._layout = draw, arity, share, layout
+
+    def angles(self, batch: int, length: int, head: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        drawn = self._draw.normal(batch, length, int(head * self._share) // 2, scale=2.0)
+        spread = self._layout.spread(drawn.float())
+        return spread.cos().to(dtype or self._draw.dtype), spread.sin().to(dtype or self._draw.dtype)
+
+    def heads(self, batch: int, counts: tuple[int, int], length: int, head: int) -> tuple[Tensor, ...]:
+        both = (leaf(self._draw.normal(batch, length, count, head).transpose(1, 2)) for count in counts[: self._arity])
+        return tuple(both)
+
+    def shaped(self, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:
+        for name, batch, counts, length, head in shapes:
+            yield Sample(name, (*self.heads(batch, counts, length, head), *self.angles(batch, length, head)))
+
+
+def _shaped(shapes: tuple[_Shape, ...], arity: int, share: float, layout: AngleLayout) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        yield from _Drawn(Draw(device, dtype), arity, share, layout).shaped(shapes)
+
+    return samples
+
+
 def _samples(arity: int, share: float, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
-
-        def angles(batch: int, length: int, head: int, angle_dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
-            spread = layout.spread(draw.normal(batch, length, int(head * share) // 2, scale=2.0).float())
-            return spread.cos().to(angle_dtype), spread.sin().to(angle_dtype)
-
-        def heads(batch: int, counts: tuple[int, int], length: int, head: int) -> tuple[Tensor, ...]:
-            both = (leaf(draw.normal(batch, length, count, head).transpose(1, 2)) for count in counts[:arity])
-            return tuple(both)
-
-        for name, batch, counts, length, head in (
-            ("grouped heads, transposed", 2, (4, 2), 7, 64),
-            ("one key head", 1, (3, 1), 33, 128),
-            ("one position", 3, (2, 2), 1, 32),
-        ):
-            yield Sample(name, (*heads(batch, counts, length, head), *angles(batch, length, head)))
+        drawn = _Drawn(draw, arity, share, layout)
+        heads, angles = drawn.heads, drawn.angles
+        yield from drawn.shaped(_SMALL)
         yield Sample("angles shared by the batch", (*heads(2, (2, 2), 5, 32), *angles(1, 5, 32)))
         yield Sample("angles in float32", (*heads(2, (4, 2), 5, 64), *angles(2, 5, 64, torch.float32)))
         tensors = (leaf(draw.normal(2, 9, count, 64)) for count in (4, 2)[:arity])
@@ -148,14 +182,20 @@ _REFERENCES: tuple[tuple[Callable[..., Any], AngleLayout, float], ...] = (
     (single_tail, AngleLayout.ONCE, 0.5),
 )
 LAYOUTS = {reference.__name__: layout for reference, layout, _ in _REFERENCES}
-CONTRACTS = {
-    reference.__name__: Contract(
+
+
+def _contract(reference: Callable[..., Any], layout: AngleLayout, share: float) -> Contract:
+    arity = len(signature(reference).parameters) - 3
+    return Contract(
         op_name="rotary_pos_emb",
         variant=reference.__name__,
         reference=reference,
-        samples=_samples(len(signature(reference).parameters) - 3, share, layout),
+        samples=_samples(arity, share, layout),
         values=VALUES,
         gradients=VALUES,
+        beyond_a_tile=_shaped(_BEYOND_A_TILE, arity, share, layout),
+        large=_shaped(_LARGE, arity, share, layout),
     )
-    for reference, layout, share in _REFERENCES
-}
+
+
+CONTRACTS = {reference.__name__: _contract(reference, layout, share) for reference, layout, share in _REFERENCES}

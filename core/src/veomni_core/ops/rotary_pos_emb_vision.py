@@ -61,9 +61,30 @@ def _samples(device: torch.device, dtype: torch.dtype, share: float) -> Iterator
     yield Sample("angles in float32", (heads(9, 4, 64), heads(9, 4, 64), *wide))
 
 
+def _patches(device: torch.device, dtype: torch.dtype, share: float, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    for count, heads, width in shapes:
+        spread = AngleLayout.UNRELATED.spread(draw.normal(count, int(width * share) // 2, scale=2.0).float())
+        q, k = (leaf(draw.normal(count, heads, width)) for _ in range(2))
+        yield Sample(f"{count} patches", (q, k, spread.cos().to(dtype), spread.sin().to(dtype)))
+
+
+_Shape = tuple[int, int, int]  # patches, heads, a head's width
+_BEYOND_A_TILE: tuple[_Shape, ...] = ((1031, 3, 80), (9, 40, 128))
+_LARGE: tuple[_Shape, ...] = ((65_539, 16, 80),)
+
+
 def _contract(reference: Callable[..., tuple[Tensor, Tensor]], share: float = 1.0) -> Contract:
-    samples = functools.partial(_samples, share=share)
-    return Contract("rotary_pos_emb_vision", reference.__name__, reference, samples, VALUES, VALUES)
+    return Contract(
+        op_name="rotary_pos_emb_vision",
+        variant=reference.__name__,
+        reference=reference,
+        samples=functools.partial(_samples, share=share),
+        values=VALUES,
+        gradients=VALUES,
+        beyond_a_tile=functools.partial(_patches, share=share, shapes=_BEYOND_A_TILE),
+        large=functools.partial(_patches, share=share, shapes=_LARGE),
+    )
 
 
 CONTRACTS = {

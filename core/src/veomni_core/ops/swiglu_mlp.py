@@ -40,6 +40,19 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no rows", (leaf(draw.normal(0, 64)), leaf(draw.normal(0, 64))))
 
 
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("past 2048 columns", (leaf(draw.normal(3, 5003)), leaf(draw.normal(3, 5003))))
+    yield Sample("past 65535 rows", (leaf(draw.normal(65_539, 8, scale=0.5)), leaf(draw.normal(65_539, 8))))
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    gate, up = draw.normal(4099, 2 * 14_336).chunk(2, dim=-1)
+    yield Sample("halves of a model's projection", (leaf(gate), leaf(up)))
+    yield Sample("past 65535 wide rows", (leaf(draw.normal(65_539, 768)), leaf(draw.normal(65_539, 768))))
+
+
 VALUES = {
     "float32": Tolerance(element=2e-6, norm=5e-7),
     "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
@@ -53,6 +66,15 @@ GRADIENTS = {
 }
 
 CONTRACTS = {
-    reference.__name__: Contract("swiglu_mlp", reference.__name__, reference, samples, VALUES, GRADIENTS)
+    reference.__name__: Contract(
+        op_name="swiglu_mlp",
+        variant=reference.__name__,
+        reference=reference,
+        samples=samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_beyond_a_tile,
+        large=_large,
+    )
     for reference in (standard, gelu_tanh, gelu)
 }

@@ -1,231 +1,173 @@
-"""Runs one kernel through its op's contract.
+"""Runs one kernel through its op's contract, and through what training does with a kernel.
 
-Every sample is compared, in values and in each gradient, with the contract's reference on float64 copies on the CPU.
-Besides: no write into an input or an incoming gradient, no result that shares memory with an input, no missing
-gradient, second derivatives right or refused, the reference's dtypes and shapes, and, where the kernel promises it, the
-same bits on every run.
+Every sample is asked for its values and gradients (``values``). One sample of each form is asked the rest: frozen
+inputs, calls in flight, later steps, modes, autocast and mixed dtypes, gradients in use, memory layouts, numbers that
+are not finite, and the state of the process. A form is what a kernel may branch on: which arguments there are, their
+dtypes and dimensions, and whether they are contiguous.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from veomni_core.errors import SpecError, did_you_mean
+from veomni_core.errors import ContractError, SpecError, did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Contract, Sample, Tolerance, contract_for
+from veomni_core.ops.contract import Size, contract_for
 from veomni_core.spec import KernelSpec, OpSpec
+from veomni_core.testing.calls_in_flight import check_calls_in_flight
+from veomni_core.testing.comparison import one_line
+from veomni_core.testing.frozen_inputs import check_frozen_inputs
+from veomni_core.testing.gradients_in_use import check_gradients_in_use
+from veomni_core.testing.later_steps import check_later_steps
+from veomni_core.testing.memory_layouts import check_memory_layouts
+from veomni_core.testing.mixed_dtypes import check_autocast, check_mixed_dtypes
+from veomni_core.testing.modes import check_modes
+from veomni_core.testing.non_finite import check_non_finite
+from veomni_core.testing.process_state import ProcessState, check_process_state
 from veomni_core.testing.report import CaseResult, ConformanceReport
-from veomni_core.testing.sample_tensors import tensors_of, to_float64, upstream_of
 from veomni_core.testing.second_derivatives import check_second_derivatives
-
-Kernel = Callable[..., Any]
+from veomni_core.testing.subject import Position, Subject
+from veomni_core.testing.values import check_values
 
 
 def check_kernel(
-    spec: KernelSpec, device: str | torch.device = "cpu", dtype: str = "float32", *, op: OpSpec | None = None
+    spec: KernelSpec,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    *,
+    op: OpSpec | None = None,
+    largest: Size | None = None,
+    every_form: bool = True,
 ) -> ConformanceReport:
     """Check ``spec`` on ``device`` in ``dtype``; ``op`` is its op where that is not one of the core's.
 
+    ``largest`` is the size of the largest samples that run. Without it a CPU runs those beyond a tile, and any other
+    device all. ``every_form=False`` asks what training does of one sample alone, for kernels in an interpreter. What is
+    left out stands in the report.
+
     Raises:
-        SpecError: the spec doesn't declare ``dtype``, or the op or its contract is unknown.
+        SpecError: the spec doesn't declare ``dtype``.
+        ContractError: the op or its contract is unknown, or the contract fails: its samples, or its reference on them.
         KernelLoadError: the kernel can't be imported.
     """
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec} does not declare {dtype}. {did_you_mean(dtype, spec.dtypes)}")
     contract = contract_for(op or _builtin_op(spec.op_name), spec.variant)
-    check = _Check(spec, spec.load(), contract, torch.device(device), getattr(torch, dtype))
-    return ConformanceReport(str(spec), str(device), dtype, tuple(check.cases()))
+    for what, tolerances in (("values", contract.values), ("gradients", contract.gradients)):
+        if dtype not in tolerances:
+            raise ContractError(f"the contract of {spec.op_name}/{spec.variant} has no tolerance of {what} in {dtype}")
+    device = torch.device(device)
+    if largest is None:
+        largest = Size.BEYOND_A_TILE if device.type == "cpu" else Size.LARGE
+    before = ProcessState()
+    kernel = spec.load()
+    imported = tuple(f"importing it changes {change}" for change in before.changes() if change not in _OF_IMPORTS)
+    before.restore()
+    subject = Subject(spec, kernel, contract, device, getattr(torch, dtype))
+    try:
+        cases = tuple(_cases(subject, largest, every_form))
+    finally:
+        before.restore()
+    if imported:
+        cases = (CaseResult("import", imported), *cases)
+    sizes = {Size.BEYOND_A_TILE: "samples beyond one tile", Size.LARGE: "large samples"}
+    skipped = tuple(words for size, words in sizes.items() if size > largest)
+    if not every_form:
+        skipped = ("what training does with all but one sample", *skipped)
+    return ConformanceReport(str(spec), str(device), dtype, cases, skipped)
+
+
+# Libraries add filters for warnings of their own; that is no kernel's doing.
+_OF_IMPORTS = ("the warnings filters",)
 
 
 def _builtin_op(name: str) -> OpSpec:
     for op in BUILTIN_OPS:
         if op.name == name:
             return op
-    raise SpecError(f"op {name!r} is not one of the core's: pass check_kernel(..., op=its OpSpec)")
+    raise ContractError(f"op {name!r} is not one of the core's: pass check_kernel(..., op=its OpSpec)")
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One call with fresh inputs, and what came of it."""
-
-    inputs: dict[str, Tensor]
-    results: tuple[Tensor, ...]
-    gradients: dict[str, Tensor | None]
-    upstream: tuple[Tensor, ...]
-
-
-class _Check:
-    def __init__(
-        self, spec: KernelSpec, kernel: Kernel, contract: Contract, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.spec, self.kernel, self.contract = spec, kernel, contract
-        self.device, self.dtype = device, dtype
-        self.dtype_name = str(dtype).removeprefix("torch.")
-        self.parameters = list(inspect.signature(contract.reference).parameters)
-
-    def cases(self) -> Iterator[CaseResult]:
-        samples = [(sample.name, sample.needs) for sample in self._samples()]
-        for position, (name, needs) in enumerate(samples):
-            undeclared = [feature for feature in needs if feature not in self.spec.features]
-            if undeclared:
-                yield self._refusal(position, name, undeclared)
-                continue
-            try:
-                yield self._case(position, name)
-            except Exception as error:  # whatever a kernel raises on a legal input is a failure of the kernel
-                yield CaseResult(name, (f"raised {type(error).__name__}: {error}",))
-        computed = [position for position, (_, needs) in enumerate(samples) if set(needs) <= set(self.spec.features)]
-        if self.spec.backward and computed:
-            yield check_second_derivatives(self.contract, self.kernel, lambda: self._sample(computed[0]))
-
-    def _samples(self) -> Iterator[Sample]:
-        return self.contract.samples(self.device, self.dtype)
-
-    def _sample(self, position: int) -> Sample:
-        """A fresh copy of one sample: samples are drawn anew from their seed each time."""
-        return next(sample for index, sample in enumerate(self._samples()) if index == position)
-
-    def _case(self, position: int, name: str) -> CaseResult:
-        oracle = self._run(self.contract.reference, to_float64(self._sample(position)))
-        eager = self._run(self.contract.reference, self._sample(position))
-        run = self._run(self.kernel, self._sample(position), backward=self.spec.backward)
-        failures = [*self._form(run, eager)]
-        if failures:
-            return CaseResult(name, tuple(failures))
-        failures += self._damage(run, self._sample(position))
-        worst_value = worst_gradient = 0.0
-        for index, (result, exact, same) in enumerate(zip(run.results, oracle.results, eager.results, strict=True)):
-            what = "the result" if len(run.results) == 1 else f"result {index}"
-            share, problem = _distance(result, exact, self.contract.values[self.dtype_name], what)
-            worst_value = max(worst_value, share)
-            failures += problem or self._rounding(result, same, what)
-        for argument, gradient in run.gradients.items():
-            what = f"the gradient of {argument}"
-            if gradient is None:
-                failures.append(f"{what} is missing")
-                continue
-            wanted = oracle.gradients[argument]
-            if wanted is not None:
-                share, problem = _distance(gradient, wanted, self.contract.gradients[self.dtype_name], what)
-                worst_gradient = max(worst_gradient, share)
-                failures += problem
-        if self.spec.deterministic:
-            failures += _differences(run, self._run(self.kernel, self._sample(position), backward=self.spec.backward))
-        return CaseResult(name, tuple(failures), worst_value, worst_gradient)
-
-    def _refusal(self, position: int, name: str, undeclared: list[str]) -> CaseResult:
-        """What a kernel does not declare, it must refuse: to ignore it would be a silently wrong result."""
-        sample = self._sample(position)
-        try:
-            self.kernel(*sample.args, **sample.kwargs)
-        except Exception:
-            return CaseResult(f"{name} (refused)", ())
-        return CaseResult(
-            name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",)
-        )
-
-    def _run(self, kernel: Kernel, sample: Sample, backward: bool = True) -> _Run:
-        inputs = dict(self._named_tensors(sample))
-        results = self.contract.primary(kernel(*sample.args, **sample.kwargs))
-        differentiable = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-        reached = [(result, upstream_of(result)) for result in results if result.requires_grad]
-        gradients: dict[str, Tensor | None] = {}
-        if backward:
-            found: Iterable[Tensor | None] = [None] * len(differentiable)
-            if reached:
-                found = torch.autograd.grad(
-                    [result for result, _ in reached],
-                    list(differentiable.values()),
-                    [upstream for _, upstream in reached],
-                    allow_unused=True,
-                )
-            gradients = dict(zip(differentiable, found, strict=True))
-        return _Run(inputs, tuple(result.detach() for result in results), gradients, tuple(u for _, u in reached))
-
-    def _named_tensors(self, sample: Sample) -> Iterator[tuple[str, Tensor]]:
-        for position, value in enumerate(sample.args):
-            yield from tensors_of(value, self.parameters[position])
-        for name, value in sample.kwargs.items():
-            yield from tensors_of(value, name)
-
-    def _form(self, run: _Run, eager: _Run) -> Iterator[str]:
-        if len(run.results) != len(eager.results):
-            yield f"gives {len(run.results)} tensors, expected {len(eager.results)}"
-            return
-        for result, expected in zip(run.results, eager.results, strict=True):
-            for aspect in ("dtype", "shape", "device"):
-                has, wanted = getattr(result, aspect), getattr(expected, aspect)
-                if has != wanted:
-                    yield f"gives {aspect} {_plain(has)}, expected {_plain(wanted)}"
-        for name, gradient in run.gradients.items():
-            if gradient is not None and gradient.shape != run.inputs[name].shape:
-                shapes = f"{_plain(gradient.shape)}, expected {_plain(run.inputs[name].shape)}"
-                yield f"the gradient of {name} has shape {shapes}"
-
-    def _damage(self, run: _Run, fresh: Sample) -> Iterator[str]:
-        untouched = dict(self._named_tensors(fresh))
-        for name, tensor in run.inputs.items():
-            if not _same(tensor.detach(), untouched[name].detach()):
-                yield f"wrote into its input {name}"
-            for result in run.results:
-                if result.numel() and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                    yield f"its result shares memory with its input {name}"
-        for upstream in run.upstream:
-            if not _same(upstream, upstream_of(upstream)):
-                yield "wrote into the incoming gradient"
-
-    def _rounding(self, result: Tensor, eager: Tensor, what: str) -> list[str]:
-        allowed = self.contract.rounding.get(self.dtype_name)
-        if allowed is None or not result.numel():
-            return []
-        share = float((result != eager).double().mean())
-        if share <= allowed:
-            return []
-        return [
-            f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"
-        ]
+def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseResult]:
+    positions = [position for size in Size if size <= largest for position in subject.positions(size)]
+    computed = [position for position in positions if not _undeclared(subject, position)]
+    forms: set[object] = set()
+    for position in positions:
+        if position not in computed:
+            yield _refusal(subject, position)
+            continue
+        case = _guarded(subject, position)
+        form = _form(subject, position) if every_form else None
+        if not case.failures and form not in forms and position.size is Size.SMALL:
+            forms.add(form)
+            case = case.with_failures(_uses(subject, position, _neighbour(position, computed)))
+        subject.forget(position)
+        yield case
+    if subject.spec.backward and computed:
+        yield check_second_derivatives(subject, computed[0])
 
 
-def _distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tuple[float, list[str]]:
-    """The worst error as a share of what is allowed, and sentences where it is more."""
-    if not exact.numel():
-        return 0.0, []
-    error = (found.detach().cpu().double() - exact.detach()).abs()
-    if not torch.isfinite(error).all():
-        return float("inf"), [f"{what} is not finite"]
-    size = exact.detach().abs()
-    rms = float(size.square().mean().sqrt())
-    if rms == 0.0:
-        largest = float(error.max())
-        return (0.0, []) if largest == 0.0 else (float("inf"), [f"{what} is {largest:.1e}, expected exactly zero"])
-    element = float((error / (size + rms)).max())
-    norm = float(error.norm() / exact.detach().norm())
-    problems = [
-        f"{what} is off: {measure} error {value:.1e}, allowed {limit:.1e}"
-        for measure, value, limit in (("element", element, allowed.element), ("norm", norm, allowed.norm))
-        if value > limit
-    ]
-    return max(element / allowed.element, norm / allowed.norm), problems
+def _undeclared(subject: Subject, position: Position) -> list[str]:
+    return [feature for feature in subject.sample(position).needs if feature not in subject.spec.features]
 
 
-def _differences(first: _Run, second: _Run) -> Iterator[str]:
-    if not all(_same(a, b) for a, b in zip(first.results, second.results, strict=True)):
-        yield "promises determinism, but two runs gave different results"
-    for name, gradient in first.gradients.items():
-        again = second.gradients[name]
-        if gradient is not None and again is not None and not _same(gradient, again):
-            yield f"promises determinism, but two runs gave different gradients of {name}"
+def _guarded(subject: Subject, position: Position) -> CaseResult:
+    before = ProcessState()
+    try:
+        case = check_values(subject, position)
+    except ContractError:
+        raise
+    except Exception as error:  # whatever a kernel raises on a legal input is a failure of the kernel
+        case = CaseResult(subject.sample(position).name, (f"raised {one_line(error)}",))
+    # A first call imports; what every call changes, `check_process_state` sees.
+    changes = [change for change in before.changes() if change not in _OF_IMPORTS]
+    before.restore()
+    return case.with_failures(f"changes {change} of the process" for change in changes)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+def _uses(subject: Subject, position: Position, neighbour: Position) -> Iterator[str]:
+    questions = (
+        check_process_state,
+        check_frozen_inputs,
+        check_later_steps,
+        check_modes,
+        check_autocast,
+        check_mixed_dtypes,
+        check_gradients_in_use,
+        check_memory_layouts,
+        check_non_finite,
+    )
+    before = ProcessState()
+    for question in questions:
+        yield from question(subject, position)
+        before.restore()
+    yield from check_calls_in_flight(subject, position, neighbour)
+    before.restore()
 
 
-def _plain(value: Any) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+def _neighbour(position: Position, computed: list[Position]) -> Position:
+    """Another small sample, mostly of another shape."""
+    small = [other for other in computed if other.size is Size.SMALL]
+    return small[(small.index(position) + 1) % len(small)]
+
+
+def _form(subject: Subject, position: Position) -> object:
+    sample = subject.sample(position)
+    tensors = subject.inputs(sample).items()
+    return (
+        tuple(value is None for value in sample.args),
+        frozenset(sample.kwargs),
+        tuple((name, x.dtype, x.dim(), x.requires_grad, x.is_contiguous()) for name, x in tensors),
+    )
+
+
+def _refusal(subject: Subject, position: Position) -> CaseResult:
+    """What a kernel does not declare, it must refuse: to ignore it would be a silently wrong result."""
+    name, undeclared = subject.sample(position).name, _undeclared(subject, position)
+    try:
+        subject.call(subject.draw(position))
+    except Exception:
+        return CaseResult(f"{name} (refused)", ())
+    return CaseResult(name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from veomni_core.errors import ConformanceError
@@ -17,15 +18,20 @@ class CaseResult:
     worst_value: float = 0.0
     worst_gradient: float = 0.0
 
+    def with_failures(self, failures: Iterable[str]) -> CaseResult:
+        """This case with more of them."""
+        return replace(self, failures=(*self.failures, *failures))
+
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """All samples of one kernel on one device in one dtype."""
+    """All samples of one kernel on one device in one dtype; ``skipped`` says which kinds of samples did not run."""
 
     kernel: str
     device: str
     dtype: str
     cases: tuple[CaseResult, ...]
+    skipped: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -1,8 +1,9 @@
-"""The tensors of a contract's sample, their float64 copies, and what is sent back through a result."""
+"""The tensors of a contract's sample: their names, their copies, and the gradient that is sent back to a result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from veomni_core.ops.contract import Sample
 
 
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in ``value``, which may be a tensor or nested tuples and lists, each with its name."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (tuple, list)):
@@ -19,18 +21,69 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from tensors_of(item, f"{name}[{index}]")
 
 
-def to_float64(sample: Sample) -> Sample:
+def map_tensors(sample: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
+    """``sample`` with ``change`` applied to each tensor once; an object that stands twice stays one object."""
+    changed: dict[int, Tensor] = {}
+
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
-            exact = value.detach().cpu()
-            exact = exact.double() if exact.is_floating_point() else exact
-            return exact.requires_grad_(value.requires_grad)
+            if id(value) not in changed:
+                changed[id(value)] = change(value)
+            return changed[id(value)]
         if isinstance(value, (tuple, list)):
             return type(value)(convert(item) for item in value)
         return value
 
-    kwargs = {name: convert(value) for name, value in sample.kwargs.items()}
-    return Sample(sample.name, convert(sample.args), kwargs, sample.needs)
+    args = convert(sample.args)
+    return replace(sample, args=args, kwargs={name: convert(value) for name, value in sample.kwargs.items()})
+
+
+def overwrite(sample: Sample, source: Sample, through_data: bool = False) -> Sample:
+    """``source``'s call with its values written into the tensors of ``sample``, as an optimizer or a loader does.
+
+    ``through_data`` writes as FSDP1 and DeepSpeed do: autograd's version counters don't see it.
+    """
+    old = _distinct(sample)
+
+    def write(new: Tensor) -> Tensor:
+        tensor = next(old)
+        with torch.no_grad():
+            (tensor.data if through_data else tensor).copy_(new)
+        return tensor
+
+    return map_tensors(source, write)
+
+
+def _distinct(sample: Sample) -> Iterator[Tensor]:
+    tensors = (tensor for _, tensor in tensors_of((sample.args, tuple(sample.kwargs.values())), ""))
+    return iter({id(tensor): tensor for tensor in tensors}.values())
+
+
+def copy_of(sample: Sample) -> Sample:
+    """Leaves of the same values, strides and offsets; tensors that share memory share it in the copy too."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        with torch.no_grad():
+            if memory.data_ptr() not in copies:
+                whole = tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0)
+                copies[memory.data_ptr()] = whole.clone()
+            place = copies[memory.data_ptr()].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return place.detach().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(sample, copy)
+
+
+def to_float64(sample: Sample) -> Sample:
+    """Leaves on the CPU with the same values, floating-point ones in float64: what the oracle computes with."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        exact = tensor.detach().cpu()
+        exact = exact.double() if exact.is_floating_point() else exact
+        return exact.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(sample, convert)
 
 
 def upstream_of(result: Tensor) -> Tensor:

@@ -6,24 +6,24 @@ Autograd takes what a kernel computes in backward for constants, unless that rai
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from veomni_core.ops.contract import Contract, Sample
+from veomni_core.ops.contract import Sample
 from veomni_core.testing.report import CaseResult
-from veomni_core.testing.sample_tensors import tensors_of, to_float64, upstream_of
+from veomni_core.testing.sample_tensors import tensors_of, upstream_of
+from veomni_core.testing.subject import Position, Subject
 
 # A norm error: terms that are left out make it about 1, and 16-bit rounding, squared, a few hundredths.
 _LIMIT = 0.2
 
 
-def check_second_derivatives(contract: Contract, kernel: Callable[..., Any], draw: Callable[[], Sample]) -> CaseResult:
-    """Compare them with the reference's in float64, on the sample that ``draw`` gives anew each time."""
-    exact = _penalty_gradients(contract, contract.reference, to_float64(draw()))
+def check_second_derivatives(subject: Subject, position: Position) -> CaseResult:
+    """Compare them with the reference's in float64, on one sample."""
+    exact = _penalty_gradients(subject.reference_results, subject.exact_sample(position))
     try:
-        found = _penalty_gradients(contract, kernel, draw())
+        found = _penalty_gradients(subject.call, subject.draw(position))
     except Exception:  # whatever it is, nobody is given a wrong number
         return CaseResult("second derivatives (refused)", ())
     errors = [
@@ -36,7 +36,7 @@ def check_second_derivatives(contract: Contract, kernel: Callable[..., Any], dra
     return CaseResult("second derivatives", problem)
 
 
-def _penalty_gradients(contract: Contract, kernel: Callable[..., Any], sample: Sample) -> list[Tensor]:
+def _penalty_gradients(call: Callable[[Sample], tuple[Tensor, ...]], sample: Sample) -> list[Tensor]:
     """The gradients of the gradients' squares, zeros where there is none.
 
     The results are squared first, or the gradients of a linear kernel would be constants; and scaled to 1, or float16
@@ -44,7 +44,7 @@ def _penalty_gradients(contract: Contract, kernel: Callable[..., Any], sample: S
     """
     values = (*sample.args, *sample.kwargs.values())
     inputs = [tensor for value in values for _, tensor in tensors_of(value, "") if tensor.requires_grad]
-    results = [result for result in contract.primary(kernel(*sample.args, **sample.kwargs)) if result.requires_grad]
+    results = [result for result in call(sample) if result.requires_grad]
     scaled = [_wide(result) / _wide(result.detach()).abs().amax().clamp_min(1.0) for result in results]
     squares = [(each.square() * upstream_of(each)).sum() for each in scaled]
     gradients = torch.autograd.grad(squares, inputs, create_graph=True, allow_unused=True)

@@ -56,7 +56,9 @@ def _with_sinks(output: Tensor, lse: Tensor, options: Options) -> Tensor:
     """``output[..., S, H, D]`` and ``lse[..., S, H]``."""
     if options.sinks is None:
         return output
-    kept = torch.sigmoid(lse - options.sinks.float())
+    sinks = options.sinks.float()
+    # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflown.
+    kept = torch.sigmoid(lse - (sinks + 0.0 * sinks))
     return (output * kept.unsqueeze(-1)).to(output.dtype)
 
 

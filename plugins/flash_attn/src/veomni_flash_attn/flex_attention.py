@@ -90,7 +90,9 @@ def standard(
     )
     output = output.transpose(1, 2)
     if s_aux is not None:  # one more score in each row's softmax; its share is taken off
-        kept = torch.sigmoid(aux.lse.transpose(1, 2) - s_aux.float())
+        sinks = s_aux.float()
+        # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflown.
+        kept = torch.sigmoid(aux.lse.transpose(1, 2) - (sinks + 0.0 * sinks))
         output = (output * kept.unsqueeze(-1)).to(output.dtype)
     if padding is not None and causal:
         output = output * padding[:, -output.shape[1] :, None, None]

@@ -50,4 +50,17 @@ def sdpa(
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if query.device.type == "cpu":
+        output = output + _zeros_or_nan(query, key).to(output.dtype)
+    return output, None
+
+
+def _zeros_or_nan(query: Tensor, key: Tensor) -> Tensor:
+    """``[B, S, Hq, 1]``: NaN where a query, or a key of its sequence, is not finite.
+
+    torch's CPU kernel (2.13) gives zeros for a query of NaN, and finite numbers for an infinite key: without this a
+    step that is broken would pass for a good one.
+    """
+    queries = (query * 0.0).sum(dim=-1, keepdim=True).transpose(1, 2)
+    return queries + (key * 0.0).sum(dim=(1, 2, 3)).view(-1, 1, 1, 1)

@@ -54,7 +54,7 @@ def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
     The gradient has the probabilities' dtype and is the same for every token of a batch entry.
     """
     batch, length, experts = router_probs.shape
-    routed = torch.zeros(batch, length, experts, device=router_probs.device)
+    routed = torch.zeros(batch, length, experts, dtype=torch.float32, device=router_probs.device)
     routed.scatter_(2, expert_indices.long().reshape(batch, length, -1), 1.0)  # an expert chosen twice counts once
     return (routed.mean(dim=1) * router_probs.mean(dim=1)).mean() * experts**2
 
@@ -64,8 +64,8 @@ class _LoadBalancing(Function):
     @without_autocast
     def forward(ctx: Any, num_experts: int, top_k: int, mask: Tensor | None, *gate_logits: Tensor) -> Tensor:
         device = gate_logits[0].device
-        routes = torch.zeros(num_experts, device=device)
-        probability = torch.zeros(num_experts, device=device)
+        routes = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        probability = torch.zeros_like(routes)
         probabilities = torch.empty_like(gate_logits[0])
         counted = None if mask is None else mask.reshape(-1).to(device, torch.float32)
         per_layer = gate_logits[0].shape[0] if counted is None else counted.sum()
@@ -74,11 +74,12 @@ class _LoadBalancing(Function):
             # Unsorted: only the set counts, and sorting it costs a CPU a tenth of the whole loss.
             chosen = probabilities.topk(top_k, dim=-1, sorted=False).indices.flatten()
             if counted is None:
-                routes.scatter_add_(0, chosen, torch.ones((), device=device).expand(chosen.numel()))
+                routes.scatter_add_(0, chosen, routes.new_ones(()).expand(chosen.numel()))
                 probability += probabilities.sum(dim=0, dtype=torch.float32)
             else:
                 routes.scatter_add_(0, chosen, counted.repeat_interleave(top_k))
-                probability += counted @ probabilities.float()
+                # Not a product with a matrix: autocast would round that to 16 bits.
+                probability += (probabilities * counted[:, None]).sum(dim=0, dtype=torch.float32)
         tokens = per_layer * len(gate_logits)
         share = routes / tokens
         ctx.save_for_backward(num_experts * share / tokens, counted, *gate_logits)
@@ -97,8 +98,8 @@ class _LoadBalancing(Function):
                 gradients.append(None)
                 continue
             torch.softmax(logits.float(), dim=-1, out=probabilities)
-            inner = probabilities @ dprobability
-            dlogits = (dprobability - inner[:, None]).mul_(probabilities)
+            inner = (probabilities * dprobability).sum(dim=-1, keepdim=True)
+            dlogits = (dprobability - inner).mul_(probabilities)
             if counted is not None:
                 dlogits *= counted[:, None]
             gradients.append(dlogits.to(logits.dtype))

@@ -133,7 +133,7 @@ def _backward(
     silu = F.silu(gate)
     activation = silu * up
     dactivation = grouped_product(drows, down_proj, ends)
-    dweights = torch.empty(order.shape, device=order.device)
+    dweights = torch.empty(order.shape, dtype=torch.float32, device=order.device)
     dweights[order] = (dactivation.float() * activation.float()).sum(dim=-1)
     dweights = _kept(top_k_index, dweights.view(tokens, k), experts)
     ddown = grouped_outer(drows, activation * weights, ends)
@@ -142,7 +142,7 @@ def _backward(
     dpre = torch.cat((torch.ops.aten.silu_backward(dactivation * up, gate), dactivation * silu), dim=-1)
     del dactivation, silu
     dgate_up = grouped_outer(dpre, hidden[token], ends)
-    ones = _kept(top_k_index, torch.ones((), device=order.device), experts)
+    ones = _kept(top_k_index, torch.ones((), dtype=torch.float32, device=order.device), experts)
     dhidden = _combine(grouped_product(dpre, gate_up_proj, ends), ones, order, ends)
     return dhidden, dweights.to(top_k_weights.dtype), dgate_up, ddown
 

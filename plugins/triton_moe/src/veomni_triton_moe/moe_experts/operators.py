@@ -5,7 +5,7 @@ pre-activations. Nothing is read on the host, so a step can be captured as a CUD
 
 With ``accumulate`` a projection's gradient is added to the one that its ``.grad`` holds already, inside the product's
 epilogue, and autograd gets none: no second tensor as large as the weights is made. Where there is none yet, or hooks
-wait for the gradient, autograd gets it as always.
+wait for the gradient, autograd gets it as always, and so it does under ``torch.autograd.grad``.
 """
 
 from __future__ import annotations
@@ -149,10 +149,21 @@ def _sum_so_far(ctx: Any, position: int, weight: Tensor) -> Tensor | None:
     if not (ctx.accumulate and ctx.needs_input_grad[position] and weight.is_leaf):
         return None
     total = weight.grad
+    if total is None or not _backward_accumulates(weight):
+        return None
     is_awaited = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    if total is None or is_awaited or total.dtype != weight.dtype or not total.is_contiguous():
+    if is_awaited or total.dtype != weight.dtype or not total.is_contiguous():
         return None
     return total
+
+
+def _backward_accumulates(weight: Tensor) -> bool:
+    """Whether the running backward adds to ``weight.grad``; ``autograd.grad`` leaves it alone, and so must we."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # what torch (2.13) answers for a leaf's node under autograd.grad
+        return False
 
 
 forward.register_autograd(_gradients, setup_context=_save)

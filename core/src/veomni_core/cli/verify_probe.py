@@ -1,0 +1,38 @@
+"""Checks one kernel in this process and writes a line of JSON per dtype. Run by ``veomni verify``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from veomni_core.discovery import discover
+from veomni_core.errors import ContractError
+from veomni_core.testing import check_kernel
+
+
+def probe(plugin: str, kernel: str, device: str, dtypes: list[str]) -> Iterator[dict[str, object]]:
+    """What came of ``kernel`` of ``plugin`` in each dtype."""
+    registry = discover()
+    (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
+    for dtype in dtypes:
+        start = time.perf_counter()
+        try:
+            report = check_kernel(spec, device, dtype, op=registry.ops.get(spec.op_name))
+            result, detail = ("ok" if report.ok else "FAILED"), list(report.failures)
+            detail = detail or ([] if report.ok else ["its contract has no samples"])
+            detail += [f"not run: {words}" for words in report.skipped]
+        except ContractError as error:
+            result, detail = "CONTRACT FAILED", [str(error)]
+        except Exception as error:
+            result, detail = "FAILED", [f"{type(error).__name__}: {error}"]
+        yield {"dtype": dtype, "result": result, "detail": detail, "seconds": round(time.perf_counter() - start, 2)}
+
+
+if __name__ == "__main__":
+    plugin_name, kernel_name, device_name, listed, file = sys.argv[1:]
+    for row in probe(plugin_name, kernel_name, device_name, listed.split(",")):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(row) + "\n")

@@ -1,0 +1,80 @@
+"""Checks one kernel in a process of its own, so that one that exits, crashes or hangs fails alone and by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from veomni_core.spec import KernelSpec
+
+OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one kernel in one dtype: one of the four results, and sentences."""
+
+    kernel: str
+    dtype: str
+    result: str
+    detail: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
+    """One row per dtype; where the process ended before its time, the dtype that it was at has failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "rows"
+        # Not over its standard output, on which a kernel may print.
+        command = [sys.executable, "-X", "faulthandler", "-m", "veomni_core.cli.verify_probe"]
+        problem = _run([*command, plugin, str(spec), device, ",".join(dtypes), str(written)], timeout)
+        lines = written.read_text().splitlines() if written.exists() else []
+    rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
+    rows = [Row(row.kernel, row.dtype, row.result, tuple(row.detail), row.seconds) for row in rows]
+    missing = dtypes[len(rows) :]
+    if not missing:
+        return rows
+    sentences = [f"{problem}, at {missing[0]}", *(["not reached: its process was gone"] * (len(missing) - 1))]
+    return [*rows, *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True))]
+
+
+def _run(command: list[str], timeout: float) -> str:
+    """Run it, and say how it ended if nobody knows better."""
+    with tempfile.TemporaryFile("w+") as errors:
+        # In a session of its own, so that compilers which it started end with it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {timeout:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        text = errors.read()
+    if code < 0:
+        return f"its process was killed by {_signal_name(-code)}"
+    last = (text.strip().splitlines() or ["no message"])[-1]
+    return f"its process ended with code {code} before the check was over ({last})"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

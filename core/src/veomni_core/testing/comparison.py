@@ -1,0 +1,58 @@
+"""How far a tensor is from the exact one, and whether two tensors hold the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.contract import Tolerance
+
+
+def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tuple[float, str | None]:
+    """The worst error of ``found`` as a share of what is ``allowed``, and a sentence where it is more than that.
+
+    ``exact`` is in float64 on the CPU. Where all of it is zero, so must ``found`` be.
+    """
+    if found.shape != exact.shape:
+        return float("inf"), f"{what} has shape {plain(found.shape)}, expected {plain(exact.shape)}"
+    if not exact.numel():
+        return 0.0, None
+    error = (found.detach().cpu().double() - exact.detach()).abs()
+    if not torch.isfinite(error).all():
+        return float("inf"), f"{what} is not finite"
+    size = exact.detach().abs()
+    rms = float(size.square().mean().sqrt())
+    if rms == 0.0:
+        largest = float(error.max())
+        return (0.0, None) if largest == 0.0 else (float("inf"), f"{what} is {largest:.1e}, expected exactly zero")
+    element = float((error / (size + rms)).max())
+    norm = float(error.norm() / exact.detach().norm())
+    problem = None
+    for measure, value, limit in (("element", element, allowed.element), ("norm", norm, allowed.norm)):
+        if value > limit:
+            problem = f"{what} is off: {measure} error {value:.1e}, allowed {limit:.1e}"
+            break
+    return max(element / allowed.element, norm / allowed.norm), problem
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether writing into one tensor could change the other."""
+    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def plain(value: Any) -> str:
+    """A shape, dtype or device as people write it."""
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

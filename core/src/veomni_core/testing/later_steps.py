@@ -1,0 +1,111 @@
+"""Is the second step computed as the first was?
+
+Between steps the optimizer writes into the weights in place, or through ``.data`` (FSDP1, DeepSpeed), tensors are freed
+and others allocated at the same address, and results and gradients of the step before are still in use or overwritten.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.contract import Sample
+from veomni_core.testing.comparison import same
+from veomni_core.testing.sample_tensors import overwrite
+from veomni_core.testing.situations import reveal
+from veomni_core.testing.subject import Outcome, Position, Subject
+
+_RECYCLED = 3
+_Run = Callable[[Sample], Outcome]
+
+
+def check_later_steps(subject: Subject, position: Position) -> Iterator[str]:
+    """Call again: on the same tensors with other values, on others at the same addresses, on overwritten ones."""
+    for words, run in (("", subject.outcome), (" and nothing wants a gradient", _validate(subject))):
+        yield from reveal(
+            f"where its inputs were changed in place since its last call{words}",
+            lambda r=run: _in_place(subject, position, r),  # type: ignore[misc]
+        )
+        yield from reveal(
+            f"where tensors of another call were freed and others allocated{words}",
+            lambda r=run: _recycled(subject, position, r),  # type: ignore[misc]
+        )
+        yield from reveal(
+            f"once it is called again{words}",
+            lambda r=run: _kept_results(subject, position, r),  # type: ignore[misc]
+        )
+    yield from reveal("once its results and gradients were freed", lambda: _kept_alive(subject, position))
+
+
+def _validate(subject: Subject) -> _Run:
+    """A call as validation makes it, of frozen inputs."""
+
+    def run(sample: Sample) -> Outcome:
+        with torch.no_grad():
+            # Restored, for whoever writes into these very tensors and calls again.
+            wanting = list(subject.differentiable(sample).values())
+            for tensor in wanting:
+                tensor.requires_grad_(False)
+            results = subject.call(sample)
+            for tensor in wanting:
+                tensor.requires_grad_(True)
+            return Outcome(results)
+
+    return run
+
+
+def _in_place(subject: Subject, position: Position, run: _Run) -> str | None:
+    sample = subject.draw(position)
+    run(sample)
+    # With the version counter of each tensor raised, as optimizers do.
+    sample = overwrite(sample, subject.draw(position, other=True))
+    if problem := subject.problem(run(sample), subject.exact(position, other=True)):
+        return problem
+    # And not, as writes through `.data` don't.
+    sample = overwrite(sample, subject.draw(position), through_data=True)
+    return subject.problem(run(sample), subject.exact(position))
+
+
+def _recycled(subject: Subject, position: Position, run: _Run) -> str | None:
+    for turn in range(2 * _RECYCLED):
+        other = bool(turn % 2)
+        if problem := subject.problem(run(subject.draw(position, other)), subject.exact(position, other)):
+            return problem
+    return None
+
+
+def _kept_results(subject: Subject, position: Position, run: _Run) -> str | None:
+    first = run(subject.draw(position))
+    copies = [tensor.clone() for tensor in _tensors(first)]
+    for other in (False, True):
+        run(subject.draw(position, other))
+    if not all(same(kept, copy) for kept, copy in zip(_tensors(first), copies, strict=True)):
+        return "the results or gradients that it gave before change"
+    for tensor in _tensors(first):  # clipped in place, or used as a buffer
+        if all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.fill_(3.0)
+    problem = subject.problem(run(subject.draw(position, other=True)), subject.exact(position, other=True))
+    problem = problem or subject.problem(run(subject.draw(position)), subject.exact(position))
+    return problem and f"and what it gave before was written over, {problem}"
+
+
+def _kept_alive(subject: Subject, position: Position) -> str | None:
+    gc.collect()
+    watched = _watched(subject, subject.draw(position))
+    gc.collect()
+    alive = [name for name, reference in watched.items() if reference() is not None]
+    return f"it still holds {', '.join(alive)}: training never gets that memory back" if alive else None
+
+
+def _watched(subject: Subject, sample: Sample) -> dict[str, weakref.ref[Tensor]]:
+    outcome = subject.outcome(sample)
+    tensors = {**subject.inputs(sample), **{f"result {i}": result for i, result in enumerate(outcome.results)}}
+    return {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(outcome: Outcome) -> list[Tensor]:
+    return [*outcome.results, *(gradient for gradient in outcome.gradients.values() if gradient is not None)]

@@ -1,0 +1,144 @@
+"""Does the place of the numbers in memory make no difference?
+
+Inputs come as slices of packed projections, transposed heads, shards of a flat buffer (FSDP1) or expanded biases;
+incoming gradients as the expanded scalar of a sum, transposed, or cut out of something larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.contract import Sample
+from veomni_core.testing.sample_tensors import map_tensors, to_float64, upstream_of
+from veomni_core.testing.situations import first_of, reveal
+from veomni_core.testing.subject import Outcome, Position, Subject
+
+Layout = Callable[[Tensor], Tensor]
+_VANISHED = 1e-3
+_ELSEWHERE = 77.0  # what stands between the elements: finite, or a product with zero would hide a wrong read
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    around = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 3), _fill(tensor))
+    return _filled(around[..., 3::2][..., : tensor.shape[-1]], tensor)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    around = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 9), _fill(tensor))
+    return _filled(around[..., 8:-1], tensor)
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    around = tensor.new_full((tensor.numel() + 1,), _fill(tensor))
+    return _filled(around[1:].view(tensor.shape), tensor)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def _fill(tensor: Tensor) -> float | int | bool:
+    return _ELSEWHERE if tensor.is_floating_point() else tensor.dtype != torch.bool
+
+
+def _filled(place: Tensor, tensor: Tensor) -> Tensor:
+    place.copy_(tensor)
+    return place
+
+
+_LAYOUTS: dict[str, Layout] = {
+    "every second element of a larger tensor": _strided,
+    "columns of a larger tensor": _padded,
+    "one element behind the start of their storage": _shifted,
+    "transposed in memory": _transposed,
+    "contiguous": _packed,
+}
+
+
+def check_memory_layouts(subject: Subject, position: Position) -> Iterator[str]:
+    """Lay out inputs and incoming gradients in each way: all alike, and neighbours differently."""
+    layouts = list(_LAYOUTS.items())
+    yield from first_of(
+        sentence
+        for turn, (name, layout) in enumerate(layouts)
+        for words, chosen in (
+            (f"with its inputs {name}", [layout]),
+            (f"with its first input {name}, and each of the others in another way", _rotated(layouts, turn)),
+        )
+        for sentence in reveal(words, lambda c=chosen: _laid_out(subject, position, c))  # type: ignore[misc]
+    )
+    yield from reveal("with inputs that repeat one row by a stride of zero", lambda: _expanded(subject, position))
+    if not subject.spec.backward:
+        return
+    yield from first_of(
+        sentence
+        for name, layout in layouts
+        for sentence in reveal(
+            f"with an incoming gradient {name.replace('their', 'its')}",
+            lambda x=layout: _upstream_laid_out(subject, position, x),  # type: ignore[misc]
+        )
+    )
+    yield from reveal("with the incoming gradient of a sum, which is expanded", lambda: _summed(subject, position))
+
+
+def _rotated(layouts: list[tuple[str, Layout]], turn: int) -> list[Layout]:
+    return [layouts[(turn + step) % len(layouts)][1] for step in range(len(layouts))]
+
+
+def _laid_out(subject: Subject, position: Position, layouts: list[Layout]) -> str | None:
+    count = 0
+
+    def lay_out(tensor: Tensor) -> Tensor:
+        nonlocal count
+        layout, count = layouts[count % len(layouts)], count + 1
+        return _leaf(layout(tensor.detach()) if tensor.dim() else tensor, tensor.requires_grad)
+
+    sample = map_tensors(subject.draw(position), lay_out)
+    return subject.problem(subject.outcome(sample), subject.exact(position))
+
+
+def _expanded(subject: Subject, position: Position) -> str | None:
+    def expand(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.shape[0] < 2:
+            return tensor
+        return _leaf(tensor.detach()[:1].expand(tensor.shape), tensor.requires_grad)
+
+    def sample() -> Sample:
+        return map_tensors(subject.draw(position), expand)
+
+    usual, exact, found = subject.exact(position), subject.reference(to_float64(sample())), subject.outcome(sample())
+    # Equal rows may cancel in a gradient (those of an output projection do), and what is left is rounding.
+    kept = {name: each for name, each in found.gradients.items() if not _vanishes(exact, usual, name)}
+    return subject.problem(Outcome(found.results, kept), exact)
+
+
+def _vanishes(outcome: Outcome, usual: Outcome, name: str) -> bool:
+    norms = [0.0 if each is None else float(each.norm()) for each in (outcome.gradients[name], usual.gradients[name])]
+    return norms[0] < _VANISHED * norms[1]
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+def _upstream_laid_out(subject: Subject, position: Position, layout: Layout) -> str | None:
+    def upstream(result: Tensor) -> Tensor:
+        sent = upstream_of(result)
+        return layout(sent) if sent.dim() else layout(sent.view(1)).view(())
+
+    return subject.problem(subject.outcome(subject.draw(position), upstream), subject.exact(position))
+
+
+def _summed(subject: Subject, position: Position) -> str | None:
+    def ones(result: Tensor) -> Tensor:
+        return result.new_ones(()).expand(result.shape)
+
+    exact = subject.reference(to_float64(subject.draw(position)), ones)
+    return subject.problem(subject.outcome(subject.draw(position), ones), exact)

@@ -1,0 +1,105 @@
+"""Does a kernel compute what eager computes where dtypes meet?
+
+Under autocast activations are in 16 bits and weights in float32; 16-bit models keep routers, norms and rotary angles in
+float32. What eager can't compute either is not asked; what a kernel refuses with a message is no wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.errors import ContractError
+from veomni_core.ops.contract import Sample, dtype_name
+from veomni_core.testing.comparison import plain
+from veomni_core.testing.sample_tensors import map_tensors
+from veomni_core.testing.situations import first_of, reveal
+from veomni_core.testing.subject import Outcome, Position, Subject
+
+
+def check_autocast(subject: Subject, position: Position) -> Iterator[str]:
+    """Forward under autocast, backward outside of it and inside, with every input in the dtype of the check."""
+    low = torch.bfloat16 if subject.dtype == torch.float32 else subject.dtype
+    yield from first_of(
+        sentence
+        for inside, words in ((False, ""), (True, ", backward too"))
+        for sentence in reveal(
+            f"under autocast to {plain(low)}{words}",
+            lambda i=inside: _compare(subject, position, subject.draw(position), low, i),  # type: ignore[misc]
+        )
+    )
+
+
+def check_mixed_dtypes(subject: Subject, position: Position) -> Iterator[str]:
+    """In a 16-bit dtype, widen each input to float32, and all but each; with autocast and without it."""
+    if subject.dtype == torch.float32:
+        return
+    inputs = subject.inputs(subject.sample(position))
+    names = [name for name, tensor in inputs.items() if tensor.dtype == subject.dtype]
+    choices: list[tuple[str, ...]] = [(name,) for name in names]
+    if len(names) > 2:
+        choices += [tuple(other for other in names if other != name) for name in names]
+    for low, words in ((None, ""), (subject.dtype, f" under autocast to {subject.dtype_name}")):
+        yield from first_of(
+            sentence
+            for wide in choices
+            for sentence in reveal(
+                f"with {' and '.join(wide)} in float32 and the rest in {subject.dtype_name}{words}",
+                lambda w=wide, a=low: _compare(subject, position, _widened(subject, position, w), a),  # type: ignore[misc]
+                may_refuse=True,
+            )
+        )
+
+
+def _autocast(subject: Subject, low: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if low is None else torch.autocast(subject.device.type, low)
+
+
+def _compare(
+    subject: Subject, position: Position, sample: Sample, low: torch.dtype | None, backward_inside: bool = False
+) -> str | None:
+    exact = subject.exact(position)
+    try:
+        eager = _outcome(subject, sample, low, backward_inside, of_reference=True)
+    except ContractError:  # eager does not compute it either
+        return None
+    # As close as eager comes: autocast rounds some ops' inputs to 16 bits, and leaves others as they are.
+    tolerances_of = subject.dtype_name
+    if subject.problem(eager, exact, tolerances_of) is not None:
+        tolerances_of = dtype_name(low or subject.dtype)
+        if subject.problem(eager, exact, tolerances_of) is not None:
+            return None
+    found = _outcome(subject, sample, low, backward_inside, of_reference=False)
+    plain_dtypes = [result.dtype for result in subject.reference(subject.draw(position)).results]
+    for result, wanted, without in zip(found.results, eager.results, plain_dtypes, strict=True):
+        # A kernel that no autocast rule knows computes in the dtypes that it is given.
+        if result.dtype != wanted.dtype and (low is None or result.dtype != without):
+            return f"it gives dtype {plain(result.dtype)}, eager gives {plain(wanted.dtype)}"
+    return subject.problem(found, exact, tolerances_of)
+
+
+def _outcome(
+    subject: Subject, sample: Sample, low: torch.dtype | None, backward_inside: bool, of_reference: bool
+) -> Outcome:
+    copied = map_tensors(sample, lambda t: t.detach().requires_grad_(t.requires_grad))
+    with _autocast(subject, low):
+        results = subject.reference_results(copied) if of_reference else subject.call(copied)
+    with _autocast(subject, low if backward_inside else None):
+        gradients = subject.gradients(results, copied) if subject.spec.backward else {}
+    return Outcome(tuple(result.detach() for result in results), gradients)
+
+
+def _widened(subject: Subject, position: Position, wide: tuple[str, ...]) -> Sample:
+    sample = subject.draw(position)
+    chosen = {id(tensor) for name, tensor in subject.inputs(sample).items() if name in wide}
+
+    def widen(tensor: Tensor) -> Tensor:
+        if id(tensor) not in chosen:
+            return tensor
+        return tensor.detach().float().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(sample, widen)

@@ -1,0 +1,167 @@
+"""Does a NaN or an infinity come out where it mathematically must, and nowhere else?
+
+Training learns of a broken step from a loss or a gradient norm that is not finite, and loss scaling of float16 lives on
+that; while a token that is masked out, or another sequence of the batch, must not suffer.
+
+What must turn non-finite is what depends on the element, as the oracle shows when the element changes, and is
+non-finite in eager too: skipping what is masked is right. Gradients are asked only where the results are finite, since
+a loss that is not reaches them by itself. What must stay right is what eager keeps finite in the rows (by the first
+dimension) that neither depend on the element nor are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.contract import Sample
+from veomni_core.testing.sample_tensors import to_float64, upstream_of
+from veomni_core.testing.situations import first_of, reveal
+from veomni_core.testing.subject import Outcome, Position, Subject, Upstream, result_name
+
+_DEPENDS = 1e-6  # of the root mean square; below it a change may be the oracle's own rounding
+_SHIFT = 0.75
+_BROKEN = ((float("nan"), 0), (float("nan"), -1), (float("inf"), 0))
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    """What the kernel ``found`` with a broken element; the oracle without it, with it ``moved``, and with it broken."""
+
+    found: Outcome
+    exact: Outcome
+    moved: Outcome
+    broken: Outcome
+    eager: Outcome
+
+    def tensors(
+        self, kind: Literal["results", "gradients"]
+    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+        """A name and the five outcomes' tensors of it, in float64 on the CPU; of gradients those that all have."""
+        outcomes = (self.found, self.exact, self.moved, self.broken, self.eager)
+        if kind == "results":
+            count = len(self.exact.results)
+            named = [(result_name(i, count), [each.results[i] for each in outcomes]) for i in range(count)]
+        else:
+            named = [
+                (
+                    f"the gradient of {name}",
+                    [gradient for each in outcomes if (gradient := each.gradients[name]) is not None],
+                )
+                for name in self.found.gradients
+            ]
+        for what, tensors in named:
+            if len(tensors) == len(outcomes):
+                found, exact, moved, broken, eager = (tensor.detach().cpu().double() for tensor in tensors)
+                yield what, found, exact, moved, broken, eager
+
+
+def check_non_finite(subject: Subject, position: Position) -> Iterator[str]:
+    """Put a NaN and an infinity into the ends of each input in turn, and a NaN into an incoming gradient."""
+    sample = subject.sample(position)
+    yield from first_of(
+        sentence
+        for name, tensor in subject.differentiable(sample).items()
+        if tensor.numel()
+        for value, element in _BROKEN
+        for sentence in reveal(
+            f"with {value} as the {'last' if element else 'first'} element of {name}",
+            lambda n=name, v=value, e=element: _in_an_input(subject, position, n, v, e),  # type: ignore[misc]
+        )
+    )
+    if subject.spec.backward and all(result.numel() for result in subject.exact(position).results):
+        yield from first_of(
+            sentence
+            for value, element in _BROKEN
+            for sentence in reveal(
+                f"with {value} as the {'last' if element else 'first'} element of the incoming gradient",
+                lambda v=value, e=element: _in_the_upstream(subject, position, v, e),  # type: ignore[misc]
+            )
+        )
+
+
+def _in_an_input(subject: Subject, position: Position, name: str, value: float, element: int) -> str | None:
+    def changed(to: float | None) -> Sample:
+        sample = subject.draw(position)
+        tensor = subject.inputs(sample)[name]
+        with torch.no_grad():
+            place = tensor[_last(tensor) if element else (0,) * tensor.dim()]
+            place.copy_(place + _SHIFT if to is None else torch.full_like(place, to))
+        return sample
+
+    outcomes = _Outcomes(
+        subject.outcome(changed(value)),
+        exact=subject.exact(position),
+        moved=subject.reference(to_float64(changed(None))),
+        broken=subject.reference(to_float64(changed(value))),
+        eager=subject.reference(changed(value)),
+    )
+    tensor = subject.inputs(subject.sample(position))[name]
+    own_row = (tensor.shape[0], element % tensor.shape[0]) if tensor.dim() else (1, 0)
+    if problem := _hidden(outcomes, "results") or _spread(subject, outcomes, own_row):
+        return problem
+    if all(bool(result.isfinite().all()) for result in outcomes.found.results):
+        return _hidden(outcomes, "gradients")
+    return None
+
+
+def _in_the_upstream(subject: Subject, position: Position, value: float, element: int) -> str | None:
+    def changed(to: float | None) -> Upstream:
+        def upstream(result: Tensor) -> Tensor:
+            sent = upstream_of(result)
+            place = sent[_last(sent) if element else (0,) * sent.dim()]
+            place.copy_(place + _SHIFT if to is None else torch.full_like(place, to))
+            return sent
+
+        return upstream
+
+    outcomes = _Outcomes(
+        subject.outcome(subject.draw(position), changed(value)),
+        exact=subject.exact(position),
+        moved=subject.reference(subject.exact_sample(position), changed(None)),
+        broken=subject.reference(subject.exact_sample(position), changed(value)),
+        eager=subject.reference(subject.draw(position), changed(value)),
+    )
+    return _hidden(outcomes, "gradients")
+
+
+def _last(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(size - 1 for size in tensor.shape)
+
+
+def _hidden(outcomes: _Outcomes, kind: Literal["results", "gradients"]) -> str | None:
+    """A sentence where the kernel is finite, and must not be."""
+    for what, found, exact, moved, broken, eager in outcomes.tensors(kind):
+        lost = _depends(exact, moved) & ~broken.isfinite() & ~eager.isfinite() & found.isfinite()
+        if bool(lost.any()):
+            return f"{what} is finite in {int(lost.sum())} places that depend on it"
+    return None
+
+
+def _spread(subject: Subject, outcomes: _Outcomes, own_row: tuple[int, int]) -> str | None:
+    """A sentence where the kernel is not what eager is, in rows that have nothing to do with the element."""
+    allowed = subject.contract.values[subject.dtype_name].element
+    for what, found, exact, moved, broken, eager in outcomes.tensors("results"):
+        limit = allowed * (broken.abs() + _rms(exact))
+        # Beside an infinity rounding may decide what is clamped: where eager itself is off, nothing is asked.
+        intact = broken.isfinite() & ((eager - broken).abs() <= limit)
+        rows = _depends(exact, moved).reshape(exact.shape[0] if exact.dim() else 1, -1).any(dim=1)
+        if exact.dim() and exact.shape[0] == own_row[0]:
+            rows[own_row[1]] = True
+        intact &= ~rows.view(-1, *[1] * (exact.dim() - 1)) if exact.dim() else ~rows.view(())
+        wrong = intact & ~((found - broken).abs() <= limit)
+        if bool(wrong.any()):
+            return f"{what} is another in {int(wrong.sum())} places that have nothing to do with it"
+    return None
+
+
+def _depends(exact: Tensor, moved: Tensor) -> Tensor:
+    return (moved - exact).abs() > _DEPENDS * _rms(exact)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt() if tensor.numel() else tensor.new_zeros(())

@@ -1,0 +1,222 @@
+"""The kernel under check: its contract's samples, what the oracle makes of them, and what the kernel makes of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.errors import ContractError
+from veomni_core.ops.contract import Contract, Sample, Size, dtype_name, other_values
+from veomni_core.spec import KernelSpec
+from veomni_core.testing.comparison import distance, one_line
+from veomni_core.testing.sample_tensors import copy_of, map_tensors, tensors_of, to_float64, upstream_of
+
+Kernel = Callable[..., Any]
+Upstream = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A call's results, detached, and the gradient of each input that wants one (``None`` where there is none)."""
+
+    results: tuple[Tensor, ...]
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a sample stands in its contract: among the samples of one size."""
+
+    size: Size
+    index: int
+
+
+class Subject:
+    """One kernel with its contract on one device in one dtype; every question of the check is asked of it.
+
+    A sample is known by its :class:`Position` in the contract. ``other`` stands for the same sample with other values:
+    the next batch, or the same tensors after an optimizer step.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, kernel: Kernel, contract: Contract, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.spec, self.kernel, self.contract = spec, kernel, contract
+        self.device, self.dtype, self.dtype_name = device, dtype, dtype_name(dtype)
+        self.parameters = list(inspect.signature(contract.reference).parameters)
+        self._drawn: dict[tuple[Size, bool], list[Sample]] = {}
+        self._exact: dict[tuple[Position, bool], Outcome] = {}
+
+    def positions(self, size: Size) -> list[Position]:
+        """Where the contract's samples of one size stand."""
+        return [Position(size, index) for index in range(len(self._samples(size, other=False)))]
+
+    def sample(self, position: Position) -> Sample:
+        """One sample, to be looked at and not to be run: a kernel may write into what it gets."""
+        return self._samples(position.size, other=False)[position.index]
+
+    def draw(self, position: Position, other: bool = False) -> Sample:
+        """A fresh copy of one sample."""
+        first = self.sample(position)
+        if not other:
+            return copy_of(first)
+        return copy_of(_made_different(first, self._samples(position.size, other=True)[position.index]))
+
+    def _samples(self, size: Size, other: bool) -> list[Sample]:
+        if (size, other) not in self._drawn:
+            makers = (self.contract.samples, self.contract.beyond_a_tile, self.contract.large)
+            try:
+                with other_values() if other else nullcontext():
+                    self._drawn[size, other] = list(makers[size](self.device, self.dtype))
+            except Exception as error:
+                message = f"{self._contract}: its samples fail in {self.dtype_name}: {one_line(error)}"
+                raise ContractError(message) from error
+        return self._drawn[size, other]
+
+    def forget(self, position: Position) -> None:
+        """Free what the oracle gave for one sample."""
+        for other in (False, True):
+            self._exact.pop((position, other), None)
+
+    def inputs(self, sample: Sample) -> dict[str, Tensor]:
+        """The tensors of a call by the reference's names for its arguments, ``name[0]`` for one in a tuple.
+
+        Raises:
+            ContractError: the sample does not fit the reference's signature.
+        """
+        if len(sample.args) > len(self.parameters):
+            raise ContractError(f"{self._contract}: sample {sample.name!r} has more arguments than the reference")
+        named = [*zip(self.parameters, sample.args, strict=False), *sample.kwargs.items()]
+        return {name: tensor for argument, value in named for name, tensor in tensors_of(value, argument)}
+
+    def differentiable(self, sample: Sample) -> dict[str, Tensor]:
+        """The inputs whose gradients are wanted."""
+        return {name: tensor for name, tensor in self.inputs(sample).items() if tensor.requires_grad}
+
+    def call(self, sample: Sample) -> tuple[Tensor, ...]:
+        """What the kernel gives for ``sample``.
+
+        Raises:
+            RuntimeError: the kernel ends the process, which a check that goes on can't let it.
+        """
+        try:
+            return self._compute(self.kernel, sample)
+        except SystemExit as error:
+            raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
+
+    def _compute(self, function: Kernel, sample: Sample) -> tuple[Tensor, ...]:
+        results = self.contract.primary(function(*sample.args, **sample.kwargs))
+        strangers = [type(result).__name__ for result in results if not isinstance(result, Tensor)]
+        if strangers:
+            raise TypeError(f"gives a {strangers[0]} where a tensor is expected")
+        return results
+
+    def gradients(
+        self,
+        results: tuple[Tensor, ...],
+        sample: Sample,
+        upstream: Upstream = upstream_of,
+        only: tuple[str, ...] | None = None,
+        **options: Any,
+    ) -> dict[str, Tensor | None]:
+        """The gradients of ``sample``'s inputs (of those in ``only``, where given) by ``torch.autograd.grad``."""
+        wanted = {name: x for name, x in self.differentiable(sample).items() if only is None or name in only}
+        reached = [result for result in results if result.requires_grad]
+        if not reached or not wanted:
+            return dict.fromkeys(wanted)
+        upstreams = [upstream(result) for result in reached]
+        found = torch.autograd.grad(reached, list(wanted.values()), upstreams, allow_unused=True, **options)
+        return dict(zip(wanted, found, strict=True))
+
+    def outcome(self, sample: Sample, upstream: Upstream = upstream_of) -> Outcome:
+        """The kernel's results for ``sample``, and its gradients where its spec promises any."""
+        results = self.call(sample)
+        gradients = self.gradients(results, sample, upstream) if self.spec.backward else {}
+        return Outcome(tuple(result.detach() for result in results), gradients)
+
+    def reference(self, sample: Sample, upstream: Upstream = upstream_of) -> Outcome:
+        """The reference on ``sample`` as it is.
+
+        Raises:
+            ContractError: the reference fails on it.
+        """
+        results = self.reference_results(sample)
+        gradients = self.gradients(results, sample, upstream)
+        return Outcome(tuple(result.detach() for result in results), gradients)
+
+    def reference_results(self, sample: Sample) -> tuple[Tensor, ...]:
+        """What the reference gives for ``sample``, with its graph.
+
+        Raises:
+            ContractError: the reference fails on it.
+        """
+        try:
+            return self._compute(self.contract.reference, sample)
+        except Exception as error:
+            raise ContractError(
+                f"{self._contract}: the reference fails on its own sample {sample.name!r}: {one_line(error)}"
+            ) from error
+
+    def exact(self, position: Position, other: bool = False) -> Outcome:
+        """The oracle for one sample: the reference on float64 copies on the CPU."""
+        if (position, other) not in self._exact:
+            self._exact[position, other] = self.reference(self.exact_sample(position, other))
+        return self._exact[position, other]
+
+    def exact_sample(self, position: Position, other: bool = False) -> Sample:
+        """What the oracle computes with: float64 copies on the CPU."""
+        return to_float64(self.draw(position, other))
+
+    def problem(self, found: Outcome, exact: Outcome, tolerances_of: str | None = None) -> str | None:
+        """What is wrong with ``found`` first, or ``None``; ``tolerances_of`` names another dtype to go by."""
+        name = tolerances_of or self.dtype_name
+        if len(found.results) != len(exact.results):
+            return f"it gives {len(found.results)} tensors, expected {len(exact.results)}"
+        for index, (result, wanted) in enumerate(zip(found.results, exact.results, strict=True)):
+            what = result_name(index, len(found.results))
+            if problem := distance(result, wanted, self.contract.values[name], what)[1]:
+                return problem
+        for argument, gradient in found.gradients.items():
+            wanted_gradient = exact.gradients[argument]
+            if wanted_gradient is None:
+                continue
+            if gradient is None:
+                return f"the gradient of {argument} is missing"
+            what = f"the gradient of {argument}"
+            if problem := distance(gradient, wanted_gradient, self.contract.gradients[name], what)[1]:
+                return problem
+        return None
+
+    @property
+    def _contract(self) -> str:
+        return f"the contract of {self.contract.op_name}/{self.contract.variant}"
+
+
+def result_name(index: int, count: int) -> str:
+    """How sentences call one of a call's results."""
+    return "the result" if count == 1 else f"result {index}"
+
+
+def _made_different(first: Sample, other: Sample) -> Sample:
+    """``other``, or ``first`` with its differentiable inputs halved and negated where ``other`` is no use.
+
+    A contract that does not draw by ``Draw`` gives the same values twice; one that draws its sizes gives other shapes.
+    """
+    pairs = list(
+        zip(
+            tensors_of((first.args, tuple(first.kwargs.values())), ""),
+            tensors_of((other.args, tuple(other.kwargs.values())), ""),
+            strict=False,
+        )
+    )
+    alike = all(a.shape == b.shape and a.dtype == b.dtype for (_, a), (_, b) in pairs)
+    floats = [(a, b) for (_, a), (_, b) in pairs if a.requires_grad and a.numel()]
+    if alike and all(not torch.equal(a, b) for a, b in floats):
+        return other
+    return map_tensors(first, lambda t: (t.detach() * -0.5).requires_grad_() if t.requires_grad and t.is_leaf else t)
