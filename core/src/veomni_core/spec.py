@@ -185,7 +185,7 @@ class SiteRule:
     ``locator`` names (``"module:attribute"``) a class without constructor parameters that has the two methods of
     :class:`veomni_core.sites.site.SiteLocator`. ``order`` says whose changes are applied first (low first) where two
     rules change one module. ``installs_eager`` marks an op whose eager code must itself be selected. A rule that looks
-    at no parameter, as it says by ``reads_parameters=False``, is run even where FSDP1 has flattened them.
+    at no parameter then, as it says by ``reads_parameters=False``, is run even where FSDP1 has flattened them.
     """
 
     name: str
@@ -200,6 +200,7 @@ class SiteRule:
         require_reference(owner, "locator", self.locator)
         require_integer(owner, "order", self.order)
         require_boolean(owner, "installs_eager", self.installs_eager)
+        require_boolean(owner, "reads_parameters", self.reads_parameters)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from veomni_core.sites.attention_evidence import Verdict, verdicts
 from veomni_core.sites.config_changes import config_changes, interface_of
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
 from veomni_core.sites.interface_names import MASK_INTERFACE, RegisteredInterface, registered
+from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.spec import EAGER
 
@@ -26,7 +27,11 @@ class AttentionInterface:
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         readers = readers_by_owner(model)
-        found = verdicts(model, readers) if readers else {}
+        sharding = ModelSharding(model)
+        if sharding.flattened is not None:  # nothing can be run; the eager code can still be selected
+            found = dict.fromkeys(readers, Verdict(False, sharding.of("").why_not, examined=False))
+        else:
+            found = verdicts(model, readers) if readers else {}
         for owner, paths in readers.items():
             yield _site(model, owner, paths, rule, found[owner])
 
