@@ -48,6 +48,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                         buffer.copy_(values)
 
 
+def seed(module: nn.Module) -> None:
+    """Seed the CPU and the devices that ``module`` is on. ``torch.manual_seed`` would reseed every other one too."""
+    torch.default_generator.manual_seed(SEED)
+    for device in {parameter.device for parameter in module.parameters() if parameter.is_cuda}:
+        torch.cuda.default_generators[device.index or 0].manual_seed(SEED)
+
+
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
     return {name: dict(value) for name, value in vars(module).items() if "hooks" in name and isinstance(value, dict)}
 
@@ -72,7 +79,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
         # As in training, also where all that lies before a site is frozen; angles and masks need no gradient then.
         handles.append(embeddings.register_forward_hook(lambda module, args, result: result.requires_grad_()))
     model.train()
-    torch.manual_seed(SEED)
+    seed(model)
     why_none = ""
     try:
         with torch.enable_grad():
@@ -95,7 +102,7 @@ def _inputs(model: Any) -> dict[str, Any] | None:
     given = getattr(model, "dummy_inputs", None)
     if not isinstance(given, dict) and not vocabulary:
         return None
-    torch.manual_seed(SEED)
+    seed(model)
     names = inspect.signature(type(model).forward).parameters
     inputs = {name: value for name, value in (given or {}).items() if name in names}
     if vocabulary and set(inputs) <= {"input_ids"}:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.model_calls import SEED, RecordedCall
+from veomni_core.model_calls import SEED, RecordedCall, seed
 from veomni_core.ops.contract import Contract, Tolerance, dtype_name
 
 # The losses that a model's output may hold; where it holds one, it is what the site changes.
@@ -29,7 +29,7 @@ class Run:
         """Run ``module`` forward and backward on copies of the recorded arguments, with the same random numbers."""
         leaves: dict[str, Tensor] = {}
         try:
-            torch.manual_seed(SEED)
+            seed(module)
             args = [_fresh(value, f"input {position}", leaves) for position, value in enumerate(call.args)]
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
             with torch.enable_grad():

@@ -84,7 +84,9 @@ def _unusual_settings() -> Iterator[None]:
     """A kernel that puts back what is usual, and not what was there, shows."""
     before = ProcessState()
     random.seed(20_11)
-    torch.manual_seed(20_11)
+    torch.default_generator.manual_seed(20_11)  # torch.manual_seed would seed CUDA once that is first used
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(20_11)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark

@@ -65,11 +65,11 @@ def copy_of(sample: Sample) -> Sample:
 
     def copy(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
+        key = memory.data_ptr() if memory.nbytes() else -id(tensor)  # all empty tensors lie at address 0
         with torch.no_grad():
-            if memory.data_ptr() not in copies:
-                whole = tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0)
-                copies[memory.data_ptr()] = whole.clone()
-            place = copies[memory.data_ptr()].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if key not in copies:
+                copies[key] = tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0).clone()
+            place = copies[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return place.detach().requires_grad_(tensor.requires_grad)
 
     return map_tensors(sample, copy)

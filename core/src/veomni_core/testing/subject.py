@@ -52,6 +52,17 @@ class Subject:
         self.parameters = list(inspect.signature(contract.reference).parameters)
         self._drawn: dict[tuple[Size, bool], list[Sample]] = {}
         self._exact: dict[tuple[Position, bool], Outcome] = {}
+        self._others: dict[torch.dtype, Subject] = {}
+
+    def in_dtype(self, dtype: torch.dtype) -> Subject:
+        """The same kernel on the contract's samples of another dtype."""
+        if dtype not in self._others:
+            self._others[dtype] = Subject(self.spec, self.kernel, self.contract, self.device, dtype)
+        return self._others[dtype]
+
+    def has(self, position: Position) -> bool:
+        """Whether the contract has a sample there in this dtype."""
+        return position.index < len(self._samples(position.size, other=False))
 
     def positions(self, size: Size) -> list[Position]:
         """Where the contract's samples of one size stand."""
