@@ -55,7 +55,12 @@ def _run(command: list[str], timeout: float) -> str:
     with tempfile.TemporaryFile("w+") as errors:
         # In a session of its own, so that compilers which it started end with it.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            command,
+            env={"OMP_NUM_THREADS": "2", **os.environ},  # or as many threads as cores, for each of the processes
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout)

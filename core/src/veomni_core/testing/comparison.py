@@ -13,13 +13,13 @@ from veomni_core.ops.contract import Tolerance
 def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tuple[float, str | None]:
     """The worst error of ``found`` as a share of what is ``allowed``, and a sentence where it is more than that.
 
-    ``exact`` is in float64 on the CPU. Where all of it is zero, so must ``found`` be.
+    ``exact`` is in float64. Where all of it is zero, so must ``found`` be.
     """
     if found.shape != exact.shape:
         return float("inf"), f"{what} has shape {plain(found.shape)}, expected {plain(exact.shape)}"
     if not exact.numel():
         return 0.0, None
-    error = (found.detach().cpu().double() - exact.detach()).abs()
+    error = (found.detach().to(exact.device).double() - exact.detach()).abs()
     if not torch.isfinite(error).all():
         return float("inf"), f"{what} is not finite"
     size = exact.detach().abs()

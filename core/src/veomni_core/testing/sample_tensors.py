@@ -75,11 +75,11 @@ def copy_of(sample: Sample) -> Sample:
     return map_tensors(sample, copy)
 
 
-def to_float64(sample: Sample) -> Sample:
-    """Leaves on the CPU with the same values, floating-point ones in float64: what the oracle computes with."""
+def to_float64(sample: Sample, device: torch.device | str = "cpu") -> Sample:
+    """Leaves on ``device`` with the same values, floating-point ones in float64: what the oracle computes with."""
 
     def convert(tensor: Tensor) -> Tensor:
-        exact = tensor.detach().cpu()
+        exact = tensor.detach().to(device)
         exact = exact.double() if exact.is_floating_point() else exact
         return exact.requires_grad_(tensor.requires_grad)
 

@@ -175,14 +175,15 @@ class Subject:
             ) from error
 
     def exact(self, position: Position, other: bool = False) -> Outcome:
-        """The oracle for one sample: the reference on float64 copies on the CPU."""
+        """The oracle for one sample: the reference on float64 copies of it."""
         if (position, other) not in self._exact:
             self._exact[position, other] = self.reference(self.exact_sample(position, other))
         return self._exact[position, other]
 
     def exact_sample(self, position: Position, other: bool = False) -> Sample:
-        """What the oracle computes with: float64 copies on the CPU."""
-        return to_float64(self.draw(position, other))
+        """What the oracle computes with: float64 copies on the CPU, or on a GPU that the large samples are for."""
+        large_on_a_gpu = position.size is Size.LARGE and self.device.type == "cuda"
+        return to_float64(self.draw(position, other), self.device if large_on_a_gpu else "cpu")
 
     def problem(self, found: Outcome, exact: Outcome, tolerances_of: str | None = None) -> str | None:
         """What is wrong with ``found`` first, or ``None``; ``tolerances_of`` names another dtype to go by."""
