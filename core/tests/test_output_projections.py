@@ -265,6 +265,7 @@ def test_a_parametrization_after_bind_is_computed_once_a_step():
 
 def test_accelerate_s_autocast_leaves_the_logits_uncomputed_and_its_unwrapping_the_kernel():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a trainer's, of another test
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     model, _ = bound_and_eager()
     ids = tokens()
@@ -274,6 +275,7 @@ def test_accelerate_s_autocast_leaves_the_logits_uncomputed_and_its_unwrapping_t
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     step(model)
     assert fused_losses() == 2
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_forward_without_labels_in_another_thread_gets_logits():
