@@ -42,19 +42,26 @@ class CALLS:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, bias, ignore_index, softcap, scale):
-        wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        for_hidden, for_weight, _, for_bias, *_ = ctx.needs_input_grad
+        wants = (for_hidden, for_weight or for_bias)
         operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
         total, *found = chunks.loss_and_gradients(*operands, ignore_index, softcap, scale, *wants, calls=CALLS)
-        ctx.found, ctx.hidden, ctx.vocabulary = found, operands[0], len(weight)
+        ctx.vocabulary = len(weight)
+        ctx.save_for_backward(operands[0], *found)
         return total
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, dtotal):
-        dhidden, so_far, dbias, last = ctx.found
-        dweight = chunks.weight_gradient(ctx.hidden, ctx.vocabulary, so_far, last, dtotal, CALLS)
-        dhidden, dbias = ((gradient.float() * dtotal).to(ctx.hidden.dtype) for gradient in (dhidden, dbias))
-        return dhidden, dweight, None, dbias if dbias.numel() else None, None, None, None
+        hidden, dhidden, so_far, dbias, last = ctx.saved_tensors
+        for_hidden, for_weight, _, for_bias, *_ = ctx.needs_input_grad
+        return (
+            (dhidden.float() * dtotal).to(hidden.dtype) if for_hidden else None,
+            chunks.weight_gradient(hidden, ctx.vocabulary, so_far, last, dtotal, CALLS) if for_weight else None,
+            None,
+            (dbias.float() * dtotal).to(hidden.dtype) if for_bias else None,
+            *(None,) * 3,
+        )
 
 
 def causal(hidden, weight, labels, bias=None, ignore_index=-100, num_items_in_batch=None, softcap=None, scale=None):

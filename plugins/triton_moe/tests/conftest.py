@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _convert_float = interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _patch_tensor_and_index(tensor, scope):
@@ -25,5 +26,18 @@ def _convert_to_nearest(data, source, target, rounding):
     return _convert_float(data, source, target, rounding)
 
 
+def _widened(handle):
+    # The interpreter holds bfloat16 as its bits, and would multiply those as integers.
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)
+
+
+def _dot_of_values(self, a, b, *rest):
+    return _create_dot(self, _widened(a), _widened(b), *rest)
+
+
 interpreter._patch_lang_tensor = _patch_tensor_and_index
 interpreter._convert_float = _convert_to_nearest
+interpreter.InterpreterBuilder.create_dot = _dot_of_values

@@ -143,7 +143,9 @@ def _keys(draw: Draw, layers: int, tokens: int) -> tuple[Tensor, ...]:
 
 
 def _product_keys_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    yield Sample("six layers of many tokens", (_keys(Draw(device, dtype), 6, 291), 16, 4, 3))
+    # Gradients shrink with the tokens of all layers: those of twice as many are subnormal in float16.
+    yield Sample("three layers of many tokens", (_keys(Draw(device, dtype), 3, 97), 16, 4, 3))
+    yield Sample("one layer of many tokens", (_keys(Draw(device, dtype), 1, 291), 16, 4, 3))
 
 
 def _given_routes_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

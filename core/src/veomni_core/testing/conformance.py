@@ -97,14 +97,16 @@ def _builtin_op(name: str) -> OpSpec:
 def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseResult]:
     positions = [position for size in Size if size <= largest for position in subject.positions(size)]
     computed = [position for position in positions if not _undeclared(subject, position)]
+    alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
     for position in positions:
         if position not in computed:
             yield _refusal(subject, position)
             continue
         case = _guarded(subject, position)
-        form = _form(subject, position) if every_form else None
-        if not case.failures and form not in forms and position.size is Size.SMALL:
+        form = _form(subject, position)
+        asked = position == alone if alone else form not in forms and position.size is Size.SMALL
+        if not case.failures and asked:
             forms.add(form)
             case = case.with_failures(_uses(subject, position, _neighbour(position, computed)))
         subject.forget(position)
@@ -155,6 +157,22 @@ def _neighbour(position: Position, computed: list[Position]) -> Position:
     """Another small sample, mostly of another shape."""
     small = [other for other in computed if other.size is Size.SMALL]
     return small[(small.index(position) + 1) % len(small)]
+
+
+def _smallest(subject: Subject, positions: list[Position]) -> Position | None:
+    """The contiguous small sample of the fewest results in which no result and no gradient is all zeros."""
+
+    def elements(position: Position) -> tuple[bool, int, int]:
+        tensors, results = subject.inputs(subject.sample(position)).values(), subject.exact(position).results
+        counts = (sum(x.numel() for x in some) for some in (results, tensors))
+        return (any(not x.is_contiguous() for x in tensors), *counts)  # type: ignore[return-value]
+
+    def tells(position: Position) -> bool:
+        exact = subject.exact(position)
+        return all(bool(x.any()) for x in (*exact.results, *exact.gradients.values()) if x is not None)
+
+    small = sorted((each for each in positions if each.size is Size.SMALL), key=elements)
+    return next((each for each in small if tells(each)), small[0] if small else None)
 
 
 def _form(subject: Subject, position: Position) -> object:
