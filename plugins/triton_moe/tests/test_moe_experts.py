@@ -305,3 +305,12 @@ def test_accumulating_leaves_grad_alone_where_autograd_grad_is_asked():
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     torch.autograd.backward(moe_experts.standard_accumulating(*arguments).sum(), inputs=[hidden])
     assert bool((gate_up.grad == 1).all())
+
+
+def test_biases_may_have_strides():
+    hidden, index, weights, gate_up, down = problem()
+    gate_up_bias = torch.randn(gate_up.shape[0], 2 * gate_up.shape[1], device=DEVICE)[:, ::2].requires_grad_()
+    down_bias = torch.randn(1, down.shape[1], device=DEVICE).expand(down.shape[0], -1).requires_grad_()
+    arguments = (hidden, index, weights, gate_up, down, gate_up_bias, down_bias)
+    found, wanted = moe_experts.clamped(*arguments), reference.clamped(*arguments)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -90,6 +90,8 @@ def _experts(
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )
+    # The kernels read a bias by its expert's row alone, so its columns must lie side by side.
+    gate_up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
     result: Tensor = forward(
         rows,
         top_k_index,
