@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from veomni_core.binding import binding_of
 from veomni_core.errors import ConfigError
 from veomni_core.sequence_parallel.exchange import check_heads
 from veomni_core.sites.attention import readers_by_owner, reads_interface
@@ -44,7 +46,14 @@ def attention_site(model: nn.Module, group: ProcessGroup) -> Site:
 
 def balancing_sites(model: nn.Module) -> tuple[Site, ...]:
     """Where ``model`` computes the loss that balances its experts."""
-    return tuple(LoadBalancingFunctions().find(model, _RULE))
+    # A kernel in the function's place was checked against its variant, and the function proven before it was bound.
+    binding = binding_of(model)
+    decisions = (
+        [d for op in binding.plan.ops if op.op_name == "load_balancing_loss" for d in op.sites] if binding else []
+    )
+    proven = {decision.site.path: decision.site.variant for decision in decisions if decision.bound}
+    found = LoadBalancingFunctions().find(model, _RULE)
+    return tuple(replace(site, variant=proven.get(site.path, site.variant)) for site in found)
 
 
 def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:

@@ -38,4 +38,5 @@ def check_sequence_parallel(job: Job, ops: OpsConfig, tokenizer: Tokenizer, grou
         ConfigError: it can't, with every reason.
         VeOmniError: whatever building the model itself would raise before its weights.
     """
-    apply_ulysses(build_skeleton(job, ops, tokenizer), group).undo()
+    model = build_skeleton(job, ops, tokenizer)  # apply_ulysses holds it weakly
+    apply_ulysses(model, group).undo()
