@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -79,7 +80,9 @@ class TracedModel:
         """
         module: Any = self._twin.get_submodule(path)
         for config in _configs(self._twin):
-            select_interface(config, interface)
+            _, why_not = probe.attempt(partial(select_interface, config, interface))
+            if why_not:  # in transformers 5.2 gpt-oss's config raises at all but one FlashAttention
+                return Trace(None, why_it_ended=why_not)
         inputs, why_not = probe.attempt(lambda: _inputs(module, padded, crossing))
         if why_not:  # a model that nothing says how to call: an attention module on its own
             return Trace(None, why_it_ended=why_not)
