@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from npu_sim import autocast
 from npu_sim.memory import move_to, on_device, on_host, view_of
 
 # PyTorch moves indices to the device itself.
@@ -22,9 +23,9 @@ def register() -> None:
     """Register the fallback, and the operators that PyTorch asks of every device."""
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(run_on_host, "PrivateUse1")
-    # As torch_npu does it; of its casts under autocast there are none here.
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
+    autocast.register(aten)
     for name in ("as_strided", "view", "_reshape_alias", "unfold"):
         aten.impl(name, _by_the_cpu_kernel(getattr(torch.ops.aten, name).default), "PrivateUse1")
     for name in ("empty.memory_format", "empty_strided"):
