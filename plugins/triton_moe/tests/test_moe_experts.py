@@ -14,7 +14,7 @@ from veomni_core.ops import moe_experts as reference
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_triton_moe import moe_experts
-from veomni_triton_moe.moe_experts import launch, layer
+from veomni_triton_moe.moe_experts import launch, layer, tiles
 from veomni_triton_moe.moe_experts.routing import route
 from veomni_triton_moe.plugin import veomni_kernels
 
@@ -52,7 +52,7 @@ def test_conformance(spec):
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU, 16-bit operands take this path of themselves")
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.preference > 0], ids=str)
 def test_conformance_by_descriptors(spec, monkeypatch):
-    monkeypatch.setattr(layer, "can_be_described", lambda tensor: tensor.stride(-1) == 1)
+    monkeypatch.setattr(layer, "can_be_described", tiles.has_aligned_lines)
     check_kernel(spec, DEVICE, "float32", **SAMPLES).raise_if_failed()
 
 
@@ -242,7 +242,7 @@ def test_a_step_reads_nothing_on_the_host_and_can_be_captured():
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_accumulating_adds_to_the_gradients_that_are_there(descriptors, monkeypatch):
     if DEVICE == "cpu" and descriptors:
-        monkeypatch.setattr(layer, "can_be_described", lambda tensor: tensor.stride(-1) == 1)
+        monkeypatch.setattr(layer, "can_be_described", tiles.has_aligned_lines)
     dtype = torch.bfloat16 if DEVICE == "cuda" and descriptors else torch.float32
     first, second = problem(tokens=9, dtype=dtype), problem(tokens=6, dtype=dtype, seed=1)
     gate_up, down = first[3:]

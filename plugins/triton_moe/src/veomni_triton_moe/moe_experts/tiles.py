@@ -20,7 +20,12 @@ COPY_ENGINE_ALIGNMENT = 16  # bytes, of addresses and of every stride but the la
 
 def can_be_described(tensor: Tensor) -> bool:
     """Whether the copy engine can address this: 16-bit values in aligned lines."""
-    if tensor.element_size() != 2 or not _has_copy_engine(tensor.device) or tensor.stride(-1) != 1:
+    return tensor.element_size() == 2 and _has_copy_engine(tensor.device) and has_aligned_lines(tensor)
+
+
+def has_aligned_lines(tensor: Tensor) -> bool:
+    """Whether every line is contiguous and begins where the copy engine can begin to read."""
+    if tensor.stride(-1) != 1:
         return False
     places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     return all(place % COPY_ENGINE_ALIGNMENT == 0 for place in places)
