@@ -32,6 +32,12 @@ def _product_kernel(a, b, out, factor, N: tl.constexpr):
 
 
 @triton.jit
+def _sort_kernel(values, out, N: tl.constexpr):
+    column_N = tl.arange(0, N)
+    tl.store(out + column_N, tl.sort(tl.load(values + column_N)))
+
+
+@triton.jit
 def _scatter_kernel(totals, values, N: tl.constexpr):
     column_N = tl.arange(0, N)
     tl.atomic_add(totals + column_N // 4, tl.load(values + column_N), mask=column_N % 4 < 3)
@@ -58,6 +64,13 @@ def test_atomic_sums_count_an_address_as_often_as_it_stands_there(dtype):
     totals, values = torch.ones(4, dtype=dtype), torch.arange(16).to(dtype)
     _scatter_kernel[(2,)](totals, values, N=16)
     assert torch.equal(totals, 1 + 2 * values.view(4, 4)[:, :3].sum(dim=1))
+
+
+def test_sorting():
+    values = torch.randperm(64, dtype=torch.int32)
+    out = torch.empty_like(values)
+    _sort_kernel[(1,)](values, out, N=64)
+    assert torch.equal(out, torch.arange(64, dtype=torch.int32))
 
 
 def test_the_language_is_as_it_was_after_a_launch():

@@ -2,8 +2,8 @@
 
 Written against Triton 3.6. What it gets wrong: NumPy 2.4 refuses its loop bounds, it cuts float32 off to bfloat16 where
 GPUs round, it multiplies bfloat16 as integers and adds none atomically, and it leaves a float argument a float. What it
-spends its time on: patching the language anew for each device function, writing out the type of every shape, and asking
-of each sum whether it overflows.
+spends its time on: patching the language anew for each device function, writing out the type of every shape, asking of
+each sum whether it overflows, and sorting one element after the other.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def mend_interpreter() -> None:
     _mend_numbers(interpreter)
     _quicken_patching(interpreter)
     _quicken_types(interpreter)
+    _quicken_sorting(interpreter)
     # Asked of each sum of integers, and not said: only ``debug``, which is off, would let it raise.
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
@@ -180,3 +181,19 @@ def _quicken_types(interpreter: Any) -> None:
     tl.block_type.__init__, tl.block_type.__eq__ = create_block, same_block
     tl.tensor.__init__ = create_tensor
     interpreter._get_np_dtype = np_dtype_of_elements
+
+
+def _quicken_sorting(interpreter: Any) -> None:
+    """``tl.sort`` compares by ``xor_sum``, which the interpreter leaves to a loop over elements."""
+    import triton.language as tl
+
+    apply = interpreter.ReduceOps.apply_impl
+
+    def reduce(self: Any, input: Any) -> Any:
+        if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
+            return apply(self, input)
+        (values,) = input
+        found = np.bitwise_xor.reduce(values.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, values.dtype)
+
+    interpreter.ReduceOps.apply_impl = reduce
