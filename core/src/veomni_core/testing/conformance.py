@@ -8,7 +8,6 @@ dtypes and dimensions, and whether they are contiguous.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import torch
@@ -67,12 +66,9 @@ def check_kernel(
     imported = tuple(f"importing it changes {change}" for change in before.changes() if change not in _OF_IMPORTS)
     before.restore()
     subject = Subject(spec, kernel, contract, device, getattr(torch, dtype))
-    gc.collect()
-    gc.freeze()  # what is there already need not be searched each time that the check collects: 0.15 s with torch
     try:
         cases = tuple(_cases(subject, largest, every_form))
     finally:
-        gc.unfreeze()
         before.restore()
     if imported:
         cases = (CaseResult("import", imported), *cases)
