@@ -6,7 +6,7 @@ alone, and the kernel infers the rest: from ``is_causal``, of the call or else o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,48 @@ def difference(eager: Trace, other: Trace) -> str:
     """What a kernel of the other interface would compute otherwise; empty where nothing."""
     if len(eager.calls) != len(other.calls):
         return f"the model calls its attention {len(other.calls)} times, and {len(eager.calls)} times for eager"
+    seen: dict[Hashable, str] = {}  # layers mostly share their masks, which of an image are large
     for mine, theirs in zip(eager.calls, other.calls, strict=True):
-        if why := _difference(mine, theirs, eager.padding):
+        why = _given_otherwise(mine, theirs)
+        if not why:
+            pair = _masks(mine), _masks(theirs)
+            if pair not in seen:
+                seen[pair] = _seen_otherwise(mine, theirs, eager.padding)
+            why = seen[pair]
+        if why:
             return f"{type(mine.module).__name__} {why}"
     return ""
 
 
-def _difference(eager: AttentionCall, other: AttentionCall, padding: Tensor | None) -> str:
+def _given_otherwise(eager: AttentionCall, other: AttentionCall) -> str:
     if eager.path != other.path or [h.shape for h in eager.heads] != [h.shape for h in other.heads]:
         return "is given other queries, keys and values than for eager"
     differing = [name for name in _names(eager.options, other.options) if not _alike(eager, other, name)]
-    if differing:
-        return f"is given another {' and '.join(differing)} than for eager"
+    return f"is given another {' and '.join(differing)} than for eager" if differing else ""
+
+
+def _masks(call: AttentionCall) -> Hashable:
+    """Equal for calls of one trace whose queries see the same keys."""
+    query, key, _ = call.heads
+    bounds = tuple(id(call.options.get(name)) for name in _BOUNDS)
+    window = call.options.get("sliding_window")
+    return id(call.mask), query.shape[:3], key.shape[2], _is_causal(call), window, bounds
+
+
+def _seen_otherwise(eager: AttentionCall, other: AttentionCall, padding: Tensor | None) -> str:
     found, why = added_mask(other)
     if found is None:
         return why
-    wanted = as_added(eager.mask, eager)
+    wanted = as_added(eager.mask)
+    query, key, _ = eager.heads
+    if not wanted.shape and not found.shape:
+        return ""
+    scores = torch.zeros(()).expand(1, 1, query.shape[2], key.shape[2])
+    found, wanted, _ = torch.broadcast_tensors(found, wanted, scores)  # type: ignore[no-untyped-call]
     rows = torch.isfinite(wanted).any(-1)
-    if padding is not None and padding.shape == (wanted.shape[0], wanted.shape[2]):
-        rows &= padding.bool()[:, None, :]
+    if padding is not None and padding.shape == (query.shape[0], query.shape[2]):
+        rows = rows & padding.bool()[:, None, :]
+        found, wanted = (added.expand(*rows.shape, -1) for added in (found, wanted))
     if torch.equal(found[rows], wanted[rows]):
         return ""
     if other.mask is None:
@@ -52,30 +75,33 @@ def _difference(eager: AttentionCall, other: AttentionCall, padding: Tensor | No
 
 
 def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
-    """What a kernel makes of its mask, ``is_causal``, window and packing, ``[B, H, S, L]`` added to the scores."""
+    """What a kernel makes of its mask, ``is_causal``, window and packing, as :func:`as_added` gives it."""
     if call.mask is not None and call.mask.dim() == 4:
-        return as_added(call.mask, call), ""
-    if _is_causal(call) is None:
+        return as_added(call.mask), ""
+    causal, window = _is_causal(call), call.options.get("sliding_window")
+    if causal is None:
         return None, "gets no mask, and does not say whether it is causal (is_causal)"
     query, key, _ = call.heads
-    scores = torch.empty(query.shape[2], key.shape[2])
-    bounds = (call.options.get(name) for name in _BOUNDS)
-    kept = visible(scores, bool(_is_causal(call)), call.options.get("sliding_window"), *bounds)
+    bounds = [call.options.get(name) for name in _BOUNDS]
+    kept = None
+    if causal or window is not None or any(bound is not None for bound in bounds):
+        kept = visible(torch.empty(query.shape[2], key.shape[2]), causal, window, *bounds)
     if call.mask is not None:
-        kept = kept & call.mask.bool()[:, None, None, :]
-    return as_added(kept, call), ""
+        padding = call.mask.bool()[:, None, None, :]
+        kept = padding if kept is None else kept & padding
+    return as_added(kept), ""
 
 
-def as_added(mask: Tensor | None, call: AttentionCall) -> Tensor:
-    """``mask`` as what is added to scores ``[B, H, S, L]``, in float64, ``-inf`` where a key is not seen."""
-    query, key, _ = call.heads
+def as_added(mask: Tensor | None) -> Tensor:
+    """``mask`` as what is added to the scores ``[B, H, S, L]``, in float64, ``-inf`` where a key is not seen.
+
+    It has the mask's shape, to be broadcast; none where every query sees every key.
+    """
     if mask is None:
-        mask = torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     if mask.dtype == torch.bool:
-        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
-    else:
-        added = mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
-    return added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    return mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
 
 
 def _is_causal(call: AttentionCall) -> bool | None:

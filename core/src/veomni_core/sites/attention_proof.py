@@ -14,6 +14,7 @@ from veomni_core.sites.attention_trace import AttentionCall
 
 # Eager attention finds them in its mask, or has no use for them; with a mask the contract has none either.
 _NOT_GIVEN = frozenset({"indices", "block_indices", "is_causal", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"})
+_LONG = 72
 
 
 class EagerProofs:
@@ -45,7 +46,7 @@ def _prove(call: AttentionCall) -> str:
 
 
 def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
-    query, key, value = (probe.random(*heads.shape, dtype=dtype).requires_grad_() for heads in call.heads)
+    query, key, value = (probe.random(*shape, dtype=dtype).requires_grad_() for shape in _shapes(call))
     mask = _mask(query, key) if masked else None
     holder, options, leaves = _random_options(call, dtype)
     found, error = probe.attempt(lambda: call.eager(holder, query, key, value, mask, **options)[0])  # type: ignore[misc]
@@ -69,6 +70,20 @@ def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
         return f"it gives {found.dtype}"
     miss = float((found.double() - exact).norm() / exact.norm())
     return "" if miss <= CONTRACTS["standard"].values["bfloat16"].norm else f"its values miss by {miss:.1%}"
+
+
+def _shapes(call: AttentionCall) -> list[torch.Size]:
+    """The shapes of the call's heads, ``[B, heads, length, width]``; an image's thousands of positions become 72.
+
+    Of two such lengths the shorter becomes 64. Where an option has that length too, as a position bias has, they stay.
+    """
+    shapes = [heads.shape for heads in call.heads]
+    lengths = {shape[2] for shape in shapes if shape[2] > _LONG}
+    given = {size for option in call.options.values() if isinstance(option, Tensor) for size in option.shape}
+    if not lengths or lengths & given:
+        return shapes
+    shorter = {length: _LONG - 8 * place for place, length in enumerate(sorted(lengths, reverse=True))}
+    return [torch.Size((*shape[:2], shorter.get(shape[2], shape[2]), shape[3])) for shape in shapes]
 
 
 def _reference(module: AttentionModule, options: Mapping[str, Any]) -> Callable[..., Tensor]:

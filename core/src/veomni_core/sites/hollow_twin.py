@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,11 +13,12 @@ from veomni_core.sites import probe
 FREQUENCIES = "inv_freq"
 # Eleven positions: no released model has as many heads, so that the sides of a tensor can be told apart.
 BATCH, LENGTH = 2, 11
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
 
 def hollow_twin(module: nn.Module) -> nn.Module:
-    """``module`` in bfloat16 with zeros in place of its tensors, and of what its linears give for any input."""
+    """``module`` in bfloat16 with zeros in place of its tensors, and of what its linears and convolutions give."""
     twin = probe.bare_copy(module)
     for name, parameter in module._parameters.items():
         twin._parameters[name] = None if parameter is None else _zeros(parameter)  # type: ignore[assignment]
@@ -24,7 +28,19 @@ def hollow_twin(module: nn.Module) -> nn.Module:
         twin._modules[name] = None if child is None else hollow_twin(child)
     if isinstance(width := getattr(module, "out_features", None), int):
         vars(twin)["forward"] = lambda x=None: ZERO.expand(*((BATCH, LENGTH) if x is None else x.shape[:-1]), width)
+    elif type(module) in _CONVOLUTIONS:
+        vars(twin)["forward"] = partial(_shape_alone, twin)
+    elif type(module) is nn.MultiheadAttention:  # as the pooling of an image, of thousands of positions
+        vars(twin)["forward"] = lambda query, *_, **__: (ZERO.expand(query.shape), None)
     return twin
+
+
+def _shape_alone(convolution: nn.Module, x: Tensor) -> Tensor:
+    """Zeros of the shape that ``convolution`` gives for ``x``."""
+    on_meta: Any = probe.bare_copy(convolution)
+    for name, parameter in convolution._parameters.items():
+        on_meta._parameters[name] = None if parameter is None else parameter.to("meta")
+    return ZERO.expand(on_meta(x.to("meta", ZERO.dtype)).shape)
 
 
 def _zeros(tensor: Tensor) -> Tensor:
