@@ -42,6 +42,8 @@ def test_the_doctor_says_so_too_and_blames_no_other_plugin():
     done = run("-m", "veomni_core.cli", "doctor")
     assert done.returncode == 1, done.stdout
     assert "a library of CANN is not found" in done.stderr
-    state = {row[1].strip(): row[2].strip() for row in (line.split("│") for line in done.stdout.splitlines()) if row[4:]}
+    state = {
+        row[1].strip(): row[2].strip() for row in (line.split("│") for line in done.stdout.splitlines()) if row[4:]
+    }
     assert "veomni_npu.device:detect failed" in state.pop("veomni-npu")
     assert {found for plugin, found in state.items() if plugin.startswith("veomni-")} == {"loaded"}
