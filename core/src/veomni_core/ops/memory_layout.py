@@ -27,7 +27,7 @@ def aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False)
     where only the address is wrong, its dimensions lie in the order in which they came.
     """
     strides_fit = _strides_fit(operand, alignment, expanded)
-    if strides_fit and _address(operand) % alignment == 0:
+    if strides_fit and begins_aligned(operand, alignment):
         return operand
     width, unit = operand.shape[-1], max(alignment // operand.element_size(), 1)
     if width % unit:
@@ -41,7 +41,20 @@ def is_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = Fal
 
     A stride of zero, which repeats a row, is none unless ``expanded`` says that the kernel takes it.
     """
-    return _strides_fit(operand, alignment, expanded) and _address(operand) % alignment == 0
+    return _strides_fit(operand, alignment, expanded) and begins_aligned(operand, alignment)
+
+
+def begins_aligned(operand: Tensor, alignment: int = ALIGNMENT) -> bool:
+    """Whether ``operand``'s address is a multiple of ``alignment`` bytes, as far as it is known.
+
+    It has none while it is traced or where it is fake, nor may it where it is of a subclass.
+    """
+    if torch.compiler.is_compiling() or type(operand) not in _PLAIN:
+        return True
+    try:
+        return operand.data_ptr() % alignment == 0
+    except RuntimeError:  # torch.func wraps it
+        return True
 
 
 def empty_like_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False) -> Tensor:
@@ -58,13 +71,3 @@ def _strides_fit(operand: Tensor, alignment: int, expanded: bool) -> bool:
     *outer, last = operand.stride()
     size = operand.element_size()
     return last == 1 and all(stride * size % alignment == 0 and (stride != 0 or expanded) for stride in outer)
-
-
-def _address(operand: Tensor) -> int:
-    """Where ``operand`` begins, or 0 where it has no memory: while it is traced, fake, or of a subclass."""
-    if torch.compiler.is_compiling() or type(operand) not in _PLAIN:
-        return 0
-    try:
-        return operand.data_ptr()
-    except RuntimeError:  # torch.func wraps it
-        return 0

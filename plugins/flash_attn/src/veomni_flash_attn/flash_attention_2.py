@@ -41,7 +41,7 @@ class FlashAttention2:
 
 
 def _readable(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Of one width, and where the loads of 16 bytes can read them; the library itself looks at the last stride alone."""
+    """Of one width, and where loads of 16 bytes can read them; the library itself looks at the last stride alone."""
     return tuple(aligned(each, expanded=True) for each in equally_wide(*heads))
 
 
