@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from planted_faults import SwiGLU, assert_caught, right
+from planted_faults import SwiGLU, assert_caught, failures_of, right
 from veomni_core.ops import (
     attention,
     cross_entropy_loss,
@@ -35,6 +35,10 @@ def takes_one_inputs_strides_for_both(gate, up):
 
 def ignores_the_storage_offset(gate, up):
     return right(gate.as_strided(gate.shape, gate.stride(), 0), up)
+
+
+def reads_zeros_where_rows_are_repeated(gate, up):
+    return right(gate * (gate.stride(0) != 0), up)
 
 
 class _TrustsUpstream(SwiGLU):
@@ -70,6 +74,7 @@ IN_MEMORY = [
     (ignores_strides_of_the_last_dimension, "with its inputs every second element of a larger tensor"),
     (takes_one_inputs_strides_for_both, "each of the others in another way, the result is off"),
     (ignores_the_storage_offset, "the result is"),
+    (reads_zeros_where_rows_are_repeated, "with inputs that repeat one row by a stride of zero, the result is off"),
     (takes_the_incoming_gradient_for_contiguous, "with an incoming gradient"),
     (
         views_the_incoming_gradient,
@@ -81,6 +86,22 @@ IN_MEMORY = [
 @pytest.mark.parametrize("kernel, words", IN_MEMORY, ids=[fault[0].__name__ for fault in IN_MEMORY])
 def test_a_fault_of_layout_is_caught(kernel, words):
     assert_caught(kernel, words)
+
+
+def takes_the_last_of_equal_scores(gate_logits, *args, **options):
+    """Right: the loss doesn't depend on the order of the keys, and on a GPU a top k takes such ones."""
+    reversed_keys = tuple(each.flip(2) for each in gate_logits) if isinstance(gate_logits, tuple) else gate_logits
+    return load_balancing_loss.product_keys(reversed_keys, *args, **options)
+
+
+def test_which_of_equal_scores_is_taken_is_left_open():
+    logits = torch.randn(1, 9, 4).expand(2, 9, 4).requires_grad_()
+    found, wanted = (
+        torch.autograd.grad(kernel((logits,), 16, 4, 2), logits)[0]
+        for kernel in (takes_the_last_of_equal_scores, load_balancing_loss.product_keys)
+    )
+    assert not torch.allclose(found, wanted, rtol=0.1)
+    assert not failures_of(takes_the_last_of_equal_scores, op="load_balancing_loss", variant="product_keys")
 
 
 def test_results_that_share_memory_are_caught():

@@ -20,6 +20,7 @@ from veomni_core.field_types import (
     require_text,
 )
 from veomni_core.hardware import Hardware, HardwareRequirement
+from veomni_core.random_states import random_states_kept
 
 EAGER = "eager"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -90,13 +91,17 @@ class KernelSpec:
     def load(self) -> Callable[..., Any]:
         """Import the factory and return the kernel, ready to be called as the op's contract says.
 
+        Random states stay as they are: libraries draw and seed when they are imported, and a job that is bound must
+        draw what it would have drawn unbound.
+
         Raises:
             KernelLoadError: the import failed, or what it gave cannot be called.
         """
         try:
-            kernel = load_attribute(self.factory)
-            if callable(kernel) and _is_zero_argument(kernel):
-                kernel = kernel()
+            with random_states_kept():
+                kernel = load_attribute(self.factory)
+                if callable(kernel) and _is_zero_argument(kernel):
+                    kernel = kernel()
         except Exception as error:
             raise KernelLoadError(f"{self}: {self.factory} failed: {type(error).__name__}: {error}") from error
         if not callable(kernel):

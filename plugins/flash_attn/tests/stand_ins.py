@@ -74,12 +74,25 @@ class _Attention:
         return tuple(each.movedim(-3, -2).to(self.q.dtype).contiguous() for each in (dquery, *shared))
 
 
+def _check(*heads: Tensor, expanded: bool = False) -> None:
+    """What the libraries' loads ask of memory, and find out only on a GPU."""
+    for each in heads:
+        if type(each) is not Tensor:
+            continue
+        if each.data_ptr() % 16:
+            raise RuntimeError("misaligned address")
+        outer = each.stride()[:-1]
+        if each.stride(-1) != 1 or any(stride % 8 or not (stride or expanded) for stride in outer):
+            raise RuntimeError(f"misaligned strides: {each.stride()}")
+
+
 class _Two(torch.autograd.Function):
     """Gives its gradients no graph, as the library does."""
 
     @staticmethod
     def forward(ctx, q, k, v, bounds, *settings):
         assert q.shape[-1] == v.shape[-1]
+        _check(q, k, v, expanded=True)
         ctx.save_for_backward(q, k, v, *(bounds or ()))
         ctx.settings = settings
         return _Attention(q, k, v, bounds, *settings).output()
@@ -87,6 +100,7 @@ class _Two(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, *bounds = (each.detach() for each in ctx.saved_tensors)
+        _check(dout)
         gradients = _Attention(q, k, v, tuple(bounds) or None, *ctx.settings).backward(dout.detach(), None)
         return *gradients, None, *(None,) * len(ctx.settings)
 
@@ -131,7 +145,8 @@ def _three(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, scale=None, causal=False,
     left=-1, right=-1, softcap=0.0,
 ):  # fmt: skip
-    assert left == right and all(each.stride(-1) == 1 and each.shape[-1] == q.shape[-1] for each in (q, k, v))
+    assert left == right and all(each.shape[-1] == q.shape[-1] for each in (q, k, v))
+    _check(q, k, v)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     bounds = None if cu_seqlens_q is None else _checked_bounds(*lengths)
     return _Attention(q, k, v, bounds, scale, causal, left, softcap)
@@ -145,7 +160,7 @@ def _three_forward(q, k, v, out, *options):
 
 
 def _three_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *options):
-    assert dout.stride(-1) == 1
+    _check(dout, out)
     attention = _three(q, k, v, *options)
     assert same(attention.output(), out) and same(attention.lse, softmax_lse)
     for given, found in zip((dq, dk, dv), attention.backward(dout, None), strict=True):
@@ -167,6 +182,7 @@ def _four_forward(
     causal=False, softcap=None, window_size_left=None, window_size_right=None, return_lse=False,
 ):  # fmt: skip
     assert return_lse and window_size_left == window_size_right and softcap != 0.0
+    _check(q, k, v)
     bounds = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     window = -1 if window_size_left is None else window_size_left
     attention = _Attention(q, k, v, bounds, softmax_scale, causal, window, softcap or 0.0)
@@ -179,11 +195,15 @@ def _four_backward(
 ):  # fmt: skip
     assert softcap is not None and not (softcap and cu_seqlens_q is not None)
     assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1]
+    _check(q, k, v, out, dout)
+    assert dlse is None or dlse.stride(-1) == 1
     bounds = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     window = -1 if window_size_left is None else window_size_left
     attention = _Attention(q, k, v, bounds, softmax_scale, causal, window, softcap)
     assert same(attention.output(), out) and same(attention.lse, lse)
-    return attention.backward(dout, dlse)
+    # In the layouts of what they are gradients of, as the library gives them.
+    found = zip((q, k, v), attention.backward(dout, dlse), strict=True)
+    return tuple(torch.empty_like(head).copy_(gradient) for head, gradient in found)
 
 
 _MODULES = {

@@ -9,6 +9,7 @@ import torch
 
 from veomni_core.ops import moe_experts as experts_reference
 from veomni_core.ops import rms_norm as norm_reference
+from veomni_core.ops import swiglu_mlp as mlp_reference
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
@@ -195,6 +196,20 @@ def test_a_norm_whose_weight_has_another_dtype_gives_the_references_dtype(varian
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
     for gradient, argument in zip(torch.autograd.grad(found.sum(), (x, weight)), (x, weight), strict=True):
         assert gradient.dtype == argument.dtype
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("variant", ["standard", "gelu_tanh"])
+def test_a_gated_activation_of_two_dtypes_is_promoted_as_in_eager_code(variant, dtypes):
+    torch.manual_seed(0)
+    gate, up = (_leaf(6, 64, dtype=dtype) for dtype in dtypes)
+    found, wanted = (getattr(code, variant)(gate, up) for code in (swiglu_mlp, mlp_reference))
+    assert found.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)  # eager code rounds a narrow gate's activation
+    pairs = (torch.autograd.grad(result.sum(), (gate, up)) for result in (found, wanted))
+    for mine, theirs in zip(*pairs, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
 def test_a_frozen_backbone_leaves_the_heads_gradients():

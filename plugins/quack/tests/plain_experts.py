@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from cute_checks import check_matrix
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,9 +33,8 @@ def _unwritten(*shape: int, like: Tensor) -> Tensor:
 
 
 def _check_alignment(*operands: Tensor) -> None:
-    for operand in operands:
-        assert operand.data_ptr() % 16 == 0
-        assert all(stride % 8 == 0 for stride in operand.stride() if stride > 1), operand.stride()
+    for number, operand in enumerate(operands):
+        check_matrix(f"operand {number}", operand)
 
 
 def gated(hidden, gate_up_proj, offsets, token_of_row):

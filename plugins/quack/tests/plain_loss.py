@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from cute_checks import check, check_matrix
 from torch.nn import functional as F
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
@@ -10,6 +11,9 @@ from veomni_quack.cross_entropy_loss import chunks
 
 
 def losses(logits, labels, out, ignore_index):
+    check("mX", logits)
+    check("mTarget", labels, 1)
+    check("mLoss", out, 1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     out.copy_(F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="none"))
 
@@ -21,14 +25,19 @@ def losses_and_gradient(logits, labels, out, ignore_index):
     logits.copy_((logits.float().softmax(dim=-1) - hit.float()) * counts)
 
 
+def _check(*operands):
+    for number, operand in enumerate(operands):
+        check_matrix(f"operand {number}", operand)
+
+
 def add_product(dlogits, hidden, out, first):
-    assert dlogits.stride(0) % 8 == 0 and hidden.stride(0) % 8 == 0 and out.stride(0) % 8 == 0
+    _check(dlogits, hidden, out)
     product = dlogits.float().T @ hidden.float()
     out.copy_(product if first else out + product)
 
 
 def scaled_sum(dlogits, hidden, so_far, factor, out):
-    assert dlogits.stride(0) % 8 == 0 and hidden.stride(0) % 8 == 0 and out.stride(0) % 8 == 0
+    _check(dlogits, hidden, out, *(() if so_far is None else (so_far,)))
     assert so_far is None or so_far.shape == out.shape
     product = dlogits.float().T @ hidden.float()
     out.copy_(factor * (product if so_far is None else so_far + product))

@@ -6,18 +6,17 @@ import plain_experts
 import plain_loss
 import pytest
 import torch
+from plain_quack import adapter
 
 from veomni_core.ops import cross_entropy_loss, moe_experts
 from veomni_quack.moe_experts import token_sums
 
-pytest.importorskip("quack")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run the operators themselves")
 
 
 @pytest.fixture
 def experts(monkeypatch):
-    from veomni_quack.moe_experts import kernel, operators
-
+    operators, kernel = adapter("moe_experts.operators"), adapter("moe_experts.kernel")
     monkeypatch.setattr(operators, "grouped_gemm", plain_experts.PRODUCTS)
     # Sums aren't compiled for a CPU, which would take longer than all these tests.
     monkeypatch.setattr(token_sums, "_compiled_weighted_sum", token_sums._weighted_sum)
@@ -27,8 +26,7 @@ def experts(monkeypatch):
 
 @pytest.fixture
 def loss(monkeypatch):
-    from veomni_quack.cross_entropy_loss import kernel, operators
-
+    operators, kernel = adapter("cross_entropy_loss.operators"), adapter("cross_entropy_loss.kernel")
     monkeypatch.setattr(operators, "quack_calls", plain_loss.CALLS)
     return kernel.causal
 
@@ -69,9 +67,8 @@ def compared(kernel, reference, sample, tolerance):
 def test_operators_agree_with_their_fakes(experts, loss):
     from torch.library import opcheck
 
-    from veomni_quack.cross_entropy_loss.operators import forward as loss_forward
-    from veomni_quack.moe_experts.operators import forward as experts_forward
-
+    loss_forward = adapter("cross_entropy_loss.operators").forward
+    experts_forward = adapter("moe_experts.operators").forward
     tests = ("test_schema", "test_faketensor")
     sample = samples(moe_experts.CONTRACTS["standard"])[0]
     opcheck(experts_forward, sample.args, test_utils=tests)
@@ -90,8 +87,7 @@ def test_float32_is_refused(experts, loss):
 
 
 def test_a_switch_to_another_gpu_is_refused(monkeypatch):
-    from veomni_quack.compiling import check_target
-
+    check_target = adapter("compiling").check_target
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for switch, value, refused in (("QUACK_ARCH", "sm_90a", False), ("CUTE_DSL_ARCH", "sm_100a", True)):
@@ -104,8 +100,7 @@ def test_a_switch_to_another_gpu_is_refused(monkeypatch):
 
 
 def test_the_first_call_is_announced_once(caplog):
-    from veomni_quack.compiling import first_call
-
+    first_call = adapter("compiling").first_call
     with caplog.at_level("INFO"):
         for _ in range(2):
             with first_call("a product", torch.bfloat16, 64):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random as python_random
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from veomni_core.ops.contract import dtype_name
+from veomni_core.random_states import random_states_kept
 
 # Of random inputs. Released configs clamp at 7 to 20; clamps against overflow stand at 1e4 and above.
 SCALES = (1.0, 100.0, 1e6)
@@ -162,8 +161,8 @@ def quiet() -> Iterator[None]:
 def seeded() -> Iterator[None]:
     """Fixed randomness, float32 on the CPU, gradients on, no autocast, whatever the process has set; undone on leaving.
 
-    Inputs come from a generator of their own. Code that is run may draw from the CPU's, from Python's and from NumPy's,
-    which get their states back; no generator of another device is touched (``torch.manual_seed`` seeds them all). What
+    Inputs come from a generator of their own. Code that is run may draw from torch's, from Python's and from NumPy's,
+    which get their states back; no generator of another device is seeded (``torch.manual_seed`` seeds them all). What
     that code says of its odd sizes is not for the user.
     """
     with ExitStack() as stack:
@@ -186,20 +185,15 @@ def seeded() -> Iterator[None]:
 
 @contextmanager
 def _process_state_kept() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), python_random.getstate(), numpy and numpy.random.get_state()
     default_dtype = torch.get_default_dtype()
     autocast = {device_type: torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")}
     try:
-        yield
+        with random_states_kept():
+            yield
     finally:
         torch.set_default_dtype(default_dtype)
         for device_type, enabled in autocast.items():
             torch.set_autocast_enabled(device_type, enabled)
-        torch.set_rng_state(states[0])
-        python_random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])
 
 
 def draws_random_numbers(function: Callable[[], Any]) -> bool:

@@ -9,6 +9,7 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.memory_layout import aligned
 from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
@@ -25,7 +26,7 @@ class FlashAttention2:
         return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        output = flash_attn_func(*equally_wide(query, key, value), **_keywords(options))
+        output = flash_attn_func(*_readable(query, key, value), **_keywords(options))
         return _FirstDerivatives.apply(output)[..., : value.shape[-1]]  # type: ignore[no-any-return]
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
@@ -35,8 +36,13 @@ class FlashAttention2:
             "max_seqlen_q": bounds.longest_query,
             "max_seqlen_k": bounds.longest_key,
         }
-        output = flash_attn_varlen_func(*equally_wide(query, key, value), **lengths, **_keywords(options))
+        output = flash_attn_varlen_func(*_readable(query, key, value), **lengths, **_keywords(options))
         return _FirstDerivatives.apply(output)[..., : value.shape[-1]]  # type: ignore[no-any-return]
+
+
+def _readable(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Of one width, and where loads of 16 bytes can read them; the library itself looks at the last stride alone."""
+    return tuple(aligned(each, expanded=True) for each in equally_wide(*heads))
 
 
 def _keywords(options: Options) -> dict[str, Any]:
@@ -51,7 +57,10 @@ def _keywords(options: Options) -> dict[str, Any]:
 
 
 class _FirstDerivatives(torch.autograd.Function):
-    """What it is given. Autograd can't differentiate the library's own backward (2.8.3)."""
+    """What it is given, and a gradient that the library can read.
+
+    Autograd can't differentiate the library's own backward (2.8.3).
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -60,7 +69,7 @@ class _FirstDerivatives(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        return upstream
+        return aligned(upstream)
 
 
 _LIBRARY = FlashAttention2()

@@ -1,7 +1,8 @@
 """attention by FlashAttention 3 (the package flash-attn-3), on SM90.
 
 Its two operators are called, not its Python functions: those tell ``torch.compile`` nothing of the operators (3.0.0b1),
-whose schemas, as they write into what they return, it can't take either. So each is wrapped in one that it can.
+whose schemas, as they write into what they return, it can't take either. So each is wrapped in one that it can; and
+there what the GPU's copy engine, which moves 16 bytes at once, can't read where it lies is copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.memory_layout import aligned
 from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
@@ -39,13 +41,8 @@ class FlashAttention3:
 def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], options: Options) -> Tensor:
     window = -1 if options.window is None else options.window
     numbers = (options.scaling, options.causal, window, options.softcap)
-    output, _ = _forward(*_rows(*equally_wide(query, key, value)), *lengths, *numbers)
+    output, _ = _forward(*equally_wide(query, key, value), *lengths, *numbers)
     return output[..., : value.shape[-1]]  # type: ignore[no-any-return]
-
-
-def _rows(*heads: Tensor) -> tuple[Tensor, ...]:
-    """The numbers of a head one after the other, as the library reads them."""
-    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in heads)
 
 
 _HEADS = "Tensor query, Tensor key, Tensor value"
@@ -61,7 +58,8 @@ _SETTINGS = (
     schema=f"({_HEADS}, {_SETTINGS}) -> (Tensor output, Tensor lse)",
 )
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.flash_attn_3.fwd(query, key, value, num_splits=1, **_keywords(*settings))
+    heads = map(aligned, (query, key, value))
+    output, lse, *_ = torch.ops.flash_attn_3.fwd(*heads, num_splits=1, **_keywords(*settings))
     return output, lse
 
 
@@ -81,7 +79,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _unfilled_gradients(query, key, value)
     operator = torch.ops.flash_attn_3.bwd
-    operator(upstream, query, key, value, output, lse, *gradients, **_keywords(*settings))
+    heads = map(aligned, (upstream, query, key, value, output))
+    operator(*heads, lse, *gradients, **_keywords(*settings))
     return gradients
 
 
@@ -127,7 +126,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 @first_derivatives_only
 def _gradients(ctx: Any, upstream: Tensor, _of_lse: Tensor) -> tuple[Tensor | None, ...]:
     *saved, query_bounds, key_bounds = ctx.saved_tensors
-    gradients = _backward(*saved, upstream.contiguous(), query_bounds, key_bounds, *ctx.numbers)
+    gradients = _backward(*saved, upstream, query_bounds, key_bounds, *ctx.numbers)
     return *gradients, *(None,) * (2 + len(ctx.numbers))
 
 

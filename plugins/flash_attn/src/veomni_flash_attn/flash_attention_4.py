@@ -1,7 +1,8 @@
 """attention by FlashAttention 4 (the package flash-attn-4, in CuTe DSL), forward and backward as opaque operators.
 
 The library compiles a kernel at the first call of each shape class, which ``torch.compile`` can't trace; so both passes
-are operators of their own with fake implementations, and a graph that holds them doesn't break.
+are operators of their own with fake implementations, and a graph that holds them doesn't break. There what CuTe can't
+read where it lies is copied.
 
 Sinks are exact through the library's log-sum-exp, which has a gradient: a sink ``b`` in a row's softmax takes
 ``exp(b) / (exp(b) + exp(lse))`` of its weight, so the output is multiplied by ``sigmoid(lse - b)``. The library's own
@@ -17,6 +18,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.memory_layout import aligned, empty_like_aligned
 from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
@@ -76,8 +78,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse, query_bounds, key_bounds = ctx.saved_tensors
         upstream, upstream_lse = gradients
-        upstream = torch.zeros_like(output) if upstream is None else upstream.contiguous()
-        upstream_lse = None if upstream_lse is None else upstream_lse.contiguous()
+        upstream = torch.zeros_like(output) if upstream is None else upstream
         results = _backward(
             query, key, value, output, lse, upstream, upstream_lse, query_bounds, key_bounds, *ctx.numbers
         )
@@ -99,7 +100,8 @@ _SETTINGS = (
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     *others, softcap = settings
     keywords = _keywords(*others)
-    return _flash_attn_fwd(query, key, value, softcap=softcap or None, return_lse=True, **keywords)  # type: ignore[no-any-return]
+    heads = map(aligned, (query, key, value))
+    return _flash_attn_fwd(*heads, softcap=softcap or None, return_lse=True, **keywords)  # type: ignore[no-any-return]
 
 
 @_forward.register_fake
@@ -128,13 +130,14 @@ def _backward(
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *others, softcap = settings
-    heads = (query, key, value, output, upstream, lse)
-    return _flash_attn_bwd(*heads, softcap=softcap, dlse=upstream_lse, **_keywords(*others))  # type: ignore[no-any-return]
+    heads = (*map(aligned, (query, key, value, output, upstream)), lse)
+    dlse = None if upstream_lse is None else aligned(upstream_lse, upstream_lse.element_size())
+    return _flash_attn_bwd(*heads, softcap=softcap, dlse=dlse, **_keywords(*others))  # type: ignore[no-any-return]
 
 
 @_backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return empty_like_aligned(query), empty_like_aligned(key), empty_like_aligned(value)
 
 
 def _keywords(

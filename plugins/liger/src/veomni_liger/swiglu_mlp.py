@@ -2,7 +2,8 @@
 
 The kernels take one pointer for a value and its gradient, so backward hands them copies: as tensors that become the
 gradients they cost no memory more than the gradients themselves, and a pass over gate and up in time. Saved are gate
-and up alone. Shapes ``[..., I]`` of one dtype, with any strides and ``I`` of at most 65536 (``RuntimeError``).
+and up alone. Shapes ``[..., I]`` with any strides and ``I`` of at most 65536 (``RuntimeError``). The kernels write all
+results in gate's dtype; so gate and up of two dtypes are promoted first, as eager code promotes their product.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; the activation is rounded to up's dtype before the product."""
-    return _GatedActivation.apply(gate, up, "silu")  # type: ignore[no-any-return]
+    return _GatedActivation.apply(*_promoted(gate, up), "silu")  # type: ignore[no-any-return]
 
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with the tanh approximation, rounded as in :func:`standard`."""
-    return _GatedActivation.apply(gate, up, "gelu_tanh")  # type: ignore[no-any-return]
+    return _GatedActivation.apply(*_promoted(gate, up), "gelu_tanh")  # type: ignore[no-any-return]
+
+
+def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    return gate.to(dtype), up.to(dtype)
 
 
 class _GatedActivation(Function):

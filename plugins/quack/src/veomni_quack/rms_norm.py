@@ -15,6 +15,7 @@ from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from torch import Tensor
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_quack.alignment import operator, readable
 from veomni_quack.compiling import check_target
 
 check_target()
@@ -44,28 +45,47 @@ def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     return result
 
 
+def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and what backward needs of each row."""
+    inside = None if weight is None else readable(weight)
+    result, _, rstd = rmsnorm_fwd(_rows(x), inside, out_dtype=x.dtype, eps=eps, store_rstd=True)
+    return result.reshape(x.shape), rstd
+
+
+def _gradients(dresult: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``x`` and of the weight; the latter is empty where there is none."""
+    inside = None if weight is None else readable(weight)
+    dx, dweight, *_ = rmsnorm_bwd(_rows(x), inside, _rows(dresult), rstd)
+    return dx.to(x.dtype).reshape(x.shape), x.new_empty(0) if dweight is None else dweight
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x`` as rows ``[M, H]``, where it lies unless QuACK can't read it there.
+
+    QuACK reads at least four bytes at a time, so rows of an odd number of 16-bit values are handed over in float32,
+    which holds them exactly; everything is computed in float32 anyway.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return readable(rows.float() if x.shape[-1] % 2 and x.element_size() == 2 else rows)
+
+
+_forward = operator("rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)", _normalised)
+_backward = operator(
+    "rms_norm_backward(Tensor dresult, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)", _gradients
+)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:
-        inside = None if round_before_weight else weight
-        normalised, _, rstd = rmsnorm_fwd(_rows(x), inside, out_dtype=x.dtype, eps=eps, store_rstd=True)
+        normalised, rstd = _forward(x, None if round_before_weight else weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         result: Tensor = weight * normalised if round_before_weight else normalised
-        return result.reshape(x.shape)
+        return result
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight, *_ = rmsnorm_bwd(_rows(x), weight, _rows(dresult), rstd)
-        return dx.to(x.dtype).reshape(x.shape), dweight, None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x`` as contiguous rows ``[M, H]``.
-
-    QuACK reads at least four bytes at a time, so rows of an odd number of 16-bit values are handed over in float32,
-    which holds them exactly; everything is computed in float32 anyway.
-    """
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return rows.float() if x.shape[-1] % 2 and x.element_size() == 2 else rows
+        dx, dweight = _backward(dresult, x, weight, rstd)
+        return dx, None if weight is None else dweight, None, None

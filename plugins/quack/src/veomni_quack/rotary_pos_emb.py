@@ -14,12 +14,13 @@ from quack.rotary import apply_rotary
 from torch import Tensor
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_quack.alignment import operator, readable
 from veomni_quack.compiling import check_target
 
 check_target()
 
 Pick = Callable[[Tensor], Tensor]
-_UNIT = 8  # values that QuACK moves at once: what head widths and strides must be multiples of
+_UNIT = 8  # values: what QuACK asks head widths and their turned parts to be multiples of
 _WIDEST_HEAD = 512
 
 
@@ -77,7 +78,8 @@ class _Angles:
 
     def __init__(self, cos: Tensor, sin: Tensor, neighbours: bool, backwards: bool, whole: bool) -> None:
         batch, length, self.pairs = cos.shape
-        self.cos, self.sin = (angles.detach().reshape(batch * length, self.pairs) for angles in (cos, sin))
+        # Copied here if at all: two tensors are turned by one table, and back again.
+        self.cos, self.sin = (readable(angles.detach().reshape(batch * length, self.pairs)) for angles in (cos, sin))
         self.starts = length * torch.arange(batch, dtype=torch.int32, device=cos.device) if batch > 1 else None
         self.neighbours, self.backwards, self.whole = neighbours, backwards, whole
 
@@ -99,6 +101,24 @@ class _Angles:
         return result.transpose(1, 2) if heads_first else result
 
 
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, neighbours: bool, backwards: bool) -> Tensor:
+    result: Tensor = apply_rotary(
+        readable(x),
+        readable(cos),
+        readable(sin),
+        seqlen_offsets=starts,
+        interleaved=neighbours,
+        conjugate=backwards,
+    )
+    return result
+
+
+_turn = operator(
+    "rotary_pos_emb(Tensor x, Tensor cos, Tensor sin, Tensor? starts, bool neighbours, bool backwards) -> Tensor",
+    _turned,
+)
+
+
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -106,24 +126,11 @@ class _Turn(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, starts)
         ctx.neighbours, ctx.backwards = neighbours, backwards
-        return _turned(x, cos, sin, starts, neighbours, backwards)
+        return _turn(x, cos, sin, starts, neighbours, backwards)  # type: ignore[no-any-return]
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, starts = ctx.saved_tensors
-        gradient = _turned(dresult, cos, sin, starts, ctx.neighbours, not ctx.backwards)
+        gradient = _turn(dresult, cos, sin, starts, ctx.neighbours, not ctx.backwards)
         return gradient, None, None, None, None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, neighbours: bool, backwards: bool) -> Tensor:
-    readable = x.stride(-1) == 1 and all(stride % _UNIT == 0 for stride in x.stride()[:-1])
-    result: Tensor = apply_rotary(
-        x if readable else x.contiguous(),
-        cos,
-        sin,
-        seqlen_offsets=starts,
-        interleaved=neighbours,
-        conjugate=backwards,
-    )
-    return result

@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.ops.attention import refuse
+from veomni_core.ops.memory_layout import ALIGNMENT, aligned, begins_aligned
 
+_MOVES_16_BYTES = ("cuda",)  # device types whose kernels load so, and don't look at addresses or rows first
 _COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # in the versions whose T5 calls it, position_bias too
 
 
@@ -50,10 +53,42 @@ def sdpa(
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
+    if query.device.type in _MOVES_16_BYTES:
+        return _on_a_gpu(module, query, key, value, attention_mask, **options), None
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if query.device.type == "cpu":
         output = output + _zeros_or_nan(query, key).to(output.dtype)
     return output, None
+
+
+def _on_a_gpu(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The call with all of its tensors, and later the incoming gradient, where torch's kernels can read them."""
+    if position_bias is not None:
+        options["position_bias"] = _readable_mask(position_bias)
+    query, key, value = map(_readable, (query, key, value))
+    mask = None if attention_mask is None else _readable_mask(attention_mask)
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+    if output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(_readable)
+    return output
+
+
+def _readable(heads: Tensor) -> Tensor:
+    """``heads``, or a copy of them; torch pads those of odd widths itself, which copies them too."""
+    return heads if heads.shape[-1] * heads.element_size() % ALIGNMENT else aligned(heads, expanded=True)
+
+
+def _readable_mask(mask: Tensor) -> Tensor:
+    """``mask``, or a copy where its address is wrong: torch makes added ones of boolean ones, and pads rows itself."""
+    return mask.clone() if mask.is_floating_point() and not begins_aligned(mask) else mask
 
 
 def _zeros_or_nan(query: Tensor, key: Tensor) -> Tensor:

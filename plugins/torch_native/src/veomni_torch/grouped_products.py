@@ -14,6 +14,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.memory_layout import aligned, is_aligned
 
 
 def _has_grouped_mm(rows: Tensor) -> bool:
@@ -31,7 +32,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Rows behind the last end hold anything.
     """
     if _has_grouped_mm(rows):
-        return F.grouped_mm(rows, matrices, offs=ends)
+        return _grouped_mm(rows, matrices, ends)
     product = rows.new_empty(rows.shape[0], matrices.shape[2])
     for number, group in _groups(ends):
         torch.mm(rows[group], matrices[number], out=product[group])
@@ -41,11 +42,21 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """``[E, A, B]``: each group of ``left[N, A]``, transposed, times that of ``right[N, B]``; zeros if empty."""
     if _has_grouped_mm(left):
-        return F.grouped_mm(left.t(), right, offs=ends)
+        return _grouped_mm(left.t(), right, ends)
     product = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
     for number, group in _groups(ends):
         torch.mm(left[group].t(), right[group], out=product[number])
     return product
+
+
+def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """The device's own. It pads the rows of a result whose width is no multiple of 16 bytes."""
+    return F.grouped_mm(_taken(left), _taken(right), offs=ends).contiguous()
+
+
+def _taken(matrix: Tensor) -> Tensor:
+    """``matrix``, or a copy where neither its rows nor its columns lie as the device's product takes them."""
+    return matrix if is_aligned(matrix) or is_aligned(matrix.mT) else aligned(matrix)
 
 
 def _groups(ends: Tensor) -> list[tuple[int, slice]]:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.ops.memory_layout import aligned
+
 # Memory of one chunk's logits. At V = 151936 this is 2048 tokens: the products are then as fast as with more, and
 # adding to the float32 gradient of the weight, 8 bytes per entry and chunk, happens T / 2048 times.
 _CHUNK_BYTES = 640 * 2**20
@@ -143,7 +145,9 @@ def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    return F.pad(rows, (0, -rows.shape[1] % _ALIGNMENT))
+    """``rows``, with zeros up to whole 16 bytes; a copy where there are any, or where they lie elsewhere."""
+    missing = -rows.shape[1] % _ALIGNMENT
+    return F.pad(rows, (0, missing)) if missing else aligned(rows)
 
 
 def round_up(size: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.memory_layout import aligned
 from veomni_quack.cross_entropy_loss import chunks, quack_calls
 
 
@@ -26,7 +27,7 @@ def forward(
     """What :func:`veomni_quack.cross_entropy_loss.chunks.loss_and_gradients` gives."""
     known = ((labels >= 0) & (labels < len(weight))) | (labels == ignore_index)
     torch._assert_async(known.all(), f"a label is neither in [0, {len(weight)}) nor {ignore_index}")
-    operands = (hidden.contiguous(), weight, labels.contiguous(), bias)
+    operands = (hidden.contiguous(), weight, aligned(labels, labels.element_size()), bias)
     return chunks.loss_and_gradients(
         *operands, ignore_index, softcap, scale, wants_hidden, wants_weights, calls=quack_calls
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.ops.memory_layout import aligned
+
 _UNIT = 8  # 16-bit values
-_BYTES = 16
 
 
 def padded(hidden: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,5 +28,4 @@ def padded(hidden: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Ten
 
 def readable(operand: Tensor) -> Tensor:
     """``operand``, or a copy of it where it isn't contiguous or doesn't begin at a multiple of 16 bytes."""
-    operand = operand.contiguous()
-    return operand if operand.data_ptr() % _BYTES == 0 else operand.clone(memory_format=torch.contiguous_format)
+    return aligned(operand.contiguous())

@@ -1,0 +1,38 @@
+"""The random states of the process, kept while code runs that is not the job's own. Imports neither torch nor NumPy."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+Restore = Callable[[], Any]
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put the states of Python, NumPy, torch and of the GPUs that are in use back, whatever is drawn or seeded within.
+
+    A library that is first imported within has had no state to keep.
+    """
+    restore = list(_states())
+    try:
+        yield
+    finally:
+        for each in restore:
+            each()
+
+
+def _states() -> Iterator[Restore]:
+    yield partial(random.setstate, random.getstate())
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        yield partial(numpy.random.set_state, numpy.random.get_state())
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return
+    for generator in (torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())):
+        yield partial(generator.set_state, generator.get_state())
