@@ -31,8 +31,8 @@ def plan_job(
     # Before torch is imported: a device's own library may break that, and its plugin knows why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     conditions = _conditions(data, job, registry)
-    if conditions.device == "cpu" and not hardware:
-        target = registry.detect_hardware("cpu")
+    if conditions.device and not hardware:
+        target = registry.detect_hardware(conditions.device)
     section = model_section_of(data, str(job), job.parent)
     config = OpsConfig.from_dict({"model": {"ops_implementation": section.ops_implementation}}, registry)
 
