@@ -13,6 +13,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from veomni_core import Hardware
 from veomni_core.cli.app import build_app
 from veomni_core.errors import VeOmniError
 
@@ -104,6 +105,10 @@ BAD = {
     "a word for a number": (changed(train__steps="sixty"), "train.steps: must be an integer, got 'sixty' (text)"),
     "two problems": (changed(train__steps=0, model__dtype="fp8"), "2 problems"),
     "sections that contradict each other": (changed(train__warmup=5), "train.warmup is 5 steps, but train.steps is 1"),
+    "autocast over weights of 16 bits": (
+        changed(model__dtype="bfloat16", train__bf16=True),
+        "train.bf16 computes in bfloat16 on float32 weights, but model.dtype is bfloat16",
+    ),
     "too few positions": (changed(data__sequence_length=128), "the model's max_position_embeddings is 64"),
     "too few embeddings": (
         changed(model__config__vocab_size=100),
@@ -116,6 +121,7 @@ GOOD = {
     "another word for config": changed(model__config=REMOVED, model__config_path="llama"),
     "weights, by another word": changed(model__config=REMOVED, model__path="llama"),
     "a config of the working directory": changed(model__config="here/config.json"),
+    "autocast": changed(train__bf16=True),
     "a vocabulary from the tokenizer": changed(model__config__vocab_size=REMOVED),
     "code that is trusted": changed(model__config="remote", model__trust_remote_code=True),
 }
@@ -177,6 +183,29 @@ def test_both_refuse_a_bad_job_with_the_same_message(ask, job, message):
 @pytest.mark.parametrize("job", GOOD.values(), ids=GOOD)
 def test_both_take_a_good_job(ask, job):
     assert (ask("plan", job), ask("train", job)) == ("", "")
+
+
+@pytest.fixture
+def planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The plan of a job as JSON, on a machine that has a GPU."""
+    monkeypatch.chdir(folder)
+    here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda kind: here))
+
+    def plan(job: dict[str, Any], *options: str) -> dict[str, Any]:
+        path = folder / "beside" / "job.yaml"
+        path.write_text(yaml.safe_dump(job), encoding="utf-8")
+        return json.loads(CliRunner().invoke(build_app(), ["plan", str(path), "--json", *options]).stdout)
+
+    return plan
+
+
+def test_plan_goes_by_the_job_s_device_and_precision(planned):
+    assert planned(changed(train__bf16=True))["autocast"] == "bfloat16"
+    assert planned(JOB)["autocast"] is None
+    assert planned(JOB)["hardware"]["device_type"] == "cpu"
+    assert planned(changed(train__device="auto"))["hardware"]["device_type"] == "cuda"
+    assert planned(JOB, "--hardware", "h200")["hardware"]["device_type"] == "cuda"
 
 
 def test_without_a_plugin_that_runs_jobs_plan_says_what_it_did_not_check(folder, monkeypatch):

@@ -47,3 +47,11 @@ def test_operands_that_differ_are_named_with_their_dtypes():
         product_operands("a kernel", hidden=high, weight=low)
     with torch.autocast("cpu", torch.bfloat16):
         assert {tensor.dtype for tensor in product_operands("a kernel", hidden=high, weight=low)} == {torch.bfloat16}
+
+
+def test_operands_in_a_dtype_whose_products_are_not_right_are_refused():
+    high, halves = torch.empty(2), (torch.bfloat16, torch.float16)
+    with pytest.raises(TypeError, match="a kernel computes bfloat16 or float16, not float32: run it under autocast"):
+        product_operands("a kernel", dtypes=halves, hidden=high)
+    with torch.autocast("cpu", torch.float16):
+        assert product_operands("a kernel", dtypes=halves, hidden=high)[0].dtype == torch.float16

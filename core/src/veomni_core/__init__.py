@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
     from veomni_core.slot import OpSlot
-    from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule
+    from veomni_core.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, OpSpec, SiteRule
 
 _HOME = {
     "Binding": "binding",
@@ -27,6 +27,7 @@ _HOME = {
     "DeviceSpec": "spec",
     "Hardware": "hardware",
     "HardwareRequirement": "hardware",
+    "JobConditions": "spec",
     "KernelSpec": "spec",
     "OpSlot": "slot",
     "OpSpec": "spec",
@@ -52,6 +53,7 @@ __all__ = [
     "DeviceSpec",
     "Hardware",
     "HardwareRequirement",
+    "JobConditions",
     "KernelSpec",
     "OpSlot",
     "OpSpec",

@@ -17,7 +17,8 @@ from veomni_core.change_set import ChangeSet
 from veomni_core.changes import AttributeChange
 from veomni_core.config import ON_CHANGE, OpsConfig
 from veomni_core.discovery import discover
-from veomni_core.errors import BindingError, BoundModelPickleError, UnknownNameError, did_you_mean
+from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, UnknownNameError, did_you_mean
+from veomni_core.placement import device_type_of, misplaced, placement_notes
 from veomni_core.plan import Plan, make_plan
 from veomni_core.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.receipt import Receipt, Verification
@@ -56,7 +57,9 @@ class Binding:
     @property
     def receipt(self) -> Receipt:
         """What runs now: the plan, and every site that was changed since."""
-        return Receipt(self.plan, self.verification, self.sequence_parallel, dict(self._changes.changed()))
+        model = self._model()
+        where = "" if model is None else misplaced(model, self.plan)
+        return Receipt(self.plan, self.verification, self.sequence_parallel, dict(self._changes.changed()), where)
 
     @property
     def active(self) -> bool:
@@ -111,6 +114,8 @@ def bind(
     plan_or_config: Plan | OpsConfig | Mapping[str, Any],
     *,
     registry: Registry | None = None,
+    autocast: Any = None,
+    device: Any = None,
     verify: bool = False,
     on_change: str | None = None,
     training_logits: str | None = None,
@@ -120,15 +125,22 @@ def bind(
 ) -> Binding:
     """Put the plan's kernels into ``model``, and into no other model.
 
-    Given a config, the plan is made first, and all ranks of a distributed job must agree on it: ``group`` names the
-    process group whose ranks bind this model (all ranks without it), ``agreement_timeout`` the seconds that they wait
-    for one another, and ``agree=False`` lets this rank bind on its own. With ``verify`` every chosen kernel first runs
-    through its op's contract on the model's device and in its dtype, and every site is compared with the module's own
-    code. ``on_change`` and ``training_logits`` override the config's (see :class:`veomni_core.OpsConfig`).
+    Given a config, the plan is made first. ``autocast`` is the dtype of the autocast that the forwards will run under
+    (``bfloat16``, ``float16``, or the torch dtype), as of ``Trainer(bf16=True)``: float32 weights may then have kernels
+    that compute in it alone. ``device`` is where the model will run: the machine's accelerator without it, wherever the
+    model is now, since trainers move it there.
+
+    All ranks of a distributed job must agree on the plan: ``group`` names the process group whose ranks bind this model
+    (all ranks without it), ``agreement_timeout`` the seconds that they wait for one another, and ``agree=False`` lets
+    this rank bind on its own. With ``verify`` every chosen kernel first runs through its op's contract on the model's
+    device and in its dtype, and every site is compared with the module's own code. ``on_change`` and
+    ``training_logits`` override the config's (see :class:`veomni_core.OpsConfig`).
 
     Raises:
         BindingError: the model, or a part of it, is bound already; two rules put kernels into one module; or
             transformers would replace the kernels again.
+        ConfigError: ``autocast`` or ``device`` is given beside a plan, which was made for its own.
+        HostError: ``device`` is none that is here.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
             results differ from its module's own.
@@ -140,6 +152,8 @@ def bind(
     _release_copies(model)
     ranks: dict[str, Any] = {"agree": agree, "group": group, "timeout": agreement_timeout}
     if isinstance(plan_or_config, Plan):
+        if autocast is not None or device is not None:
+            raise ConfigError("a plan was made for one device and autocast: give those to make_plan, not to bind")
         registry = registry or discover()
         plan = agree_on_plan(lambda: plan_or_config, **ranks)
         options = {"on_change": on_change or "raise", "training_logits": training_logits or "deferred"}
@@ -148,7 +162,13 @@ def bind(
     if not isinstance(config, OpsConfig):
         config = OpsConfig.from_dict(config, registry)
     registry = registry or config.registry
-    plan = agree_on_plan(lambda: make_plan(model, config, registry=registry), **ranks)
+    device_type = device_type_of(device)
+
+    def make() -> Plan:
+        hardware = registry.detect_hardware(device_type)
+        return make_plan(model, config, registry=registry, hardware=hardware, autocast=autocast)
+
+    plan = agree_on_plan(make, **ranks)
     return apply_plan(
         model,
         plan,
@@ -173,6 +193,8 @@ def apply_plan(
     kernels = {planned.spec.key: planned.spec.load() for planned in plan.kernels}
     verification = Verification()
     if verify:
+        if why := misplaced(model, plan):
+            raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
         verification = verify_plan(model, plan, registry, kernels)
     changes = ChangeSet(on_change, training_logits)
     changes.classes.binding = binding = Binding(model, plan, changes, verification)
@@ -180,6 +202,8 @@ def apply_plan(
         changes.apply(AttributeChange(model, _BINDING, binding))
         for refusal in hub_kernels.kept_out_of(model):
             changes.apply(refusal)
+        for note in placement_notes(model, plan):
+            changes.apply(note)
         for path, owner, change in site_changes(model, plan, registry, kernels):
             changes.apply(change, path, owner)
         changes.refuse_hidden()

@@ -15,7 +15,8 @@ from veomni_core.binding import apply_plan
 from veomni_core.config import OpsConfig
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
 from veomni_core.model_config import ConfigSource, load_model_config
-from veomni_core.plan import make_plan
+from veomni_core.placement import device_type_of
+from veomni_core.plan import Plan, make_plan
 from veomni_core.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,7 +28,9 @@ def build_foundation_model(
     *,
     ops_implementation: OpsConfig | Mapping[str, Any] | None = None,
     torch_dtype: str | torch.dtype = "bfloat16",
+    autocast: str | torch.dtype | None = None,
     init_device: str = "cuda",
+    device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -42,8 +45,11 @@ def build_foundation_model(
         weights_path: a local folder of safetensors; random weights without it.
         ops_implementation: the job's ``model.ops_implementation``. Required: nothing runs all-eager unasked.
         torch_dtype: the dtype of the weights.
+        autocast: the dtype of the autocast that the forwards will run under, where they will.
         init_device: where the weights are made: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
             ``weights_path``), or a device with an index.
+        device: where the model will run; the machine's accelerator without it, since weights made on the CPU are
+            commonly moved.
         attn_implementation: overrides that one field of ``ops_implementation``.
         config_kwargs: overrides of the model's config.
         trust_remote_code: whether code that comes with a model may run.
@@ -68,8 +74,9 @@ def build_foundation_model(
     ops = ops_implementation if isinstance(ops_implementation, OpsConfig) else OpsConfig.from_dict(ops_implementation)
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
-    dtype, device = _dtype(torch_dtype), _device(init_device)
-    if device.type == "meta" and weights_path is not None:
+    dtype, made_on = _dtype(torch_dtype), _device(init_device)
+    device_type = device_type_of(device)
+    if made_on.type == "meta" and weights_path is not None:
         raise ConfigError(
             f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "
             "weights_path out for the shapes, or write init_device='cuda' or 'cpu' to load the weights"
@@ -79,13 +86,18 @@ def build_foundation_model(
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
     skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
-    plan = agree_on_plan(lambda: make_plan(skeleton, ops), agree=agree, group=group, timeout=agreement_timeout)
+
+    def make() -> Plan:
+        hardware = ops.registry.detect_hardware(device_type)
+        return make_plan(skeleton, ops, hardware=hardware, autocast=autocast)
+
+    plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:
-        model = _load_weights(model_class, config, Path(weights_path), dtype, device, trust_remote_code)
-    elif device.type == "meta":
+        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code)
+    elif made_on.type == "meta":
         model = skeleton
     else:
-        model = _random_model(model_class, config, dtype, device, trust_remote_code)
+        model = _random_model(model_class, config, dtype, made_on, trust_remote_code)
     apply_plan(model, plan, ops.registry, on_change=ops.on_change, training_logits=ops.training_logits)
     return model  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from torch import nn
 from veomni_core.bound_classes import BoundClasses
 from veomni_core.bound_subclass import HOOKS, made_by
 from veomni_core.errors import BindingError
-from veomni_core.forward_functions import reaches, replace_captured
+from veomni_core.forward_functions import reaches, replace_captured, wraps
 
 
 class Change(Protocol):
@@ -198,6 +198,8 @@ class ForwardChange(ClassChange):
             return what
         module = self.target
         given = module is not None and "forward" in vars(module)
+        if given and self._bound is not None and wraps(vars(module)["forward"], vars(self._bound)["forward"]):
+            return ""
         return f"it was given a forward of its own, {setter_of(module)}" if given else ""
 
     def revert(self) -> None:

@@ -29,6 +29,20 @@ def reaches(function: Function, other: Function) -> bool:
     return any(layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in _layers(function))
 
 
+def wraps(function: Function, other: Function) -> bool:
+    """Whether ``function`` is a decorator around ``other``, as ``functools.wraps`` marks it (accelerate's autocast).
+
+    A partial is none: it calls what it was made of, whatever it is marked with.
+    """
+    current: Any = function
+    for _ in range(_DEEPEST):
+        current = getattr(current, "__func__", current)
+        if current is other or isinstance(current, partial):
+            return current is other
+        current = getattr(current, "__wrapped__", None)
+    return False
+
+
 def names_in(function: Function) -> set[str]:
     """Every attribute name and every string that ``function``, or a function that it closes over, can use."""
     names: set[str] = set()

@@ -23,6 +23,11 @@ def canonical_device(device_type: str) -> str:
     return _DEVICE_ALIASES.get(device_type, device_type)
 
 
+def torch_device_type(device_type: str) -> str:
+    """The type of a ``torch.device`` on such hardware."""
+    return "cuda" if device_type == "rocm" else device_type
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of accelerator that a job runs on.
@@ -68,7 +73,17 @@ class Hardware:
                 return cls("rocm", None, name=name, count=count, detected=True)
             major, minor = torch.cuda.get_device_capability(0)
             return cls("cuda", major * 10 + minor, name=name, count=count, detected=True)
+        return cls.cpu()
+
+    @classmethod
+    def cpu(cls) -> Hardware:
+        """The CPU of this machine."""
         return cls("cpu", None, name="CPU", detected=True)
+
+    @property
+    def torch_device_type(self) -> str:
+        """What torch calls devices of this type: AMD's GPUs are ``cuda`` to it."""
+        return torch_device_type(self.device_type)
 
     def describe(self) -> str:
         """For messages: ``cuda 9.0 (NVIDIA H200)``."""

@@ -9,58 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from veomni_core.config import Choice, OpsConfig
-from veomni_core.errors import KernelUnavailableError, NoSiteError
+from veomni_core.config import OpsConfig
+from veomni_core.decisions import OpDecision, SiteDecision
+from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_core.hardware import Hardware, HardwareRequirement
+from veomni_core.plan_problems import raise_problems
 from veomni_core.registry import Registry
-from veomni_core.selection import Selection, Verdict
+from veomni_core.selection import AUTOCAST_DTYPES, Selection, Verdict
 from veomni_core.sites.site import Site
 from veomni_core.spec import EAGER, KernelSpec
 from veomni_core.tables import render_table
 
 DECLARED = "declared, not proven"
-
-
-@dataclass(frozen=True)
-class SiteDecision:
-    """What runs at one site: a kernel's name or ``eager``, and why; ``as_asked`` if the config names just that."""
-
-    site: Site
-    kernel: str
-    reason: str
-    as_asked: bool = True
-
-    @property
-    def bound(self) -> bool:
-        """Whether a kernel takes the place of the model's own code."""
-        return self.kernel != EAGER
-
-    @property
-    def runs(self) -> str:
-        """What runs at the site: a kernel, the eager code where it was asked for, else whatever the model is set to."""
-        return self.kernel if self.bound or self.as_asked else self.site.own
-
-
-@dataclass(frozen=True)
-class OpDecision:
-    """What one config field asked for, and what came of it at every site of its op."""
-
-    op_name: str
-    config_field: str
-    asked: Any
-    written: bool
-    sites: tuple[SiteDecision, ...]
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """The kernels that run somewhere, most sites first; ``eager`` alone where none does."""
-        counts = Counter(decision.kernel for decision in self.sites if decision.bound)
-        return tuple(name for name, _ in counts.most_common()) or (EAGER,)
-
-    @property
-    def left_eager(self) -> tuple[SiteDecision, ...]:
-        """The sites where the model's own code runs."""
-        return tuple(decision for decision in self.sites if not decision.bound)
 
 
 @dataclass(frozen=True)
@@ -78,6 +38,7 @@ class Plan:
 
     ``assumptions`` are requirements that could not be checked, because the hardware was named rather than detected.
     ``failed_rules`` are plugins' site rules that failed on the model: what they would have found is not in the plan.
+    ``autocast`` is the dtype to which the forwards autocast; ``None`` where they run without.
     """
 
     hardware: Hardware
@@ -85,6 +46,7 @@ class Plan:
     kernels: tuple[PlannedKernel, ...]
     assumptions: tuple[str, ...] = ()
     failed_rules: tuple[str, ...] = ()
+    autocast: str | None = None
 
     def spec(self, op_name: str, variant: str | None, kernel: str) -> KernelSpec:
         """The spec of a kernel that the plan uses."""
@@ -101,7 +63,7 @@ class Plan:
         data = json.loads(text)
         return cls(
             hardware=Hardware(**data["hardware"]),
-            ops=tuple(_op_from_dict(op) for op in data["ops"]),
+            ops=tuple(OpDecision.from_dict(op) for op in data["ops"]),
             kernels=tuple(
                 PlannedKernel(
                     KernelSpec(**{**kernel["spec"], "hardware": HardwareRequirement(**kernel["spec"]["hardware"])}),
@@ -112,11 +74,12 @@ class Plan:
             ),
             assumptions=tuple(data["assumptions"]),
             failed_rules=tuple(data.get("failed_rules", ())),
+            autocast=data.get("autocast"),
         )
 
     @property
     def sha256(self) -> str:
-        """A hash of what runs where; reasons and the hardware's name don't enter it."""
+        """A hash of what runs where, under which autocast; reasons and the hardware's name don't enter it."""
         return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: Plan) -> tuple[str, ...]:
@@ -128,7 +91,10 @@ class Plan:
             if before != after:
                 op_name, path, *_ = key.split("|")
                 moves.setdefault((op_name, before, after), []).append(path or "the model")
-        sentences = [
+        sentences = []
+        if self.autocast != other.autocast:
+            sentences.append(f"autocast: {self.autocast or 'off'} -> {other.autocast or 'off'}")
+        sentences += [
             f"{op_name}: {before} -> {after} at {len(paths)} site(s): {', '.join(paths[:3])}{', …' * (len(paths) > 3)}"
             for (op_name, before, after), paths in moves.items()
         ]
@@ -138,17 +104,22 @@ class Plan:
                 sentences.append(f"{key}: {before} -> {after}")
         return tuple(sentences)
 
+    @property
+    def conditions(self) -> str:
+        """For messages: the hardware, and the autocast where there is one."""
+        return self.hardware.describe() + (f" under autocast to {self.autocast}" if self.autocast else "")
+
     def table(self) -> str:
         """What runs where, and why, one line per op and reason; below it what was assumed, and which rules failed."""
         rows = []
         for op in self.ops:
-            groups = Counter((d.kernel, d.site.variant or "?", _why(d)) for d in op.sites)
-            for (kernel, variant, reason), count in groups.items():
-                rows.append((op.config_field, _shown(op), f"{op.op_name}/{variant}", kernel, str(count), reason))
+            groups = Counter((d.kernel, _what(op, d), _why(d)) for d in op.sites)
+            for (kernel, what, reason), count in groups.items():
+                rows.append((op.config_field, _shown(op), what, kernel, str(count), reason))
             if not op.sites:
                 rows.append((op.config_field, _shown(op), op.op_name, "-", "0", "the model has no such site"))
-        title = f"Plan for {self.hardware.describe()}, sha256 {self.sha256[:12]}"
-        table = render_table(("field", "asked", "op/variant", "kernel", "sites", "why"), rows, title)
+        title = f"Plan for {self.conditions}, sha256 {self.sha256[:12]}"
+        table = render_table(("field", "asked", "op/variant, dtype", "kernel", "sites", "why"), rows, title)
         notes = [f"left out: {failure}" for failure in self.failed_rules]
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
@@ -156,7 +127,9 @@ class Plan:
         return "\n".join([table, *notes])
 
     def _identity(self) -> dict[str, dict[str, str]]:
+        autocast = {"autocast": {"dtype": self.autocast}} if self.autocast else {}
         return {
+            **autocast,
             "sites": {
                 f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": decision.runs
                 for op in self.ops
@@ -172,13 +145,17 @@ def make_plan(
     *,
     registry: Registry | None = None,
     hardware: Hardware | str | None = None,
+    autocast: Any = None,
 ) -> Plan:
     """Decide, for every site, which kernel runs there.
 
     ``model_or_sites`` is a model, or what :func:`find_sites` gave. ``hardware`` is what is here (detected) unless it
-    is given, as a :class:`Hardware` or by name. With sites and named hardware, no torch is imported.
+    is given, as a :class:`Hardware` or by name. ``autocast`` is the dtype to which the forwards will autocast
+    (``bfloat16``, ``float16``, or the torch dtype), where they will. With sites and named hardware, no torch is
+    imported.
 
     Raises:
+        UnknownNameError: ``autocast`` is no dtype that PyTorch autocasts to.
         KernelUnavailableError: a chosen kernel cannot run here; one message for all fields, each with its reasons and
             with what could be chosen instead.
         NoSiteError: a chosen kernel, or a module path in the config, that matches nothing in the model.
@@ -189,13 +166,24 @@ def make_plan(
     if isinstance(hardware, str):
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
-    selection = Selection(registry, hardware, config.profile)
+    autocast = _autocast_name(autocast)
+    selection = Selection(registry, hardware, config.profile, autocast)
     sites, failed_rules = _sites(model_or_sites, registry)
     ops = tuple(_decide(op_name, config, selection, sites.get(op_name, ())) for op_name in sorted(config.choices))
     if config.backend != "hf":
-        _raise_problems(ops, config, selection, failed_rules)
+        raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry))
-    return Plan(hardware, ops, kernels, () if hardware.detected else _assumptions(kernels), failed_rules)
+    return Plan(hardware, ops, kernels, () if hardware.detected else _assumptions(kernels), failed_rules, autocast)
+
+
+def _autocast_name(autocast: Any) -> str | None:
+    """The dtype as configs write it; ``torch.bfloat16`` is told by its text, so that torch need not be imported."""
+    if autocast is None:
+        return None
+    name = str(autocast).removeprefix("torch.")
+    if name not in AUTOCAST_DTYPES:
+        raise UnknownNameError(f"autocast: {name!r} is unknown. {did_you_mean(name, AUTOCAST_DTYPES)}")
+    return name
 
 
 def _sites(model_or_sites: Any, registry: Registry) -> tuple[dict[str, list[Site]], tuple[str, ...]]:
@@ -222,61 +210,9 @@ def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterab
             verdict = Verdict(EAGER, "MODELING_BACKEND=hf turns all binding off", as_asked=False)
         else:
             verdict = selection.choose(op_name, choice.names_for(site.path), site)
-        decisions.append(SiteDecision(site, verdict.kernel, verdict.reason, verdict.as_asked))
+        dtypes = selection.dtypes_at(op_name, site)
+        decisions.append(SiteDecision(site, verdict.kernel, verdict.reason, verdict.as_asked, dtypes))
     return OpDecision(op_name, choice.config_field, choice.asked, choice.written, tuple(decisions))
-
-
-def _raise_problems(
-    ops: tuple[OpDecision, ...], config: OpsConfig, selection: Selection, failed_rules: tuple[str, ...]
-) -> None:
-    """Raise for every explicit choice that came to nothing, all fields in one message.
-
-    A choice without a site may have been for what a failed rule would have found; so those rules are named beside it.
-    """
-    pressing: list[str] = []
-    others: list[str] = []
-    siteless: list[str] = []
-    for op in ops:
-        for where, names, decisions in _groups(op, config.choices[op.op_name]):
-            if selection.leaves_open(names):
-                continue
-            field = f"{op.config_field}{where}"
-            if problem := selection.unavailable(op.op_name, names):
-                (pressing if op.written or decisions else others).append(f"{field}: {problem}")
-            elif op.written and not decisions:
-                siteless.append(f"{field}: {' or '.join(names)} was chosen, but {_nothing_there(op, where)}")
-            elif op.written and not any(decision.bound for decision in decisions):
-                reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions))
-                pressing.append(f"{field}: {' or '.join(names)} covers none of the {len(decisions)} sites: {reasons}")
-        siteless += [f"{op.config_field}[{glob!r}]: {_nothing_there(op, glob)}" for glob in _idle_globs(op, config)]
-    if pressing:
-        raise KernelUnavailableError("\n".join([*pressing, *others, *siteless, *(failed_rules if siteless else ())]))
-    if siteless:
-        raise NoSiteError("\n".join([*siteless, *failed_rules]))
-
-
-def _groups(op: OpDecision, choice: Choice) -> Iterable[tuple[str, tuple[str, ...], tuple[SiteDecision, ...]]]:
-    """The parts of a field that are answered on their own: ``(where, names, decisions)``."""
-    rest = tuple(decision for decision in op.sites if choice.glob_for(decision.site.path) is None)
-    if rest or not choice.per_module:
-        yield "", choice.default, rest
-    for glob, names in choice.per_module:
-        decisions = tuple(decision for decision in op.sites if choice.glob_for(decision.site.path) == glob)
-        if decisions:
-            yield f"[{glob!r}]", names, decisions
-
-
-def _idle_globs(op: OpDecision, config: OpsConfig) -> list[str]:
-    choice = config.choices[op.op_name]
-    used = {choice.glob_for(decision.site.path) for decision in op.sites}
-    return [glob for glob, _ in choice.per_module if glob not in used]
-
-
-def _nothing_there(op: OpDecision, where: str) -> str:
-    if where and op.sites:
-        paths = ", ".join(decision.site.path for decision in op.sites[:4])
-        return f"no {op.op_name} site has such a path; sites are at {paths}{', …' * (len(op.sites) > 4)}"
-    return f"the model has no {op.op_name} site; remove the field, or write eager"
 
 
 def _planned_kernels(ops: tuple[OpDecision, ...], registry: Registry) -> Iterable[PlannedKernel]:
@@ -291,9 +227,9 @@ def _assumptions(kernels: tuple[PlannedKernel, ...]) -> tuple[str, ...]:
     return tuple(f"{kernel.spec}: {package}" for kernel in kernels for package in kernel.spec.hardware.packages)
 
 
-def _op_from_dict(data: dict[str, Any]) -> OpDecision:
-    sites = tuple(SiteDecision(**{**d, "site": Site(**d["site"])}) for d in data["sites"])
-    return OpDecision(**{**data, "sites": sites})
+def _what(op: OpDecision, decision: SiteDecision) -> str:
+    """The op's variant, and in a line below it what it computes in."""
+    return "\n".join([f"{op.op_name}/{decision.site.variant or '?'}", *filter(None, [" or ".join(decision.dtypes)])])
 
 
 def _why(decision: SiteDecision) -> str:

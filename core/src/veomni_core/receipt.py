@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from veomni_core.plan import DECLARED, OpDecision, Plan
+from veomni_core.decisions import OpDecision
+from veomni_core.plan import DECLARED, Plan
 from veomni_core.spec import EAGER
 from veomni_core.tables import render_table
 
@@ -30,13 +31,15 @@ class Receipt:
 
     ``verification`` says what was run here before binding. ``sequence_parallel`` says how the
     attention runs over several ranks, and is empty where it doesn't. ``changed`` says, by module path, why a bound site
-    does not run its kernel any more.
+    does not run its kernel any more. ``misplaced`` says which kernels need the model on another device than it is on
+    now, and is empty where none does.
     """
 
     plan: Plan
     verification: Verification = field(default_factory=Verification)
     sequence_parallel: str = ""
     changed: Mapping[str, str] = field(default_factory=dict)
+    misplaced: str = ""
 
     @property
     def verified(self) -> tuple[str, ...]:
@@ -47,6 +50,7 @@ class Receipt:
         """Plain data; ``ops`` lists one mapping per op, with ``eager`` naming each site that no kernel took."""
         return {
             "hardware": self.plan.hardware.describe(),
+            "autocast": self.plan.autocast,
             "plan_sha256": self.plan.sha256,
             "assumptions": list(self.plan.assumptions),
             "verified": list(self.verified),
@@ -54,6 +58,7 @@ class Receipt:
             "not_verified": list(self.verification.not_compared),
             "sequence_parallel": self.sequence_parallel,
             "changed": dict(self.changed),
+            "misplaced": self.misplaced,
             "kernels": [
                 {"kernel": str(k.spec), "factory": k.spec.factory, "distribution": k.distribution, "version": k.version}
                 for k in self.plan.kernels
@@ -78,9 +83,11 @@ class Receipt:
             for op in self.plan.ops
             if op.sites or op.written
         ]
-        title = f"Bound on {self.plan.hardware.describe()}, plan {self.plan.sha256[:12]}"
+        title = f"Bound on {self.plan.conditions}, plan {self.plan.sha256[:12]}"
         if self.sequence_parallel:
             title += f"\nThe attention runs sequence-parallel: {self.sequence_parallel}"
+        if self.misplaced:
+            title += f"\nNot on its device: {self.misplaced}"
         for what in self.verification.not_compared:
             title += f"\nNot verified: {what}"
         for path, what in self.changed.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from veomni_core.errors import KernelUnavailableError, UnknownNameError, did_you_mean
+from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 from veomni_core.hardware import Hardware
 from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, load_attribute
 
@@ -181,8 +181,22 @@ class Registry:
         extra = {key: value for device in self.devices.values() for key, value in device.named.items()}
         return Hardware.named(name, extra)
 
-    def detect_hardware(self) -> Hardware:
-        """What is on this machine: a plugin's device where it finds one, else what torch sees."""
+    def detect_hardware(self, device_type: str | None = None) -> Hardware:
+        """What is on this machine: a plugin's device where it finds one, else what torch sees.
+
+        ``device_type``, as torch calls it, says what of it is meant: ``cpu`` is this machine's CPU beside any GPU.
+
+        Raises:
+            HostError: the machine has no such device.
+        """
+        if device_type == "cpu":
+            return Hardware.cpu()
+        found = self._detect_accelerator()
+        if device_type not in (None, found.torch_device_type):
+            raise HostError(f"the device asked for is {device_type}, but what is here is {found.describe()}")
+        return found
+
+    def _detect_accelerator(self) -> Hardware:
         for device in self.devices.values():
             found, problem = detect(device)
             if problem:  # a broken plugin harms no other

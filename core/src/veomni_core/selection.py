@@ -9,7 +9,9 @@ from veomni_core.config import AUTO
 from veomni_core.hardware import Hardware
 from veomni_core.registry import Registry
 from veomni_core.sites.site import Site
-from veomni_core.spec import EAGER, KernelSpec
+from veomni_core.spec import DTYPES, EAGER, KernelSpec
+
+AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,22 @@ class _Place:
     """What of a site a kernel's usability depends on."""
 
     variant: str
-    dtype: str | None
+    dtypes: tuple[str, ...]
     needs: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...]
 
 
 class Selection:
-    """Answers for one registry on one hardware. Equal questions are answered once."""
+    """Answers for one registry on one hardware, under one autocast or none. Equal questions are answered once."""
 
-    def __init__(self, registry: Registry, hardware: Hardware, profile: Mapping[str, Mapping[str, float]]) -> None:
-        self._registry, self._hardware, self._profile = registry, hardware, profile
+    def __init__(
+        self,
+        registry: Registry,
+        hardware: Hardware,
+        profile: Mapping[str, Mapping[str, float]],
+        autocast: str | None = None,
+    ) -> None:
+        self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._answers: dict[tuple[str, tuple[str, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, names: tuple[str, ...], site: Site) -> Verdict:
@@ -44,11 +52,25 @@ class Selection:
             return Verdict(EAGER, "as asked", as_asked=True)
         if site.variant is None:
             return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
-        place = _Place(site.variant, site.dtype, site.needs, tuple(site.refuses.items()))
+        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, tuple(site.refuses.items()))
         key = (op_name, names, place)
         if key not in self._answers:
             self._answers[key] = self._first(op_name, names, place)
         return self._answers[key]
+
+    def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
+        """The dtypes in which ``site`` gets its data, as far as is known.
+
+        They are its weights', unless autocast casts. An op that follows autocast then gets its dtype. Any other op
+        computes in whatever arrives: what a product gave, or what none has touched.
+        """
+        if site.dtype is None:
+            return ()
+        if self._autocast is None or site.dtype not in DTYPES:  # autocast leaves float64 alone
+            return (site.dtype,)
+        if self._registry.op(op_name).follows_autocast:
+            return (self._autocast,)
+        return tuple(dict.fromkeys((site.dtype, self._autocast)))
 
     def leaves_open(self, names: tuple[str, ...]) -> bool:
         """Whether ``names`` allow the model's own code, so that nothing is refused."""
@@ -72,21 +94,31 @@ class Selection:
     def why_not(
         self,
         spec: KernelSpec,
-        dtype: str | None = None,
+        dtypes: tuple[str, ...] = (),
         needs: tuple[str, ...] = (),
         refuses: tuple[tuple[str, str], ...] = (),
     ) -> tuple[str, ...]:
-        """What keeps ``spec`` from running here, on data of ``dtype`` where that is known, where a site ``needs`` some
-        features and ``refuses`` others; empty when nothing does.
+        """What keeps ``spec`` from running here, on data of any of ``dtypes``, where a site ``needs`` some features and
+        ``refuses`` others; empty when nothing does.
         """
         reasons = list(spec.hardware.unmet(self._hardware))
         if not spec.backward:
             reasons.append("has no backward, and training needs one")
-        if dtype is not None and dtype not in spec.dtypes:
-            reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {dtype}")
+        if not set(dtypes) <= set(spec.dtypes):
+            reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {self._shown(spec, dtypes)}")
         reasons += [f"does not compute {need}, which this site needs" for need in needs if need not in spec.features]
         reasons += [f"has {feature}: {why}" for feature, why in refuses if feature in spec.features]
         return tuple(reasons)
+
+    def _shown(self, spec: KernelSpec, dtypes: tuple[str, ...]) -> str:
+        """The dtypes of a site, with the autocast that they come from, or that would let ``spec`` run there."""
+        shown = " or ".join(dtypes)
+        if self._autocast is not None:
+            return f"{shown} under autocast"
+        remedies = [dtype for dtype in AUTOCAST_DTYPES if dtype in spec.dtypes]
+        if "float32" in dtypes and remedies and self._registry.op(spec.op_name).follows_autocast:
+            return f"{shown} (if it trains under autocast, say so: autocast={remedies[0]!r})"
+        return shown
 
     def _first(self, op_name: str, names: tuple[str, ...], place: _Place) -> Verdict:
         passed_over: list[str] = []
@@ -97,7 +129,7 @@ class Selection:
                 return self._best(op_name, place, passed_over)
             spec = self._registry.find(op_name, place.variant, name)
             covered = (self._not_covered(op_name, place.variant, name),)
-            why_not = self.why_not(spec, place.dtype, place.needs, place.refuses) if spec else covered
+            why_not = self.why_not(spec, place.dtypes, place.needs, place.refuses) if spec else covered
             if not why_not:
                 return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
             passed_over.append(f"{name} {' and '.join(why_not)}")
@@ -105,7 +137,7 @@ class Selection:
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         specs = self._registry.kernels(op_name, place.variant)
-        candidates = [spec for spec in specs if not self.why_not(spec, place.dtype, place.needs, place.refuses)]
+        candidates = [spec for spec in specs if not self.why_not(spec, place.dtypes, place.needs, place.refuses)]
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
         if measured:
@@ -124,7 +156,7 @@ class Selection:
             return f"no kernel for {place.variant} is installed"
         not_preferred = ("is not preferred to the model's own code",)
         return "; ".join(
-            f"{spec.name} {' and '.join(self.why_not(spec, place.dtype, place.needs, place.refuses) or not_preferred)}"
+            f"{spec.name} {' and '.join(self.why_not(spec, place.dtypes, place.needs, place.refuses) or not_preferred)}"
             for spec in specs
         )
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes import Change
-from veomni_core.plan import OpDecision, Plan, SiteDecision
+from veomni_core.decisions import OpDecision, SiteDecision
+from veomni_core.plan import Plan
 from veomni_core.registry import Registry
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator

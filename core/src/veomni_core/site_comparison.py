@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ class Run:
     problem: str = ""
 
     @classmethod
-    def of(cls, module: nn.Module, call: RecordedCall) -> Run:
+    def of(cls, module: nn.Module, call: RecordedCall, autocast: str | None = None) -> Run:
         """Run ``module`` forward and backward on copies of the recorded arguments, with the same random numbers."""
         leaves: dict[str, Tensor] = {}
         try:
@@ -33,17 +34,27 @@ class Run:
             args = [_fresh(value, f"input {position}", leaves) for position, value in enumerate(call.args)]
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
             with torch.enable_grad():
-                results = dict(_results(module(*args, **kwargs)))
+                with autocast_on(module, autocast):
+                    results = dict(_results(module(*args, **kwargs)))
                 leaves.update(_own_parameters(module))
                 return cls({name: value.detach() for name, value in results.items()}, _gradients(results, leaves))
         except Exception as error:  # foreign code, called on its own
             return cls(problem=f"{type(error).__name__}: {str(error)[:200]}")
 
 
-def compare(own: Run, bound: Run, contract: Contract) -> str:
+def autocast_on(module: nn.Module, dtype: str | None) -> AbstractContextManager[Any]:
+    """Autocast to ``dtype`` on the device that ``module`` is on; nothing for ``None``."""
+    if dtype is None:
+        return nullcontext()
+    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    return torch.autocast(device, getattr(torch, dtype))
+
+
+def compare(own: Run, bound: Run, contract: Contract, autocast: str | None = None) -> str:
     """How ``bound`` differs from ``own``, by more than the contract lets each of the two differ from the exact result.
 
-    The two may stand at opposite ends of what is allowed, so their distance is held to twice that.
+    The two may stand at opposite ends of what is allowed, so their distance is held to twice that. Under ``autocast``
+    float32 results were rounded to its dtype on their way.
     """
     for which, mine, theirs, allowed in (
         ("", own.results, bound.results, contract.values),
@@ -58,7 +69,7 @@ def compare(own: Run, bound: Run, contract: Contract) -> str:
                 continue
             if found.shape != wanted.shape or found.dtype != wanted.dtype:
                 return f"{what} is {_form(found)}, its own code gives {_form(wanted)}"
-            tolerance = allowed.get(dtype_name(wanted.dtype))
+            tolerance = allowed.get(autocast or dtype_name(wanted.dtype))
             if tolerance is not None and (problem := _distance(found, wanted, tolerance)):
                 return f"{what} is off: {problem}"
     return ""

@@ -125,6 +125,8 @@ class OpSpec:
     ``config_field`` is its key in the job's YAML and ``default`` that key's value under ``preset: gpu``.
     ``published`` maps values that are known to exist to the distribution that brings them, so that a kernel that is
     not installed is told apart from one that is misspelt. ``legacy_values`` maps retired spellings to present ones.
+    ``follows_autocast`` is whether under ``torch.autocast`` it computes in autocast's dtype, whatever its weights': it
+    multiplies matrices, or all that it gets comes from products.
     """
 
     name: str
@@ -136,6 +138,7 @@ class OpSpec:
     variant_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
     published: Mapping[str, str] = field(default_factory=dict, hash=False)
     legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    follows_autocast: bool = False
 
     def __post_init__(self) -> None:
         owner = f"OpSpec {self.name!r}"
@@ -143,6 +146,7 @@ class OpSpec:
             require_name(owner, name, getattr(self, name))
         require_text(owner, "description", self.description)
         require_reference(owner, "contract", self.contract)
+        require_boolean(owner, "follows_autocast", self.follows_autocast)
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
             raise SpecError(f"{owner}: variants is empty, and an op needs at least one")
@@ -209,13 +213,26 @@ class SiteRule:
 
 
 @dataclass(frozen=True)
+class JobConditions:
+    """What a job's other sections say that its plan depends on.
+
+    ``device`` is where it runs, as torch names devices; the machine's accelerator where it is ``None``. ``autocast`` is
+    the dtype of the autocast that it trains under, ``None`` for none.
+    """
+
+    device: str | None = None
+    autocast: str | None = None
+
+
+@dataclass(frozen=True)
 class CommandSpec:
     """A verb that a plugin adds to the ``veomni`` command line.
 
     ``target`` names (``"module:attribute"``) a function that typer can turn into a command; it is imported only when
     the verb is used. ``job_check`` is for a verb that runs jobs: it names a function that takes a job file's path and
     raises what the verb would raise for what the file says. ``veomni plan`` calls it for jobs that have other sections
-    than ``model``, so that it accepts no job that the verb refuses.
+    than ``model``, so that it accepts no job that the verb refuses. It may return :class:`JobConditions`, under which
+    the verb would plan.
     """
 
     name: str

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 
 from veomni_core.change_set import ChangeSet
+from veomni_core.decisions import OpDecision, SiteDecision
 from veomni_core.errors import ConformanceError
 from veomni_core.model_calls import RecordedCall, recorded_calls, undisturbed
 from veomni_core.ops.contract import Contract, contract_for, dtype_name
-from veomni_core.plan import OpDecision, Plan, SiteDecision
+from veomni_core.plan import Plan
 from veomni_core.receipt import Verification
 from veomni_core.registry import Registry
 from veomni_core.site_changes import Kernels, changes_at, decisions_of
-from veomni_core.site_comparison import Run, compare
+from veomni_core.site_comparison import Run, autocast_on, compare
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
 from veomni_core.spec import KernelSpec
@@ -24,6 +25,8 @@ from veomni_core.testing import check_kernel
 
 def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Verification:
     """Run the plan's kernels on the model's device and in its dtype; ``model`` is unbound, and is left as it was.
+
+    Under autocast, kernels that follow it run in its dtype, and sites within it.
 
     Each site is compared on what its module gets in a forward of the whole model on a few tokens: its results, and the
     gradients that reach its floating inputs and its own parameters, with nothing but this one site bound.
@@ -35,7 +38,7 @@ def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kerne
     if any(parameter.is_meta for parameter in model.parameters()):
         no_weights = "the model has weights on the meta device, where nothing can be computed"
         return Verification(not_compared=tuple(f"{planned.spec}: {no_weights}" for planned in plan.kernels))
-    held = tuple(_check(planned.spec, model, registry) for planned in plan.kernels)
+    held = tuple(_check(planned.spec, model, registry, plan.autocast) for planned in plan.kernels)
     bound = [
         (locator_of(rule), op, decision)
         for rule in registry.site_rules
@@ -45,14 +48,15 @@ def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kerne
     same: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
     with undisturbed(model):
-        calls, why_none = recorded_calls(model, {decision.site.path for _, _, decision in bound})
+        with autocast_on(model, plan.autocast):
+            calls, why_none = recorded_calls(model, {decision.site.path for _, _, decision in bound})
         for locator, op, decision in bound:
             spec = plan.spec(op.op_name, decision.site.variant, decision.kernel)
             call = calls.get(decision.site.path)
             why = why_none or "its module was not called"
             if call is not None:
                 contract = contract_for(registry.op(op.op_name), spec.variant)
-                why = _compare(model, locator, op, decision, kernels, call, contract)
+                why = _compare(model, locator, op, decision, kernels, call, contract, plan.autocast)
             if why:
                 left_out[f"{spec} at {decision.site.path or 'the model'}: {why}"] += 1
             else:
@@ -68,20 +72,21 @@ def _compare(
     kernels: Kernels,
     call: RecordedCall,
     contract: Contract,
+    autocast: str | None,
 ) -> str:
     """Why the site could not be compared, or an empty string where both runs agree."""
     module, path = model.get_submodule(decision.site.path), decision.site.path
-    own = Run.of(module, call)
+    own = Run.of(module, call, autocast)
     if own.problem:
         return f"its own code can't be run alone: {own.problem}"
     changes = ChangeSet()
     try:
         for change in changes_at(model, op, decision, locator, kernels):
             changes.apply(change, path, decision.site.rule)
-        bound = Run.of(module, call)
+        bound = Run.of(module, call, autocast)
     finally:
         changes.revert()
-    difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract)
+    difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast)
     if difference:
         raise ConformanceError(
             f"{op.op_name}/{decision.site.variant}:{decision.kernel} at {path or 'the model'}, found by the rule "
@@ -90,9 +95,9 @@ def _compare(
     return ""
 
 
-def _check(spec: KernelSpec, model: nn.Module, registry: Registry) -> str:
-    parameter = next(model.parameters(), torch.empty(0))
-    dtype = dtype_name(parameter.dtype)
-    report = check_kernel(spec, parameter.device, dtype, op=registry.op(spec.op_name))
+def _check(spec: KernelSpec, model: nn.Module, registry: Registry, autocast: str | None) -> str:
+    parameter, op = next(model.parameters(), torch.empty(0)), registry.op(spec.op_name)
+    dtype = autocast if autocast and op.follows_autocast else dtype_name(parameter.dtype)
+    report = check_kernel(spec, parameter.device, dtype, op=op)
     report.raise_if_failed()
     return f"{spec} on {parameter.device} in {dtype}"

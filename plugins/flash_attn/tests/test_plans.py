@@ -16,12 +16,13 @@ from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecErro
 from veomni_core.testing import check_kernel
 
 
-def plan(family, kernel, ours=None, hardware="h200", **config):
+def plan(family, kernel, ours=None, hardware="h200", dtype=torch.bfloat16, autocast=None, **config):
     ours = ours or registry()
     ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": kernel}, ours)
     with torch.device("meta"):
-        model = build(family, dtype=torch.bfloat16, **config)
-    return make_plan(find_sites(model, ours), ops, hardware=ours.named_hardware(hardware), registry=ours)
+        model = build(family, dtype=dtype, **config)
+    sites, target = find_sites(model, ours), ours.named_hardware(hardware)
+    return make_plan(sites, ops, hardware=target, registry=ours, autocast=autocast)
 
 
 @pytest.mark.parametrize("kernel", [*NAMES, "flex_attention"])
@@ -29,6 +30,14 @@ def test_an_h200_plans_each_by_the_name_of_the_seeds(kernel):
     found = plan("llama", kernel)
     assert found.ops[0].chosen == (kernel,)
     assert found.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("kernel", NAMES)
+def test_float32_weights_have_them_under_autocast_alone(kernel):
+    with pytest.raises(KernelUnavailableError, match=r"this site is float32 \(if it trains under autocast, say so"):
+        plan("llama", kernel, dtype=torch.float32)
+    (site,) = plan("llama", kernel, dtype=torch.float32, autocast="bfloat16").ops[0].sites
+    assert (site.kernel, site.dtypes) == (kernel, ("bfloat16",))
 
 
 @pytest.mark.parametrize(

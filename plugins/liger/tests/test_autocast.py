@@ -93,3 +93,10 @@ def test_a_weights_gradient_in_float16_is_summed_where_it_cannot_overflow(monkey
     allowed = loss_reference.GRADIENTS["float16"].norm
     for mine, true in zip(gradients(cross_entropy_loss, torch.float16, scale), exact, strict=True):
         assert (mine - true).norm() <= allowed * true.norm()
+
+
+def test_experts_in_float32_outside_of_autocast_are_refused():
+    """A plan for autocast may bind them to float32 weights; there they would be multiplied as TF32."""
+    call, _, shapes = CALLS["experts"]
+    with pytest.raises(TypeError, match="fused_liger computes bfloat16 or float16, not float32: run it under autocast"):
+        call(moe_experts)(*(_leaf(*shape) for shape in shapes))

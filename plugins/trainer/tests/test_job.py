@@ -83,6 +83,7 @@ def test_weights_alone_name_a_model(job_data: dict[str, Any]) -> None:
         ("train", "warmup", 5, "train.warmup is 5 steps, but train.steps is 4"),
         ("model", "dtype", "float8", "model.dtype: must be 'float32', 'bfloat16' or 'float16', got 'float8' (text)"),
         ("model", "dtype", "float16", "model.dtype: float16 holds nothing below 6e-8, so weights"),
+        ("train", "bf16", "yes", "train.bf16: must be true or false, got 'yes' (text)"),
         ("model", "path", 3, "model.path: must be text, got 3 (integer)"),
         ("model", "config_path", "config.json", "model.config_path: is another word for model.config, which is given"),
         ("model", "moe_implementation", "eager", "model.moe_implementation: there is no such key. A kernel is chosen"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from veomni_core import Hardware
 from veomni_core.errors import (
     CheckpointError,
     ConfigError,
@@ -36,6 +37,29 @@ def moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, A
     job_data["model"]["config"] = qwen3_moe
     job_data["train"] |= {"steps": 6, "gradient_accumulation": 2, "warmup": 2}
     return job_data
+
+
+def test_float32_weights_train_under_autocast_with_the_kernels_planned_for_it(
+    moe_data: dict[str, Any], train: Train, run: Path, losses: Losses, caplog: pytest.LogCaptureFixture
+) -> None:
+    moe_data["model"]["ops_implementation"] = {"preset": "auto"}
+    assert train(moe_data, "train.bf16=true") is False
+    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
+    assert receipt["autocast"] == "bfloat16" and not receipt["changed"]
+    assert "does not run what was bound" not in caplog.text
+    assert losses(run)[-1][1] < losses(run)[0][1]
+    with pytest.raises(PlanMismatchError, match="autocast: bfloat16 -> off"):
+        train(moe_data, "train.bf16=false", "train.steps=8", resume=True)
+
+
+def test_a_job_for_the_cpu_gets_the_cpu_s_plan_beside_a_gpu(
+    job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda kind: here))
+    job_data["model"]["ops_implementation"] = {"preset": "auto"}
+    train(job_data)
+    assert json.loads((run / "plan.json").read_text(encoding="utf-8"))["hardware"]["device_type"] == "cpu"
 
 
 def test_a_run_writes_everything_it_should(

@@ -17,7 +17,7 @@ from veomni_core.errors import JobFileError, VeOmniError
 from veomni_core.job_model import model_section_of
 from veomni_core.jobfile import load_yaml
 from veomni_core.registry import Registry
-from veomni_core.spec import load_attribute
+from veomni_core.spec import JobConditions, load_attribute
 
 
 def plan_job(
@@ -30,7 +30,9 @@ def plan_job(
     registry = discover()
     # Before torch is imported: a device's own library may break that, and its plugin knows why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    _check_other_sections(data, job, registry)
+    conditions = _conditions(data, job, registry)
+    if conditions.device and not hardware:
+        target = registry.detect_hardware(conditions.device)
     section = model_section_of(data, str(job), job.parent)
     config = OpsConfig.from_dict({"model": {"ops_implementation": section.ops_implementation}}, registry)
 
@@ -44,22 +46,21 @@ def plan_job(
         else:
             assumed = (f"model.weights: {section.weights}",)
     skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
-    plan = make_plan(skeleton, config, registry=registry, hardware=target)
+    plan = make_plan(skeleton, config, registry=registry, hardware=target, autocast=conditions.autocast)
     plan = replace(plan, assumptions=(*plan.assumptions, *assumed))
     print(plan.to_json() if json else plan.table())
 
 
-def _check_other_sections(data: Mapping[str, Any], job: Path, registry: Registry) -> None:
-    """Raise what the verbs that run jobs would say of this one; a job of a model alone is no job of theirs yet."""
+def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobConditions:
+    """What the verb that runs this job says of it, or what it would raise; a job of a model alone is none's yet."""
     others = [str(name) for name in data if name != "model"]
     if not others:
-        return
+        return JobConditions()
     problems: dict[str, VeOmniError] = {}
     verbs = [command for command in registry.commands.values() if command.job_check]
     for verb in verbs:
         try:
-            load_attribute(verb.job_check)(job)
-            return
+            return load_attribute(verb.job_check)(job) or JobConditions()
         except VeOmniError as error:
             problems[verb.name] = error
     if not verbs:
@@ -69,3 +70,4 @@ def _check_other_sections(data: Mapping[str, Any], job: Path, registry: Registry
         raise next(iter(problems.values()))
     else:
         raise JobFileError("\n".join(f"veomni {verb}: {error}" for verb, error in problems.items()))
+    return JobConditions()

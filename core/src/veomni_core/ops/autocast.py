@@ -41,12 +41,18 @@ def cast_as_autocast(tensor: Tensor) -> Tensor:
     return tensor.to(dtype)
 
 
-def product_operands(kernel: str, **operands: Tensor | None) -> tuple[Any, ...]:
+def product_operands(
+    kernel: str, *, dtypes: tuple[torch.dtype, ...] = (), **operands: Tensor | None
+) -> tuple[Any, ...]:
     """The operands of ``kernel``'s matrix products, in order, each as :func:`cast_as_autocast` gives it, or ``None``.
 
+    ``dtypes`` are those in which the products are right, where that is not so in all. A kernel that was planned for
+    autocast is stopped by them in a forward outside of it.
+
     Raises:
-        TypeError: they differ in dtype. Eager code raises there too, but from within its first product. Or one is a
-            DTensor, as a weight is that tensor parallel sharded after the kernel was bound.
+        TypeError: they differ in dtype. Eager code raises there too, but from within its first product. Or they are in
+            none of ``dtypes``, or one is a DTensor, as a weight is that tensor parallel sharded after the kernel was
+            bound.
     """
     sharded = [name for name, tensor in operands.items() if _is_dtensor(tensor)]
     if sharded:
@@ -55,11 +61,20 @@ def product_operands(kernel: str, **operands: Tensor | None) -> tuple[Any, ...]:
             "tensor-parallel weights yet; choose eager for this op"
         )
     cast = {name: None if tensor is None else cast_as_autocast(tensor) for name, tensor in operands.items()}
-    dtypes = {name: tensor.dtype for name, tensor in cast.items() if tensor is not None}
-    if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{name} is {dtype}".replace("torch.", "") for name, dtype in dtypes.items())
+    present = {name: tensor.dtype for name, tensor in cast.items() if tensor is not None}
+    if len(set(present.values())) > 1:
+        found = ", ".join(f"{name} is {_name(dtype)}" for name, dtype in present.items())
         raise TypeError(f"{kernel} multiplies tensors of one dtype, but {found}: cast them, or train under autocast")
+    if dtypes and not set(dtypes) >= set(present.values()):
+        computed, found = (" or ".join(map(_name, some)) for some in (dtypes, dict.fromkeys(present.values())))
+        raise TypeError(
+            f"{kernel} computes {computed}, not {found}: run it under autocast, or with weights in bfloat16"
+        )
     return tuple(cast.values())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return f"{dtype}".removeprefix("torch.")
 
 
 def _is_dtensor(tensor: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="flash_attention_2",
         contract="veomni_core.ops.attention:CONTRACTS",
         description="softmax attention behind transformers' AttentionInterface",
+        follows_autocast=True,
         published={
             "sdpa": "veomni-torch",
             "flash_attention_2": "veomni-flash-attn",
@@ -90,6 +91,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="liger_kernel",
         contract="veomni_core.ops.swiglu_mlp:CONTRACTS",
         description="the gated activation between an MLP's linears",
+        follows_autocast=True,
         published={
             "torch": "veomni-torch",
             "liger_kernel": "veomni-liger",
@@ -104,6 +106,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="liger_kernel",
         contract="veomni_core.ops.cross_entropy_loss:CONTRACTS",
         description="the output projection and its cross entropy, fused for causal models",
+        follows_autocast=True,
         published={
             "chunk_loss": "veomni-torch",
             "liger_kernel": "veomni-liger",
@@ -118,6 +121,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="fused_triton",
         contract="veomni_core.ops.moe_experts:CONTRACTS",
         description="the experts of a mixture-of-experts layer, after routing",
+        follows_autocast=True,
         variant_aliases={"gpt_oss": "clamped"},
         published={
             "grouped_mm": "veomni-torch",

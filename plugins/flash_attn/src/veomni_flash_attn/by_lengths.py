@@ -132,7 +132,8 @@ def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
     if any(width % 8 or width > _WIDEST for width in widths):
         problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
     if query.dtype not in (torch.bfloat16, torch.float16):
-        problems.append(f"{query.dtype}".removeprefix("torch."))
+        dtype = f"{query.dtype}".removeprefix("torch.")
+        problems.append(f"{dtype} (run the model under autocast, or with weights in bfloat16)")
     return problems
 
 

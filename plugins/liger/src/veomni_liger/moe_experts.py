@@ -18,6 +18,7 @@ from veomni_liger.functions import first_derivative_of
 from veomni_liger.pinned_experts import pinned_experts
 
 _GRAPH_BREAK = "fused_liger reads the number of its tiles on the host"
+_EXACT = (torch.bfloat16, torch.float16)  # float32 would be multiplied as TF32
 _apply = first_derivative_of(pinned_experts()).apply
 
 
@@ -34,9 +35,11 @@ def standard(
     but for the result's.
 
     Raises:
-        TypeError: hidden and the projections differ in dtype, and autocast is off.
+        TypeError: hidden and the projections are not all bfloat16, or all float16, and autocast is off.
     """
-    rows, gate_up, down = product_operands("fused_liger", hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj)
+    rows, gate_up, down = product_operands(
+        "fused_liger", dtypes=_EXACT, hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj
+    )
     kept = (top_k_index >= 0) & (top_k_index < gate_up_proj.shape[0])
     index = torch.where(kept, top_k_index, 0).int()
     weights = torch.where(kept, top_k_weights, 0)

@@ -50,7 +50,10 @@ def check_dtypes(kernel: str, *operands: Tensor) -> None:
     dtypes = {operand.dtype for operand in operands}
     if len(dtypes) > 1 or not dtypes <= _PRODUCT_DTYPES:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise TypeError(f"{kernel} computes bfloat16 or float16, all operands alike; these are {found}")
+        raise TypeError(
+            f"{kernel} computes bfloat16 or float16, all operands alike; these are {found}: run it under "
+            "autocast, or with weights in bfloat16"
+        )
 
 
 def check_target() -> None:

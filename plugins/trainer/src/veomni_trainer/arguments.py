@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core.errors import HostError
 from veomni_trainer.job import TrainSection
@@ -34,6 +35,8 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
             "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
             "sharding it, without a word. Write train.fsdp: false"
         )
+    if train.bf16 and not on_cpu and not is_torch_bf16_gpu_available():
+        raise HostError("train.bf16 needs an accelerator that computes in bfloat16. Write train.bf16: false")
     arguments = TrainingArguments(
         output_dir=str(staging),
         max_steps=train.steps,
@@ -60,6 +63,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         # is ignored. Dividing by those of all processes, Trainer multiplies the loss by the number of processes again,
         # and the experts' load-balancing loss, which it has not divided, with it.
         average_tokens_across_devices=False,
+        bf16=train.bf16,
         torch_compile=train.torch_compile,
         report_to="none",
         disable_tqdm=True,

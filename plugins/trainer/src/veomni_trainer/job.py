@@ -48,8 +48,8 @@ class TrainSection(Section):
     """How to train. ``batch_size`` counts sequences per process and per accumulated micro-step.
 
     Checkpoints are kept every ``save_every`` steps and at the end, only at the ``end``, or ``never``; an interrupt
-    always leaves one. ``keep_checkpoints`` limits how many of the newest stay. ``sp_size`` processes share each
-    sequence (Ulysses sequence parallelism).
+    always leaves one. ``keep_checkpoints`` limits how many of the newest stay. With ``bf16``, float32 weights train
+    under autocast to bfloat16. ``sp_size`` processes share each sequence (Ulysses sequence parallelism).
     """
 
     output_dir: str = Field(min_length=1)
@@ -67,6 +67,7 @@ class TrainSection(Section):
     validate_every: int | None = Field(default=None, ge=1)
     save_every: Annotated[int, Field(ge=1)] | Literal["end", "never"] = "end"
     keep_checkpoints: int = Field(default=2, ge=1)
+    bf16: bool = False
     gradient_checkpointing: bool = False
     torch_compile: bool = False
     fsdp: bool = False
@@ -86,6 +87,11 @@ class Job(Section):
             raise ValueError(
                 "model.dtype: float16 holds nothing below 6e-8, so weights, gradients and optimizer states in it lose "
                 "small updates; write bfloat16 or float32"
+            )
+        if self.train.bf16 and self.model.dtype != "float32":
+            raise ValueError(
+                f"train.bf16 computes in bfloat16 on float32 weights, but model.dtype is {self.model.dtype}; write "
+                "model.dtype: float32, or leave train.bf16 out"
             )
         if self.train.validate_every is not None and not self.data.validation_fraction:
             raise ValueError("train.validate_every has nothing to validate on without data.validation_fraction")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from veomni_core import OpsConfig, build_foundation_model
+from veomni_core import JobConditions, OpsConfig, build_foundation_model
 from veomni_core.errors import ConfigError
 from veomni_core.model_config import load_model_config
 from veomni_trainer.job import Job
@@ -23,6 +23,13 @@ def ops_config(job: Job) -> OpsConfig:
         ConfigError: it doesn't say, or names a field, value or preset that isn't there.
     """
     return OpsConfig.from_dict({"model": {"ops_implementation": job.model.ops_implementation}})
+
+
+def conditions(job: Job) -> JobConditions:
+    """What the job's plan depends on beside its model."""
+    return JobConditions(
+        device="cpu" if job.train.device == "cpu" else None, autocast="bfloat16" if job.train.bf16 else None
+    )
 
 
 def build_model(
@@ -47,12 +54,15 @@ def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrained
 
 
 def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None) -> PreTrainedModel:
+    under = conditions(job)
     return build_foundation_model(
         model_config(job, tokenizer),
         weights,
         ops_implementation=ops,
         torch_dtype=job.model.dtype,
         init_device=device,
+        autocast=under.autocast,
+        device=under.device,
         trust_remote_code=job.model.trust_remote_code,
     )
 

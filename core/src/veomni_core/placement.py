@@ -1,0 +1,138 @@
+"""Where a bound model is, and where its kernels can run: told in the receipt, and beside the error of a forward.
+
+A model that is bound on the CPU of a machine with a GPU is planned for the GPU, since trainers move it there. One that
+stays on the CPU fails in its first forward, in whichever way the kernel's library fails; a note then says why.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from veomni_core.errors import ConfigError
+from veomni_core.hardware import ANY_DEVICE, torch_device_type
+from veomni_core.plan import Plan
+
+
+def device_type_of(device: Any) -> str | None:
+    """The type of what is given as a ``torch.device`` or its name; ``None`` for ``None``.
+
+    Raises:
+        ConfigError: torch knows no such device, or it is ``meta``, where nothing runs.
+    """
+    if device is None:
+        return None
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device: {device!r} is not a device; write cuda or cpu") from None
+    if kind == "meta":
+        raise ConfigError("device: nothing runs on meta; write where the model will run, as cuda or cpu")
+    return kind
+
+
+def misplaced(model: nn.Module, plan: Plan) -> str:
+    """Which kernels of ``plan`` need another device than the model's parameters are on, and what to do; else empty.
+
+    Parameters on the meta device are nowhere yet.
+    """
+    here = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    for planned in plan.kernels if here else ():
+        needed = torch_device_type(planned.spec.hardware.device_type)
+        if needed == ANY_DEVICE or needed in here:
+            continue
+        paths = [
+            decision.site.path or "the model"
+            for op in plan.ops
+            for decision in op.sites
+            if (op.op_name, decision.site.variant, decision.kernel) == planned.spec.key
+        ]
+        found = " and ".join(sorted(here))
+        return (
+            f"{planned.spec} at {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)} runs on {needed}, and the "
+            f"model's parameters are on {found}. Move the model to {needed}, or plan for where it is: "
+            f"bind(..., device={found!r})"
+        )
+    return ""
+
+
+def placement_notes(model: nn.Module, plan: Plan) -> Iterator[PlacementNote]:
+    """The changes for a model that is not yet where its kernels run; none for any other.
+
+    A wrapper may call the model's ``forward`` past its hooks, as PEFT's does; so children with parameters get one too.
+    """
+    if misplaced(model, plan):
+        for module in (model, *model.children()):
+            if module is model or any(True for _ in module.parameters()):
+                yield PlacementNote(module, model, plan)
+
+
+class PlacementNote:
+    """A hook that lasts until the module's first forward that succeeds, and adds a note to the error of one that fails.
+
+    Nothing is refused by it: hooks of other libraries may move weights for the time of a forward.
+    """
+
+    def __init__(self, module: nn.Module, model: nn.Module, plan: Plan) -> None:
+        self._module = weakref.ref(module)
+        self._hook = _Hook(weakref.ref(model), plan)
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self._module()), "placement")
+
+    def apply(self) -> None:
+        module = self._module()
+        assert module is not None, "a binding's changes are applied while its model lives"
+        module.register_forward_hook(self._hook, always_call=True)
+
+    def overridden(self) -> str:
+        """Nothing: that the hook is gone means that a forward succeeded."""
+        return ""
+
+    def revert(self) -> None:
+        if (module := self._module()) is not None:
+            self._hook.leave(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacementNote:
+        return self
+
+
+class _Hook:
+    """The forward hook; copies of a model share it."""
+
+    def __init__(self, model: weakref.ref[nn.Module], plan: Plan) -> None:
+        self._model, self._plan = model, plan
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # so that a graph has nothing of it
+            return
+        if output is not None:
+            self.leave(module)
+            return
+        error, model = sys.exception(), self._model()
+        if (
+            error is not None
+            and model is not None
+            and (note := misplaced(model, self._plan))
+            and note not in _notes_of(error)
+        ):
+            error.add_note(note)
+
+    def leave(self, module: nn.Module) -> None:
+        """Take the hook off ``module``."""
+        for number in [number for number, hook in module._forward_hooks.items() if hook is self]:
+            del module._forward_hooks[number]
+            module._forward_hooks_always_called.pop(number, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
