@@ -28,6 +28,7 @@ Function = Callable[..., Any]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER_FUNCTION = "eager_attention_forward"
 _DECODER_LENGTH = 7  # another than the encoder's, so that attention across them is told apart
+_PATCHES = 32  # of an image's side: Pixtral's 96 by 96 would take masks of 18432 by 18432
 WINDOW = 4  # shorter than LENGTH, so that a sliding window is seen
 
 
@@ -86,13 +87,20 @@ class TracedModel:
         inputs, why_not = probe.attempt(lambda: _inputs(module, padded, crossing))
         if why_not:  # a model that nothing says how to call: an attention module on its own
             return Trace(None, why_it_ended=why_not)
-        trace = self._trace = Trace(inputs.get("attention_mask"))
         run = (path, padded, crossing)
+        trace = self._call(module, inputs, run)
+        if trace.why_it_ended and "pixel_values" in inputs:  # it takes no other image than its config says
+            height, width = _image_size(module.config)
+            trace = self._call(module, {**inputs, "pixel_values": _image(module.config, height, width)}, run)
+        self._ran_for_eager.setdefault(run, self._repeated.ran)
+        return trace
+
+    def _call(self, module: Any, inputs: dict[str, Any], run: tuple[str, bool, bool]) -> Trace:
+        trace = self._trace = Trace(inputs.get("attention_mask"))
         # The layers that ran for eager: other masks may tell fewer layers apart, and calls are compared one by one.
         self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
         with torch.no_grad():
             _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
-        self._ran_for_eager.setdefault(run, self._repeated.ran)
         return trace
 
     def _recording(self, path: str, forward: Function) -> Function:
@@ -155,7 +163,8 @@ def _inputs(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
     known: dict[str, Any] = {"use_cache": False}
     main = getattr(module, "main_input_name", "input_ids")
     if main == "pixel_values":
-        known["pixel_values"] = ZERO.expand(BATCH, getattr(config, "num_channels", 3), *_image_size(config))
+        longest = _PATCHES * max(_pair(getattr(config, "patch_size", 1)))
+        known["pixel_values"] = _image(config, *(min(side, longest) for side in _image_size(config)))
     elif "input_ids" in parameters:
         known["input_ids"] = _tokens(config, LENGTH)
         known["decoder_input_ids"] = _tokens(config, _DECODER_LENGTH)
@@ -177,8 +186,15 @@ def _open(module: Any) -> bool:
     return "use_cache" in vars(module.config) and inspect.Parameter.VAR_KEYWORD in kinds
 
 
+def _image(config: Any, height: int, width: int) -> Tensor:
+    return ZERO.expand(BATCH, getattr(config, "num_channels", 3), height, width)
+
+
 def _image_size(config: Any) -> tuple[int, int]:
-    size = config.image_size
+    return _pair(config.image_size)
+
+
+def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
 
 
