@@ -31,7 +31,7 @@ from veomni_core.ops import (
     swiglu_mlp,
 )
 from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import contract_for
+from veomni_core.ops.contract import Size, contract_for
 from veomni_core.testing import check_kernel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,20 +39,29 @@ HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]
 VARIANTS = [(op, variant) for op in BUILTIN_OPS for variant in op.variants]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op, variant", VARIANTS, ids=[f"{op.name}/{variant}" for op, variant in VARIANTS])
-def test_each_reference_passes_its_own_contract(op, variant, dtype):
-    contract = contract_for(op, variant)
-    reference = contract.reference
+def as_kernel(contract):
     makers = (contract.samples, contract.beyond_a_tile)
     samples = [sample for maker in makers for sample in maker(torch.device("cpu"), torch.float32)]
     features = tuple({need for sample in samples for need in sample.needs})
-    factory = f"{reference.__module__}:{reference.__qualname__}"
-    spec = KernelSpec("reference", op.name, variant, factory, features=features)
-    report = check_kernel(spec, "cpu", dtype)
+    factory = f"{contract.reference.__module__}:{contract.reference.__qualname__}"
+    return KernelSpec("reference", contract.op_name, contract.variant, factory, features=features)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op, variant", VARIANTS, ids=[f"{op.name}/{variant}" for op, variant in VARIANTS])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_each_reference_passes_its_own_contract(device, op, variant, dtype):
+    report = check_kernel(as_kernel(contract_for(op, variant)), device, dtype)
     report.raise_if_failed()
     assert len(report.cases) >= 3
     assert any(case.worst_gradient > 0 for case in report.cases) or dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_samples_ask_for_no_more_than_their_dtype_holds(dtype):
+    """Of gradients that shrink with the tokens; the large samples of other ops take minutes on a CPU."""
+    contract = load_balancing_loss.CONTRACTS["standard"]
+    check_kernel(as_kernel(contract), "cpu", dtype, largest=Size.LARGE, every_form=False).raise_if_failed()
 
 
 def _backward(result, inputs, upstream=None):

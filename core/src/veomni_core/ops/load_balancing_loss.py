@@ -92,8 +92,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     logits = functools.partial(_logits, Draw(device, dtype), skew=1.0)
-    yield Sample("48 layers", (logits(48, 1025, 128), 128, 8))
-    yield Sample("past 65535 tokens", (logits(2, 65_539, 64), 64, 4))
+    yield Sample("48 layers", (logits(48, 257, 128), 128, 8))
+    if dtype != torch.float16:  # in which the gradients of so many tokens are subnormal
+        yield Sample("past 65535 tokens", (logits(2, 65_539, 64), 64, 4))
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
