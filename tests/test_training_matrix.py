@@ -78,6 +78,19 @@ def test_evaluation_in_another_thread_while_training(family):
         thread.join()
 
 
+def test_compiled_for_every_size():
+    """With ``dynamic=True`` PyTorch makes each number that a forward closes over an input of the graph."""
+    torch._dynamo.reset()
+    bound, eager = build("qwen3").train(), build("qwen3").train()
+    bind(bound, AUTO)
+    step(bound)  # transformers installs its output recorders in the first forward
+    compiled = torch.compile(bound, backend="aot_eager", dynamic=True)
+    for ids in (tokens(), tokens(3, 12)):
+        found, gradients = step(compiled, ids)
+        own = {name.removeprefix("_orig_mod."): gradient for name, gradient in gradients.items()}
+        assert_equal_steps((found, own), step(eager, ids))
+
+
 def _tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
