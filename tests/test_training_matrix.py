@@ -91,6 +91,18 @@ def test_compiled_for_every_size():
         assert_equal_steps((found, own), step(eager, ids))
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
+def test_a_step_without_memory(family):
+    """On the meta device, as people estimate memory; transformers' own experts don't run there."""
+    model, ids = build(family).train(), tokens().to("meta")
+    bind(model, AUTO)
+    model.to("meta")
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.shape == (*ids.shape, 64)
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in model.parameters() if p.grad is not None)
+
+
 def _tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
