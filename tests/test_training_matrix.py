@@ -78,6 +78,52 @@ def test_evaluation_in_another_thread_while_training(family):
         thread.join()
 
 
+def test_compiled_for_every_size():
+    """With ``dynamic=True`` PyTorch makes each number that a forward closes over an input of the graph."""
+    torch._dynamo.reset()
+    bound, eager = build("qwen3").train(), build("qwen3").train()
+    bind(bound, AUTO)
+    step(bound)  # transformers installs its output recorders in the first forward
+    compiled = torch.compile(bound, backend="aot_eager", dynamic=True)
+    for ids in (tokens(), tokens(3, 12)):
+        found, gradients = step(compiled, ids)
+        own = {name.removeprefix("_orig_mod."): gradient for name, gradient in gradients.items()}
+        assert_equal_steps((found, own), step(eager, ids))
+
+
+class _Loss(torch.nn.Module):
+    """The loss of a model by token ids alone, as ``torch.export`` wants a module."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def test_an_exported_step_has_the_eager_gradients():
+    bound, eager = build("qwen3").train(), build("qwen3").train()
+    bind(bound, AUTO)
+    exported = torch.export.export(_Loss(bound), (tokens(),), strict=False).module()
+    loss = exported(tokens(seed=4))
+    loss.backward()
+    found = {name.removeprefix("model."): p.grad for name, p in exported.named_parameters() if p.grad is not None}
+    assert_equal_steps((loss.detach(), found), step(eager, tokens(seed=4)))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
+def test_a_step_without_memory(family):
+    """On the meta device, as people estimate memory; transformers' own experts don't run there."""
+    model, ids = build(family).train(), tokens().to("meta")
+    bind(model, AUTO)
+    model.to("meta")
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.shape == (*ids.shape, 64)
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in model.parameters() if p.grad is not None)
+
+
 def _tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.ops.autocast import autocast_dtype
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.sites.deferred_tensor import DeferredTensor
 from veomni_core.sites.head_call import HeadCall
@@ -179,7 +180,7 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, logits: DeferredLogits, loss: _FusedLoss) -> Tensor:
         ctx.loss = loss
         # As eager code: in the logits' dtype, but autocast takes every cross entropy in float32.
-        autocast = torch.is_autocast_enabled(loss.value.device.type)
+        autocast = autocast_dtype(loss.value.device.type) is not None
         return loss.value.detach().to(torch.float32 if autocast else loss.step.dtype)
 
     @staticmethod

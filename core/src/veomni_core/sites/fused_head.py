@@ -51,7 +51,9 @@ class FusedHead:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             labels = args[labels_position] if len(args) > labels_position else kwargs.get("labels")
             if torch.compiler.is_compiling():
-                run = original if labels is None or not self.training else traced
+                # torch.export takes a kernel apart and loses its backward: an exported step has the model's own loss.
+                own = labels is None or not self.training or torch.compiler.is_exporting()
+                run = original if own else traced
                 return run(self, *args, **kwargs)
             if torch._C._are_functorch_transforms_active():
                 raise BindingError(_NO_TRANSFORMS)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from veomni_core.errors import LogitsGoneError
+from veomni_core.ops.autocast import autocast_dtype
 
 Kernel = Callable[..., Tensor]
 
@@ -41,8 +42,7 @@ class HeadCall:
         self.open, self.fused = True, 0
         self.hidden, self.weight, self.bias = (None if each is None else _leaf(each) for each in (hidden, weight, bias))
         self.device = hidden.device
-        kind = hidden.device.type
-        self._autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._autocast_dtype = autocast_dtype(hidden.device.type)
         self.dtype = self._autocast_dtype or hidden.dtype
         self._versions = self._current_versions()
         self._sample = _sample(weight)

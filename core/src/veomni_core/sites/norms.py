@@ -52,16 +52,20 @@ class NormModules:
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 
+# In the forwards below, `+eps` is a number of this call. With `torch.compile(dynamic=True)` a float that is closed over
+# becomes an input of the graph, and PyTorch 2.13 fails where two autograd.Functions are given the same one.
+
+
 def _weighted(kernel: Kernel, eps: float) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        return kernel(hidden_states, self.weight, eps)  # type: ignore[no-any-return]
+        return kernel(hidden_states, self.weight, +eps)  # type: ignore[no-any-return]
 
     return forward
 
 
 def _unweighted(kernel: Kernel, eps: float) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        return kernel(hidden_states, None, eps)  # type: ignore[no-any-return]
+        return kernel(hidden_states, None, +eps)  # type: ignore[no-any-return]
 
     return forward
 

@@ -1,4 +1,4 @@
-"""Logits inside a graph that ``torch.compile`` or ``torch.export`` traces.
+"""Logits inside a graph that ``torch.compile`` traces.
 
 A graph can't hold a tensor that decides later whether it is computed. So while the model's forward is traced, a plain
 object stands for ``scale * head(hidden)``. A cross entropy of it calls the kernel; anything else gets the real logits.
