@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.ops.attention_options import combined_options
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
 # By the family of interfaces whose masks a kernel takes.
@@ -105,7 +106,10 @@ def standard(
         padding = attention_mask
         attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         if padding is not None:
-            attention_mask = attention_mask & padding.bool()[:, None, None, :]
+            kept = padding.bool()[:, None, None, :]
+            if causal:  # A query at padding, whose result is zero, may have no other key, and no softmax without one.
+                kept = kept | ~padding.bool()[:, None, -scores.shape[-2] :, None]
+            attention_mask = attention_mask & kept
     if attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
     else:
@@ -254,6 +258,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # a query's own key among them
     chosen = {"indices": preferred.topk(5).indices}
     yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
+    yield from combined_options(device, dtype, _heads, _packed, AttentionModule)
 
 
 VALUES = {

@@ -39,6 +39,7 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    values_only: bool = False
 
 
 @dataclass(frozen=True)

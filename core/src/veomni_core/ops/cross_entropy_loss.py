@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,41 @@ def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample("many tokens", problem(300, 16, 40, ignored=11))
     hidden, weight, labels = problem(24, 32, 50)
     yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]))
+    yield from _causal_edges(device, dtype)
+
+
+def _causal_edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Options one by one and together, and label counts at their ends."""
+    draw = Draw(device, dtype, seed=3)
+
+    def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
+        return Sample(name, problem, options, values_only=True)
+
+    def problem(tokens: int = 16, ignored: int = 3) -> tuple[Tensor, ...]:
+        return _problem(draw, tokens, 32, 64, ignored)
+
+    def biased(ignored: int = 3) -> tuple[Tensor, ...]:
+        return *problem(ignored=ignored), leaf(draw.normal(64))
+
+    # As many tokens as in samples before, of which another count is ignored: what is kept by shape is wrong now.
+    yield edge("softcap alone", problem(), softcap=2.0)
+    yield edge("scale alone", problem(ignored=7), scale=0.25)
+    yield edge("bias, ignored labels", biased())
+    yield edge("bias, softcap and scale", biased(), softcap=3.0, scale=0.5)
+    yield edge("bias, items counted", biased(), num_items_in_batch=29, softcap=3.0)
+    yield edge("fewer items than labels", problem(), num_items_in_batch=5)
+    yield edge("other items in a tensor", problem(), num_items_in_batch=torch.tensor(11, device=device))
+    yield edge("items in a tensor of floats", problem(), num_items_in_batch=torch.tensor(21.0, device=device))
+    yield edge("no label counts, items counted", problem(ignored=16), num_items_in_batch=29)
+    yield edge("one token", problem(tokens=1, ignored=0))
+    yield edge("no tokens", problem(tokens=0, ignored=0))
+    hidden, weight, labels, bias = biased(ignored=0)
+    labels[::3], labels[1], labels[-1] = 0, 63, 63
+    yield edge("the first word is ignored", (hidden, weight, labels, bias), ignore_index=0)
+    yield edge("the last word is ignored", (hidden, weight, labels), ignore_index=63, num_items_in_batch=29)
+    labels = labels.clone()
+    labels[::3] = -1
+    yield edge("ignored below zero", (hidden, weight, labels), ignore_index=-1)
 
 
 def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -101,6 +137,10 @@ def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     labels[2] = IGNORED
     yield Sample("an ignored label", (leaf(draw.normal(9, 3, scale=10.0)), labels))
     yield Sample("no label counts", (leaf(draw.normal(2, 3)), torch.full((2,), IGNORED, device=device)))
+    labels = draw.integers(4, 8)
+    labels[1::3] = 1
+    yield Sample("another ignore_index", (leaf(draw.normal(8, 4)), labels), {"ignore_index": 1}, values_only=True)
+    yield Sample("one row of two classes", (leaf(draw.normal(1, 2)), draw.integers(2, 1)), values_only=True)
 
 
 def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -111,6 +111,24 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("logits with a stride", (strided, 6, 2))
     transposed = tuple(leaf(each.detach().t().contiguous().t()) for each in logits(2, 16, 8))
     yield Sample("transposed logits and a mask", (transposed, 8, 2, mask[:2]))
+    yield from _edges(device, dtype)
+
+
+def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Other masks of a shape that was seen before, one layer and the first choice under a mask."""
+    logits = functools.partial(_logits, Draw(device, dtype, seed=3))
+    mask = torch.ones(3, 8, dtype=torch.long, device=device)
+    mask[1, 2:], mask[2, :5] = 0, 0
+    holes = mask.clone()
+    holes[0, 1:7:2] = 0
+    for name, args in (
+        ("padding on the left", (logits(2, 24, 8), 8, 2, mask)),
+        ("a boolean mask with holes", (logits(2, 24, 8), 8, 2, holes.bool())),
+        ("one layer and a mask, top 1", (logits(1, 24, 8), 8, 1, mask)),
+        ("every expert but one", (logits(2, 12, 4), 4, 3)),
+    ):
+        yield Sample(name, args, values_only=True)
+    yield Sample("top_k left to its default", (logits(2, 16, 8), 8), values_only=True)
 
 
 VALUES = {

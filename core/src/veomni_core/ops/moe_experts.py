@@ -77,7 +77,8 @@ def _with_biases(maker: SampleMaker) -> SampleMaker:
             draw = Draw(device, dtype, seed=number + 1)
             experts, width = gate_up.shape[:2]
             biases = (leaf(draw.normal(experts, width)), leaf(draw.normal(experts, hidden.shape[1])))
-            yield Sample(sample.name, (*sample.args, *biases, 1.702, _limit(dtype), number % 2 == 0))
+            args = (*sample.args, *biases, 1.702, _limit(dtype), number % 2 == 0)
+            yield Sample(sample.name, args, values_only=sample.values_only)
 
     return samples
 
@@ -90,12 +91,27 @@ def _limit(dtype: torch.dtype) -> float:
 def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """The standard samples with biases, and one with transposed weights and without."""
     yield from _with_biases(_samples)(device, dtype)
-    *_, (hidden, index, weights, gate_up, down) = (sample.args for sample in _samples(device, dtype))
+    named = {sample.name: sample.args for sample in _samples(device, dtype)}
+    hidden, index, weights, gate_up, down = named["transposed weights"]
     limit = _limit(dtype)
     gate_up, down = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
     yield Sample(
         "transposed, without biases", (hidden, index, weights, gate_up, down, None, None, 1.0, limit, False, 0.0)
     )
+    problem = named["empty experts"]
+    hidden, _, _, gate_up, _ = problem
+    draw = Draw(device, dtype, seed=7)
+    bias, down_bias = leaf(draw.normal(*gate_up.shape[:2])), leaf(draw.normal(len(gate_up), hidden.shape[1]))
+    # The options one by one: a kernel made for one model takes them for granted together.
+    for name, options in (
+        ("bias of gate and up alone", (bias, None, 1.702, limit)),
+        ("bias of down alone", (None, down_bias, 1.702, limit)),
+        ("interleaved, without biases", (None, None, 1.702, limit, True)),
+        ("another alpha and offset, with biases", (bias, down_bias, 0.7, limit, False, 0.25)),
+    ):
+        yield Sample(name, (*problem, *options), values_only=True)
+    # Small enough not to reach the limit that is the default.
+    yield Sample("the default options", (leaf(hidden.detach() / 4), *problem[1:]), values_only=True)
 
 
 def _problem(draw: Draw, index: Tensor, hidden: int, intermediate: int, experts: int) -> tuple[Tensor, ...]:
@@ -153,6 +169,24 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     hidden, index, weights, gate_up, down = problem(distinct(14, 2, 4), 24, 16, 4)
     gate_up, down = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
     yield Sample("transposed weights", (hidden, index, weights, gate_up, down))
+    yield from _edges(device, dtype)
+
+
+def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Weights of each sign and of zero, one and every expert, one token."""
+    draw = Draw(device, dtype, seed=5)
+
+    def edge(name: str, index: Tensor, experts: int) -> Sample:
+        hidden, index, _, gate_up, down = _problem(draw, index, 32, 16, experts)
+        signed = draw.normal(*index.shape)
+        signed[::4, :1] = 0.0  # a router that scales by a learned gate, or drops by weight
+        return Sample(name, (hidden, index, leaf(signed), gate_up, down), values_only=True)
+
+    yield edge("weights below zero and zero", _distinct(draw, 13, 2, 4), 4)
+    yield edge("every expert of each token", _distinct(draw, 9, 3, 3), 3)
+    yield edge("one choice of many", _distinct(draw, 17, 1, 6), 6)
+    yield edge("one expert alone", torch.zeros(7, 1, dtype=torch.long, device=device), 1)
+    yield edge("one token", _distinct(draw, 1, 2, 4), 4)
 
 
 VALUES = {

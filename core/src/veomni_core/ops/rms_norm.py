@@ -61,6 +61,12 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
         yield Sample("large values", (leaf(draw.normal(4, 160, scale=100.0)), weight(160), 1e-6))
         yield Sample("eps dominates", (leaf(draw.normal(4, 128, scale=1e-3)), weight(128), 1e-2))
         yield Sample("no rows", (leaf(draw.normal(0, 64)), weight(64), 1e-6))
+        yield Sample("another eps at a shape seen before", (leaf(draw.normal(1, 256)), weight(256), 0.5))
+        yield Sample("one dimension", (leaf(draw.normal(48)), weight(48), 1e-6), values_only=True)
+        zeros = draw.normal(4, 96)
+        zeros[1], zeros[2, ::3] = 0.0, 0.0  # as of a padding token, and of a ReLU
+        yield Sample("zeros", (leaf(zeros), weight(96), 1e-3), values_only=True)
+        yield Sample("without eps", (leaf(draw.normal(3, 40)), weight(40), 0.0), values_only=True)
 
     return samples
 

@@ -38,6 +38,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("halves of one tensor", tuple(leaf(half) for half in packed.chunk(2, dim=-1)))
     yield Sample("large values", (leaf(draw.normal(4, 64, scale=30.0)), leaf(draw.normal(4, 64, scale=30.0))))
     yield Sample("no rows", (leaf(draw.normal(0, 64)), leaf(draw.normal(0, 64))))
+    gate, up = draw.normal(8, 512), draw.normal(8, 512)
+    gate[1], up[2], gate[3, ::2], up[3, ::3] = 0.0, 0.0, 0.0, 0.0
+    yield Sample("zeros", (leaf(gate), leaf(up)), values_only=True)
+    yield Sample("one dimension", (leaf(draw.normal(97)), leaf(draw.normal(97))), values_only=True)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

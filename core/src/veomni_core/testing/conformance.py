@@ -101,7 +101,7 @@ def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseRe
             continue
         case = _guarded(subject, position)
         form = _form(subject, position)
-        asked = position == alone if alone else form not in forms and position.size is Size.SMALL
+        asked = position == alone if alone else form not in forms and _is_asked_more(subject, position)
         if not case.failures and asked:
             forms.add(form)
             case = case.with_failures(_uses(subject, position, _neighbour(position, computed)))
@@ -109,6 +109,11 @@ def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseRe
         yield case
     if subject.spec.backward and computed:
         yield check_second_derivatives(subject, computed[0])
+
+
+def _is_asked_more(subject: Subject, position: Position) -> bool:
+    """Whether a sample is one to ask more of than its values."""
+    return position.size is Size.SMALL and not subject.sample(position).values_only
 
 
 def _undeclared(subject: Subject, position: Position) -> list[str]:
@@ -167,7 +172,7 @@ def _smallest(subject: Subject, positions: list[Position]) -> Position | None:
         exact = subject.exact(position)
         return all(bool(x.any()) for x in (*exact.results, *exact.gradients.values()) if x is not None)
 
-    small = sorted((each for each in positions if each.size is Size.SMALL), key=elements)
+    small = sorted((each for each in positions if _is_asked_more(subject, each)), key=elements)
     return next((each for each in small if tells(each)), small[0] if small else None)
 
 

@@ -53,12 +53,24 @@ def sdpa(
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
+    if not masked:
+        attention_mask = _mask_of_last_queries(module, query, key, options.get("is_causal"))
     if query.device.type in _MOVES_16_BYTES:
         return _on_a_gpu(module, query, key, value, attention_mask, **options), None
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if query.device.type == "cpu":
         output = output + _zeros_or_nan(query, key).to(output.dtype)
     return output, None
+
+
+def _mask_of_last_queries(module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:
+    """What fewer causal queries than keys see: torch's own ``is_causal`` lets the first see the first key alone."""
+    queries, keys = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or queries in (1, keys):
+        return None
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return seen.expand(query.shape[0], 1, queries, keys)
 
 
 def _on_a_gpu(
