@@ -114,9 +114,13 @@ def _random_options(call: AttentionCall, dtype: torch.dtype) -> tuple[Any, dict[
             drawn[id(tensor)] = probe.random(*tensor.shape, dtype=dtype).requires_grad_()
         return drawn[id(tensor)]
 
+    read = set(_named_in(call.eager))
     for name, parameter in call.module._parameters.items():
-        if parameter is not None and name in _named_in(call.eager):
+        if parameter is not None and name in read:
             holder._parameters[name] = draw(parameter)
+    for name, child in call.module._modules.items():  # GPT-2's dropout, in transformers 5.2
+        if child is not None and name in read:
+            holder._modules[name] = probe.full_copy(child)
     options = {}
     for name, option in call.options.items():
         floating = isinstance(option, Tensor) and option.is_floating_point()

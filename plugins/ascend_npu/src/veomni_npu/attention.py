@@ -17,8 +17,8 @@ from veomni_core.ops.autocast import cast_as_autocast
 from veomni_npu.operators import npu
 
 _TRIANGLE = 2048
-# The operator's sparse_mode: the whole mask is given, or it is causal, the first or the last positions aligned.
-_WHOLE_MASK, _CAUSAL_FROM_FIRST, _CAUSAL_TO_LAST = 1, 2, 3
+# The operator's sparse_mode: the whole mask is given, or it is causal, the last positions aligned.
+_WHOLE_MASK, _CAUSAL = 1, 3
 _ROWS_MAY_BE_MASKED = 2  # its inner_precise: exact also where a whole row of the mask is true
 _NOT_COMPUTED = ("softcap", "s_aux")
 
@@ -73,7 +73,7 @@ def _dense(
 ) -> Tensor:
     if mask is None:
         if causal and query.shape[2] > 1:
-            options |= _causal(query.device, _CAUSAL_FROM_FIRST)
+            options |= _causal(query.device)
     elif mask.dtype == torch.bool:
         options |= {"atten_mask": ~mask, "sparse_mode": _WHOLE_MASK, "inner_precise": _ROWS_MAY_BE_MASKED}
     else:
@@ -88,7 +88,7 @@ def _packed(
 ) -> Tensor:
     options |= {"actual_seq_qlen": query_starts[1:].tolist(), "actual_seq_kvlen": key_starts[1:].tolist()}
     if causal:
-        options |= _causal(query.device, _CAUSAL_TO_LAST)
+        options |= _causal(query.device)
     return _attend([heads[0].transpose(0, 1) for heads in (query, key, value)], "TND", options).unsqueeze(0)
 
 
@@ -98,8 +98,8 @@ def _attend(heads: list[Tensor], layout: str, options: dict[str, Any]) -> Tensor
     return result[0]  # type: ignore[no-any-return]
 
 
-def _causal(device: torch.device, sparse_mode: int) -> dict[str, Any]:
-    return {"atten_mask": _triangle(device), "sparse_mode": sparse_mode}
+def _causal(device: torch.device) -> dict[str, Any]:
+    return {"atten_mask": _triangle(device), "sparse_mode": _CAUSAL}
 
 
 @functools.cache

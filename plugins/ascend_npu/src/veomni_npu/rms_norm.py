@@ -2,7 +2,7 @@
 
 So it gives ``cast_after`` and ``offset`` in one pass, while ``standard``, which rounds before the weight, multiplies by
 the weight in a pass of its own. ``gamma`` has x's dtype or float32: CANN documents both for ``aclnnRmsNorm`` and
-``aclnnRmsNormGrad`` on Atlas A2 and A3. ``x`` has 2 to 8 dimensions, strided or not.
+``aclnnRmsNormGrad`` on Atlas A2 and A3. ``x`` has up to 8 dimensions, strided or not.
 """
 
 from __future__ import annotations
@@ -34,4 +34,5 @@ def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
 
 
 def _scaled(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    return npu.npu_rms_norm(x, gamma, eps)[0]  # type: ignore[no-any-return]
+    rows = x if x.dim() > 1 else x.unsqueeze(0)  # the operator takes no single dimension
+    return npu.npu_rms_norm(rows, gamma, eps)[0].view(x.shape)  # type: ignore[no-any-return]
