@@ -14,8 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build, step, tokens
 from veomni_core import bind
-from veomni_core.ops.attention import AttentionModule, standard
+from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_core.testing import check_kernel
+
+CPU = torch.device("cpu")
+COMPUTED = {"padding_mask", "sliding_window", "packed", "softcap"}
+OWN = {
+    "flash_attention_2": {"softcap_by_lengths", "dropout"},
+    "flash_attention_3": {"softcap_by_lengths"},
+    "flash_attention_4": {"sinks"},
+}
 
 
 @pytest.fixture(params=NAMES)
@@ -33,10 +41,10 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     report = check_kernel(SPECS[name], "cpu", dtype)
     report.raise_if_failed()
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
-    of_masks = {"boolean mask", "added mask", "position bias, boolean mask", "long boolean mask"}
-    of_none = {"position bias", "position bias past 128 keys", "chosen keys", "query sinks", "second derivatives"}
-    of_its_own = set() if name == "flash_attention_4" else {"sinks", "sinks past 128 keys"}
-    assert refused == {f"{sample} (refused)" for sample in of_masks | of_none | of_its_own}
+    contract = CONTRACTS["standard"]
+    samples = [each for draw in (contract.samples, contract.beyond_a_tile) for each in draw(CPU, getattr(torch, dtype))]
+    beyond = {each.name for each in samples if not {*each.needs} <= COMPUTED | OWN.get(name, set())}
+    assert refused == {f"{sample} (refused)" for sample in beyond | {"second derivatives"}}
 
 
 @without_gpu

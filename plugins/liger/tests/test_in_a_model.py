@@ -28,15 +28,13 @@ NORM, ROTARY, MLP, LOSS, EXPERTS = FIELDS = (
 
 
 def registry():
-    """The plugin's kernels alone, usable in the interpreter, which is no GPU, and in float32."""
-    kernels = tuple(
-        replace(spec, hardware=HardwareRequirement(), dtypes=("float32", "bfloat16")) for spec in veomni_kernels()
-    )
+    """The plugin's kernels alone, usable in the interpreter, which is no GPU."""
+    kernels = tuple(replace(spec, hardware=HardwareRequirement()) for spec in veomni_kernels())
     record = PluginRecord("liger", "veomni-liger", "0", "veomni_liger.plugin", kernels=kernels)
     return build_registry([CORE, record], {})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies the experts' float32 as TF32")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU rounds float32 products otherwise than the interpreter")
 @pytest.mark.parametrize(
     "model_type, variants",
     [
@@ -48,7 +46,9 @@ def registry():
     ],
 )
 def test_a_step_is_as_eager(model_type, variants):
-    model = build(model_type, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    # The experts take 16 bits alone; bfloat16 rounds by 2^-9.
+    dtype, near = (torch.bfloat16, 2e-2) if EXPERTS in variants else (torch.float32, 1e-4)
+    model = build(model_type, dtype=dtype, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
     ids = tokens(2, 5)
     wanted, wanted_gradients = step(model, ids)
     fields = {field: "fused_liger" if field == EXPERTS else "liger_kernel" for field in variants}
@@ -58,9 +58,9 @@ def test_a_step_is_as_eager(model_type, variants):
         if decision.config_field in variants:
             assert {site.site.variant for site in decision.sites} == {variants[decision.config_field]}
             assert not decision.left_eager
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=near / 10, atol=1e-6)
     for name, gradient in wanted_gradients.items():
-        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+        assert (gradients[name] - gradient).norm() <= near * gradient.norm() + 1e-7, name
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ What not every kernel computes is a feature, which a kernel declares in its spec
 - ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, itself among them;
 - ``packed``: ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) keep sequences in a batch of one apart;
 - ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
+- ``softcap_by_lengths``: a softcap with ``padding_mask`` or ``packed``;
 - ``sinks``: ``s_aux[Hq]`` joins each row's softmax as one more score, whose weight is dropped;
 - ``query_sinks``: ``sinks[B, Hq, S, 1]`` does so with a score for each query;
 - ``position_bias``: ``position_bias[1 or B, Hq, S, L]`` is added to the scores, and has a gradient (T5);

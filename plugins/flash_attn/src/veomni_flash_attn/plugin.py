@@ -22,14 +22,14 @@ def veomni_kernels() -> list[KernelSpec]:
             HardwareRequirement("cuda", min_compute_capability=80, packages=("flash-attn>=2.7,<3",)),
             "dense, padded and packed",
             preference=50,
-            features=(*_BY_LENGTHS, "dropout"),
+            features=(*_BY_LENGTHS, "softcap_by_lengths", "dropout"),
         ),
         _kernel(
             "flash_attention_3",
             HardwareRequirement("cuda", 90, 90, packages=("flash-attn-3>=3.0.0b1,<4",)),
             "dense, padded and packed",
             preference=65,
-            features=_BY_LENGTHS,
+            features=(*_BY_LENGTHS, "softcap_by_lengths"),
         ),
         _kernel(
             "flash_attention_4",
@@ -44,7 +44,10 @@ def veomni_kernels() -> list[KernelSpec]:
             "any mask, compiled by torch into one kernel",
             preference=5,
             dtypes=("float32", *_HALVES),
-            features=("dense_mask", *_COMPUTED, "sinks", "wide_heads", "odd_heads", "flex_attention_mask"),
+            features=(
+                *("dense_mask", *_COMPUTED, "softcap_by_lengths", "sinks"),
+                *("wide_heads", "odd_heads", "flex_attention_mask"),
+            ),
         ),
     ]
 
