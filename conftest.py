@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch counts the cores: the threads of several workers would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -73,7 +73,7 @@ packed_forgets_softcap = _forgets("softcap", beside="cu_seq_lens_q")
 packed_forgets_scaling = _forgets("scaling", beside="cu_seq_lens_q")
 mask_forgets_scaling = _forgets("scaling", beside="attention_mask")
 
-_FEATURES = ("dense_mask", "padding_mask", "sliding_window", "packed", "softcap", "sinks")
+_FEATURES = ("dense_mask", "padding_mask", "sliding_window", "packed", "softcap", "softcap_by_lengths", "sinks")
 OF_ATTENTION = [
     ("window_kept_by_shape", "'a window at a shape seen before, given scaling': the result"),
     ("mask_of_the_first_head", "'a mask for each head, given scaling': the result"),
