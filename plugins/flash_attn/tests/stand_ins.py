@@ -46,7 +46,7 @@ class _Attention:
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
             self.slope = 1 - (scores / self.softcap) ** 2
-        assert self.bounds is None or all(each.dtype == torch.int32 for each in self.bounds)
+        assert self.bounds is None or all(each.dtype == torch.int32 and each.is_contiguous() for each in self.bounds)
         window = self.window + 1 if self.window >= 0 else None
         self.kept = visible(scores, self.causal, window, *(self.bounds or (None, None)))
         scores = scores.masked_fill(~self.kept, float("-inf"))

@@ -43,6 +43,15 @@ def _scatter_kernel(totals, values, N: tl.constexpr):
     tl.atomic_add(totals + column_N // 4, tl.load(values + column_N), mask=column_N % 4 < 3)
 
 
+@triton.jit
+def _bounds_kernel(values, out, bound, N: tl.constexpr, NAN: tl.constexpr):
+    column_N = tl.arange(0, N)
+    value_N = tl.load(values + column_N)
+    tl.store(out + column_N, tl.minimum(value_N, bound, propagate_nan=NAN))
+    tl.store(out + N + column_N, tl.maximum(value_N, bound, propagate_nan=NAN))
+    tl.store(out + 2 * N + column_N, tl.clamp(value_N, -bound, bound, propagate_nan=NAN))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
 def test_sums_in_a_loop_of_run_time_length(dtype):
     a, b = torch.arange(16).to(dtype), torch.arange(16).to(dtype) - 7
@@ -77,3 +86,12 @@ def test_the_language_is_as_it_was_after_a_launch():
     before = tl.load, tl.tensor.__add__, tl.tensor.__index__ if hasattr(tl.tensor, "__index__") else None
     _add_kernel[(1,)](torch.ones(16), torch.ones(16), torch.ones(16), 1, N=16)
     assert before == (tl.load, tl.tensor.__add__, tl.tensor.__index__ if hasattr(tl.tensor, "__index__") else None)
+
+
+def test_nan_passes_through_a_minimum_where_the_kernel_says_so_alone():
+    nan, values, out = float("nan"), torch.tensor([float("nan"), 1.0, 5.0, -7.0]), torch.empty(3, 4)
+    _bounds_kernel[(1,)](values, out, 2.0, N=4, NAN=tl.PropagateNan.ALL)
+    expected = [[nan, 1, 2, -7], [nan, 2, 5, 2], [nan, 1, 2, -2]]
+    assert torch.equal(out.nan_to_num(99), torch.tensor(expected).nan_to_num(99))
+    _bounds_kernel[(1,)](values, out, 2.0, N=4, NAN=tl.PropagateNan.NONE)
+    assert out[:, 0].tolist() == [2, 2, -2] and torch.equal(out[:, 1:], torch.tensor(expected)[:, 1:])

@@ -49,9 +49,13 @@ def combined_options(
     yield edge("causal, as the call says", causal=False, is_causal=True)
     yield edge("one key head, given scaling", shape=(2, 4, 1, 17), scaling=0.3)
     yield edge("groups of three", shape=(1, 6, 2, 9))
-    query, key, value = heads(draw, 1, 4, 2, 1, 32)
-    # Of one weight, which is 1, only the value has a gradient.
-    yield Sample("one token", (module(2), query.detach(), key.detach(), value, None), values_only=True)
+
+    def one_key(name: str, *needs: str, length: int, **kw: Any) -> Sample:
+        """The one weight is 1, so only the value has a gradient; those of query and key cancel but for rounding."""
+        query, key, value = heads(draw, 2, 4, 2, length, 32)
+        return Sample(name, (module(2), query.detach(), key.detach(), value, None), kw, needs, values_only=True)
+
+    yield one_key("one token", length=1)
     yield across("the last queries")
     yield across("across, not causal", causal=False)
 
@@ -76,7 +80,7 @@ def combined_options(
 
     window = ("sliding_window",)
     yield edge("a window at a shape seen before, given scaling", *window, sliding_window=4, scaling=0.3)
-    yield edge("a window of one key", *window, sliding_window=1)
+    yield one_key("a window of one key", *window, length=17, sliding_window=1)
     yield edge("a window on both sides", *window, sliding_window=3, is_causal=False)
     yield across("a window of the last queries", *window, sliding_window=4)
     yield edge("window and softcap", *window, "softcap", sliding_window=5, softcap=2.0)

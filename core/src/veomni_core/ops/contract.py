@@ -32,7 +32,8 @@ class Sample:
     """One call of an op. Tensors that require gradients are the ones whose gradients are compared.
 
     ``needs`` names what the call asks for beyond what every kernel of the op computes: a kernel whose spec declares
-    all of these ``features`` must compute it, and any other must raise.
+    all of these ``features`` must compute it, and any other must raise. ``values_only`` keeps the check to the sample's
+    values and gradients: it asks nothing of it that another sample was not asked, as what training does with a kernel.
     """
 
     name: str

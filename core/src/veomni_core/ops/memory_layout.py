@@ -37,9 +37,9 @@ def aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False)
 
 
 def is_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False) -> bool:
-    """Whether ``operand``'s address and every stride but the last are multiples of ``alignment`` bytes, and that is 1.
+    """Whether the last dimension is contiguous, and address and other strides are multiples of ``alignment`` bytes.
 
-    A stride of zero, which repeats a row, is none unless ``expanded`` says that the kernel takes it.
+    A stride of zero, which repeats a row, does not fit unless ``expanded`` says that the kernel takes it.
     """
     return _strides_fit(operand, alignment, expanded) and begins_aligned(operand, alignment)
 

@@ -92,7 +92,7 @@ def _builtin_op(name: str) -> OpSpec:
 
 def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseResult]:
     positions = [position for size in Size if size <= largest for position in subject.positions(size)]
-    computed = [position for position in positions if not _undeclared(subject, position)]
+    computed = [position for position in positions if not subject.undeclared(position)]
     alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
     for position in positions:
@@ -101,7 +101,7 @@ def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseRe
             continue
         case = _guarded(subject, position)
         form = _form(subject, position)
-        asked = position == alone if alone else form not in forms and _is_asked_more(subject, position)
+        asked = position == alone if alone else form not in forms and subject.is_asked_more(position)
         if not case.failures and asked:
             forms.add(form)
             case = case.with_failures(_uses(subject, position, _neighbour(position, computed)))
@@ -109,15 +109,6 @@ def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseRe
         yield case
     if subject.spec.backward and computed:
         yield check_second_derivatives(subject, computed[0])
-
-
-def _is_asked_more(subject: Subject, position: Position) -> bool:
-    """Whether a sample is one to ask more of than its values."""
-    return position.size is Size.SMALL and not subject.sample(position).values_only
-
-
-def _undeclared(subject: Subject, position: Position) -> list[str]:
-    return [feature for feature in subject.sample(position).needs if feature not in subject.spec.features]
 
 
 def _guarded(subject: Subject, position: Position) -> CaseResult:
@@ -172,7 +163,7 @@ def _smallest(subject: Subject, positions: list[Position]) -> Position | None:
         exact = subject.exact(position)
         return all(bool(x.any()) for x in (*exact.results, *exact.gradients.values()) if x is not None)
 
-    small = sorted((each for each in positions if _is_asked_more(subject, each)), key=elements)
+    small = sorted((each for each in positions if subject.is_asked_more(each)), key=elements)
     return next((each for each in small if tells(each)), small[0] if small else None)
 
 
@@ -188,7 +179,7 @@ def _form(subject: Subject, position: Position) -> object:
 
 def _refusal(subject: Subject, position: Position) -> CaseResult:
     """What a kernel does not declare, it must refuse: to ignore it would be a silently wrong result."""
-    name, undeclared = subject.sample(position).name, _undeclared(subject, position)
+    name, undeclared = subject.sample(position).name, subject.undeclared(position)
     try:
         subject.call(subject.draw(position))
     except Exception:

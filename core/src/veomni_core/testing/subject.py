@@ -72,6 +72,14 @@ class Subject:
         """One sample, to be looked at and not to be run: a kernel may write into what it gets."""
         return self._samples(position.size, other=False)[position.index]
 
+    def undeclared(self, position: Position) -> list[str]:
+        """What a sample needs and the kernel's spec does not declare, so that the kernel must refuse it."""
+        return [feature for feature in self.sample(position).needs if feature not in self.spec.features]
+
+    def is_asked_more(self, position: Position) -> bool:
+        """Whether a sample is asked more than its values and gradients: what training does with a kernel."""
+        return position.size is Size.SMALL and not self.sample(position).values_only
+
     def draw(self, position: Position, other: bool = False) -> Sample:
         """A fresh copy of one sample."""
         first = self.sample(position)

@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where sequences begin and end: int32 ``[sequences + 1]`` from 0, and the longest (or an upper bound of it)."""
+    """Where sequences begin and end: int32 ``[sequences + 1]`` from 0, contiguous; and the longest or a bound of it."""
 
     queries: Tensor
     keys: Tensor
@@ -111,7 +111,7 @@ def attend(
     bounds = None
     if given is not None:
         longest = (_longest(max_length_q, query.shape[1]), _longest(max_length_k, key.shape[1]))
-        bounds = Bounds(given[0].int(), given[1].int(), *longest)
+        bounds = Bounds(given[0].int().contiguous(), given[1].int().contiguous(), *longest)
     elif attention_mask is None:
         bounds = _restarts(position_ids, query, key)
     packed = bounds is not None or attention_mask is not None

@@ -41,11 +41,21 @@ class Activation:
 
 
 @triton.jit
+def bounded(gate, up, limit):
+    """Gate at most ``limit``, up from ``-limit`` to ``limit``, and NaN where they are NaN.
+
+    A GPU's plain minimum gives the other number for a NaN, so a broken step would look like a good one.
+    """
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate, up
+
+
+@triton.jit
 def activate(gate, up, alpha, limit, up_offset, CLAMPED: tl.constexpr):
     """The activation of float32 values."""
     if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate, up = bounded(gate, up, limit)
     return (up + up_offset) * (gate * tl.sigmoid(alpha * gate))
 
 
@@ -54,8 +64,7 @@ def activation_gradients(d, gate, up, alpha, limit, up_offset, CLAMPED: tl.const
     """The gradients of gate and up for the activation's gradient ``d``; nothing passes where a value was clamped."""
     bounded_gate, bounded_up = gate, up
     if CLAMPED:
-        bounded_gate = tl.minimum(gate, limit)
-        bounded_up = tl.minimum(tl.maximum(up, -limit), limit)
+        bounded_gate, bounded_up = bounded(gate, up, limit)
     sigmoid = tl.sigmoid(alpha * bounded_gate)
     dgate = d * (bounded_up + up_offset) * sigmoid * (1.0 + alpha * bounded_gate * (1.0 - sigmoid))
     dup = d * bounded_gate * sigmoid
