@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from veomni_core.ops.attention import AttentionModule
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size, contract_for
+from veomni_core.testing.frozen_inputs import check_frozen_inputs
 from veomni_core.testing.memory_layouts import check_memory_layouts
+from veomni_core.testing.mixed_dtypes import check_mixed_dtypes
 from veomni_core.testing.subject import Subject
 from veomni_torch import attention, grouped_products
 from veomni_torch.plugin import veomni_kernels
@@ -43,8 +45,13 @@ class _Looks(torch.autograd.Function):
 
 def looking_sdpa(module, query, key, value, mask, **options):
     check_heads(query, key, value)
-    for each in (mask, options.get("position_bias")):
-        assert each is None or not each.is_floating_point() or each.data_ptr() % 16 == 0
+    added = [each for each in (mask, options.get("position_bias")) if each is not None]
+    assert all(each.dtype in (torch.bool, query.dtype) for each in added)  # the fused kernels misread them
+    fused = torch.backends.cuda.mem_efficient_sdp_enabled()
+    if fused and any(each.requires_grad for each in added) > any(each.requires_grad for each in (query, key, value)):
+        raise RuntimeError("LSE is not correctly aligned (strideH)")
+    for each in added:
+        assert not each.is_floating_point() or each.data_ptr() % 16 == 0
     output, _ = _SDPA(module, query, key, value, mask, **options)
     return _Looks.apply(output), None
 
@@ -80,13 +87,14 @@ def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(F, "grouped_mm", looking_grouped_mm, raising=False)
 
 
+@pytest.mark.parametrize("question", [check_memory_layouts, check_frozen_inputs, check_mixed_dtypes])
 @pytest.mark.parametrize("spec, dtype", CASES)
-def test_inputs_and_incoming_gradients_may_lie_anywhere(spec, dtype):
+def test_what_training_gives_is_where_kernels_can_read_it(spec, dtype, question):
     contract = contract_for(OPS[spec.op_name], spec.variant)
     subject = Subject(spec, spec.load(), contract, torch.device("cpu"), getattr(torch, dtype))
     for position in filter(subject.is_asked_more, subject.positions(Size.SMALL)):
         if not subject.undeclared(position):
-            assert not list(check_memory_layouts(subject, position)), subject.sample(position).name
+            assert not list(question(subject, position)), subject.sample(position).name
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op_name == "moe_experts"], ids=str)

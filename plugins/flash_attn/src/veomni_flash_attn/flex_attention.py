@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from veomni_core.ops.attention import refuse
@@ -17,6 +18,9 @@ from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
 _MOST_VARIANTS = 256
+# Fewer than 128 queries would get a kernel for generating, which takes over 400 s to compile in float32 and 128 wide
+# (PyTorch 2.11, Triton 3.6).
+_KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 # (batch, head, query, key) of positions to whether the query sees the key.
 Keeps = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -86,6 +90,7 @@ def standard(
         block_mask=blocks,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=_KERNEL_OPTIONS,
         return_aux=AuxRequest(lse=True),
     )
     output = output.transpose(1, 2)
@@ -111,7 +116,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        with dynamo_config.patch(recompile_limit=_MOST_VARIANTS):
+        # Memory that a backward gives away is missing in a second one of the same graph.
+        with dynamo_config.patch(recompile_limit=_MOST_VARIANTS), functorch_config.patch(donated_buffer=False):
             return compiled(*args, **kwargs)
 
     return call

@@ -6,10 +6,12 @@ transformers' function passes over what it doesn't compute; here that is an erro
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.ops.attention import refuse
@@ -84,13 +86,22 @@ def _on_a_gpu(
 ) -> Tensor:
     """The call with all of its tensors, and later the incoming gradient, where torch's kernels can read them."""
     if position_bias is not None:
-        options["position_bias"] = _readable_mask(position_bias)
+        options["position_bias"] = _readable_mask(position_bias, query.dtype)
     query, key, value = map(_readable, (query, key, value))
-    mask = None if attention_mask is None else _readable_mask(attention_mask)
-    output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+    mask = None if attention_mask is None else _readable_mask(attention_mask, query.dtype)
+    with _backends(query, key, value, mask, options.get("position_bias")):
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_readable)
     return output
+
+
+def _backends(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) -> AbstractContextManager[None]:
+    """All, but for a bias that alone wants a gradient: torch's fused ones (2.11) keep nothing for that and raise."""
+    wants = [each is not None and each.requires_grad for each in added]
+    if any(wants) and not any(each.requires_grad for each in (query, key, value)):
+        return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()
 
 
 def _readable(heads: Tensor) -> Tensor:
@@ -98,9 +109,18 @@ def _readable(heads: Tensor) -> Tensor:
     return heads if heads.shape[-1] * heads.element_size() % ALIGNMENT else aligned(heads, expanded=True)
 
 
-def _readable_mask(mask: Tensor) -> Tensor:
-    """``mask``, or a copy where its address is wrong: torch makes added ones of boolean ones, and pads rows itself."""
-    return mask.clone() if mask.is_floating_point() and not begins_aligned(mask) else mask
+def _readable_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """``mask`` in ``dtype``, or a copy where its address is wrong; torch pads rows, and takes boolean ones, itself.
+
+    Its fused kernels (2.11) take a float32 mask beside bfloat16 queries and read it as bfloat16. The lowest float32,
+    which stands for what no query sees, stays finite, so that a row of nothing else is a mean and not NaN.
+    """
+    if not mask.is_floating_point():
+        return mask
+    if mask.dtype != dtype:
+        finite = torch.finfo(dtype)
+        return torch.where(mask.isinf(), mask, mask.clamp(finite.min, finite.max)).to(dtype)
+    return mask if begins_aligned(mask) else mask.clone()
 
 
 def _zeros_or_nan(query: Tensor, key: Tensor) -> Tensor:

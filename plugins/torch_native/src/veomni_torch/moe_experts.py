@@ -14,7 +14,9 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from veomni_core.ops.autocast import autocast_off, product_operands
+from veomni_core.ops.contract import compute_dtype
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_torch.clamped_activation import clamped_activation
 from veomni_torch.grouped_products import grouped_linear, grouped_outer, grouped_product
 
 
@@ -53,7 +55,7 @@ def clamped(
 
     Shapes as :func:`standard`, ``gate_up_bias[E, 2I]`` and ``down_bias[E, H]``; gate and up are halves of the columns,
     or every other one where ``interleaved``. Gradients reach all tensors but the index. Dtypes as in :func:`standard`;
-    under autocast a float32 bias is added in float32, as by gpt-oss.
+    biases and the activation are computed in float32.
     """
     dtype = hidden.dtype
     hidden, gate_up_proj, down_proj = product_operands(
@@ -67,13 +69,16 @@ def clamped(
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product = torch.where(kept, grouped_linear(rows.to(weight.dtype), weight, ends), 0.0)
-        return product if bias is None else product + torch.where(kept, bias[expert], 0.0)
+        if bias is None:
+            return product
+        # A bias's gradient is the sum over its expert's rows: in bfloat16, that of 2700 rows was a quarter off.
+        wide = compute_dtype(bias)
+        return product.to(wide) + torch.where(kept, bias.to(wide)[expert], 0.0)
 
     both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_bias)
-    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    outputs = linear((up + up_offset) * (gate * torch.sigmoid(gate * alpha)), down_proj, down_bias)
-    with autocast_off(hidden.device.type):  # outputs to which a float32 bias was added are summed so
+    activation = clamped_activation(both, alpha, limit, interleaved, up_offset)
+    outputs = linear(activation, down_proj, down_bias)
+    with autocast_off(hidden.device.type):  # outputs to which a bias was added in float32 are summed so
         return _combine(outputs, _kept(top_k_index, top_k_weights, experts), order, ends).to(dtype)
 
 
