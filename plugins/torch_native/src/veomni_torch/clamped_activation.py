@@ -1,0 +1,53 @@
+"""gpt-oss's activation between an expert's projections, in float32; its input alone is kept for the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.ops.contract import compute_dtype
+from veomni_core.ops.first_derivatives import first_derivatives_only
+
+
+def clamped_activation(both: Tensor, alpha: float, limit: float, interleaved: bool, up_offset: float) -> Tensor:
+    """``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``: ``[N, I]`` of ``both[N, 2I]``.
+
+    Gate and up are halves of the columns, or every other one where ``interleaved``. Computed and given in float32 (in
+    float64 of float64): rounded at each step to bfloat16, the gradients would miss the contract's tolerance.
+    """
+    result: Tensor = _ClampedActivation.apply(both.to(compute_dtype(both)), alpha, limit, interleaved, up_offset)
+    return result
+
+
+class _ClampedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, alpha: float, limit: float, interleaved: bool, up_offset: float) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.settings = alpha, limit, interleaved, up_offset
+        gate, up = _halves(both, interleaved)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (both,) = ctx.saved_tensors
+        alpha, limit, interleaved, up_offset = ctx.settings
+        gate, up = _halves(both, interleaved)
+        bounded = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(bounded * alpha)
+        dgate = upstream * (up.clamp(-limit, limit) + up_offset) * sigmoid * (1 + alpha * bounded * (1 - sigmoid))
+        dup = upstream * bounded * sigmoid
+        # Nothing passes where a value was clamped.
+        dgate, dup = torch.where(gate <= limit, dgate, 0.0), torch.where(up.abs() <= limit, dup, 0.0)
+        dboth = torch.stack((dgate, dup), dim=-1).flatten(-2) if interleaved else torch.cat((dgate, dup), dim=-1)
+        return dboth, None, None, None, None
+
+
+def _halves(both: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return both[..., ::2], both[..., 1::2]
+    gate, up = both.chunk(2, dim=-1)
+    return gate, up
