@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 from flash_plugin import SPECS, heads, registry, without_gpu
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from models import build, tokens
 from veomni_core import bind
@@ -98,4 +100,23 @@ def test_it_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
         wanted, _ = standard(AttentionModule(2), *inputs, None, **options)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert compiled
+    flex_attention._compiled.cache_clear()
+
+
+@without_gpu
+def test_its_compiled_graph_can_be_gone_through_twice(monkeypatch):
+    """In place of FlexAttention, which has no gradients on a CPU, a function with buffers to give away."""
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    flex_attention._compiled.cache_clear()
+    compiled = flex_attention._compiled(lambda x, w: torch.exp(torch.sin(torch.sin(x) @ w)) @ w)
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    torch.autograd.grad(compiled(x, w).sum(), (x, w))  # compiles backward for one that is run once
+    result = compiled(x, w)
+    with pytest.raises(RuntimeError, match="donated"):
+        torch.autograd.grad(result.sum(), (x, w), retain_graph=True)
+    result = compiled(x, w)
+    flex_attention._may_be_gone_through_twice(result)
+    first = torch.autograd.grad(result.sum(), (x, w), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(result.sum(), (x, w)), first)
+    assert functorch_config.donated_buffer
     flex_attention._compiled.cache_clear()

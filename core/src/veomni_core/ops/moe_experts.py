@@ -72,18 +72,19 @@ def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
     """Its samples with biases, every other one with an interleaved projection.
 
     Of ``many`` elements some would come so near the limit that float32 moves them over it, and some would miss the
-    tolerances by rounding alone: there the limit is out of reach, and biases are small.
+    tolerances by rounding alone: there the limit is out of reach, and hidden states and biases are small.
     """
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         for number, sample in enumerate(maker(device, dtype)):
-            hidden, _, _, gate_up, _ = sample.args
-            draw = Draw(device, dtype, seed=number + 1)
+            hidden, *others = sample.args
+            gate_up, draw = others[2], Draw(device, dtype, seed=number + 1)
+            hidden = leaf(hidden.detach() / 2) if many else hidden
             experts, width = gate_up.shape[:2]
             shapes, scale = ((experts, width), (experts, hidden.shape[1])), 0.25 if many else 1.0
             biases = (leaf(draw.normal(*shape, scale=scale)) for shape in shapes)
             limit = _OUT_OF_REACH if many else _limit(dtype)
-            args = (*sample.args, *biases, 1.702, limit, number % 2 == 0)
+            args = (hidden, *others, *biases, 1.702, limit, number % 2 == 0)
             yield Sample(sample.name, args, values_only=sample.values_only)
 
     return samples

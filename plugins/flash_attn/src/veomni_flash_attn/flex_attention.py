@@ -93,6 +93,7 @@ def standard(
         kernel_options=_KERNEL_OPTIONS,
         return_aux=AuxRequest(lse=True),
     )
+    _may_be_gone_through_twice(output)
     output = output.transpose(1, 2)
     if s_aux is not None:  # one more score in each row's softmax; its share is taken off
         sinks = s_aux.float()
@@ -116,11 +117,21 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        # Memory that a backward gives away is missing in a second one of the same graph.
+        # A backward that gives its buffers away can't run a second time.
         with dynamo_config.patch(recompile_limit=_MOST_VARIANTS), functorch_config.patch(donated_buffer=False):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _may_be_gone_through_twice(output: Tensor) -> None:
+    """Let ``retain_graph=True`` through to a graph that was compiled without donated buffers.
+
+    PyTorch (2.11, 2.13) notes the indices of donated buffers only where there may be some, and takes no note for some.
+    """
+    graph = getattr(getattr(output.grad_fn, "_forward_cls", None), "metadata", None)
+    if graph is not None and getattr(graph, "bw_donated_idxs", ()) is None:
+        graph.bw_donated_idxs = []
 
 
 def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tensor) -> BlockMask:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.ops.attention import refuse
 from veomni_core.ops.memory_layout import ALIGNMENT, aligned, begins_aligned
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load so, and don't look at addresses or rows first
+_MOST_PAIRS = 2**32  # past it a fused kernel reads a mask's rows elsewhere (pytorch issue 187227)
 _COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # in the versions whose T5 calls it, position_bias too
 
 
@@ -41,7 +43,7 @@ def sdpa(
 
     Raises:
         ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds; or keys
-            that sparse attention chose, or sinks of one query each.
+            that sparse attention chose, or sinks of one query each; or, on a GPU, a mask of more than 2**32 pairs.
     """
     masked = attention_mask is not None
     refused = {
@@ -55,8 +57,12 @@ def sdpa(
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
-    if not masked:
-        attention_mask = _mask_of_last_queries(module, query, key, options.get("is_causal"))
+    causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else bool(options["is_causal"])
+    bias = options.pop("position_bias", None)
+    if not masked and causal and (query.shape[2] not in (1, key.shape[2]) or bias is not None):
+        attention_mask = _seen_by_last_queries(query, key)
+    if bias is not None:
+        attention_mask = _with_bias(bias, attention_mask, query.dtype)
     if query.device.type in _MOVES_16_BYTES:
         return _on_a_gpu(module, query, key, value, attention_mask, **options), None
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -65,48 +71,68 @@ def sdpa(
     return output, None
 
 
-def _mask_of_last_queries(module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:
-    """What fewer causal queries than keys see: torch's own ``is_causal`` lets the first see the first key alone."""
+def _seen_by_last_queries(query: Tensor, key: Tensor) -> Tensor:
+    """``[B, 1, S, L]``; torch's own ``is_causal`` lets the first query see the first key alone, however many keys."""
     queries, keys = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal or queries in (1, keys):
-        return None
     seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     return seen.expand(query.shape[0], 1, queries, keys)
 
 
+def _with_bias(bias: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """An added mask of both. As transformers does, it gives the lowest number to what no query sees."""
+    if mask is None:
+        return bias
+    return bias + mask if mask.is_floating_point() else torch.where(mask, bias, torch.finfo(dtype).min)
+
+
 def _on_a_gpu(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    position_bias: Tensor | None = None,
-    **options: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> Tensor:
     """The call with all of its tensors, and later the incoming gradient, where torch's kernels can read them."""
-    if position_bias is not None:
-        options["position_bias"] = _readable_mask(position_bias, query.dtype)
     query, key, value = map(_readable, (query, key, value))
-    mask = None if attention_mask is None else _readable_mask(attention_mask, query.dtype)
-    with _backends(query, key, value, mask, options.get("position_bias")):
+    mask = attention_mask
+    if mask is not None:
+        if query.shape[2] * key.shape[2] > _MOST_PAIRS:
+            raise ValueError(
+                f"sdpa with a mask takes at most 2**32 pairs of positions, this call has {query.shape[2]} queries and "
+                f"{key.shape[2]} keys; choose flash_attention_2, 3 or 4, or flex_attention"
+            )
+        mask = _readable_mask(mask, query.dtype)
+        if mask.requires_grad:
+            key, value, mask = _whole_rows(key, value, mask)
+    with _backends(query, key, value, mask):
         output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_readable)
     return output
 
 
-def _backends(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) -> AbstractContextManager[None]:
+def _whole_rows(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With keys that nobody sees, up to a multiple of eight.
+
+    torch pads the rows of a bias itself, but what it saves of it for backward is a slice, of which hooks on saved
+    tensors (``save_on_cpu``) make something dense, which its backward (2.11) can't read in 16 bits.
+    """
+    missing = -key.shape[2] % 8
+    if not missing:
+        return key, value, mask
+    key, value = (pad(each, (0, 0, 0, missing)) for each in (key, value))
+    return key, value, pad(mask, (0, missing), value=float("-inf"))
+
+
+def _backends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
     """All, but for a bias that alone wants a gradient: torch's fused ones (2.11) keep nothing for that and raise."""
-    wants = [each is not None and each.requires_grad for each in added]
-    if any(wants) and not any(each.requires_grad for each in (query, key, value)):
+    if mask is not None and mask.requires_grad and not any(each.requires_grad for each in (query, key, value)):
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
 
 
 def _readable(heads: Tensor) -> Tensor:
-    """``heads``, or a copy of them; torch pads those of odd widths itself, which copies them too."""
-    return heads if heads.shape[-1] * heads.element_size() % ALIGNMENT else aligned(heads, expanded=True)
+    """``heads``, or a copy of them; torch pads those of odd widths itself, which copies them too.
+
+    Heads that repeat by a stride of zero are copied: of them a fused kernel gave wrong results (pytorch issue 191937).
+    """
+    return heads if heads.shape[-1] * heads.element_size() % ALIGNMENT else aligned(heads)
 
 
 def _readable_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
