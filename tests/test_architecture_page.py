@@ -6,8 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-import draw_architecture
 import pytest
+
+import draw_architecture
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = draw_architecture.PAGE.read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ def test_a_record_starts_with_number_title_date_and_status(path):
 
 
 def test_numbers_are_counted_without_a_gap():
-    assert NUMBERS == [f"{number:04}" for number in range(1, len(RECORDS) + 1)]
+    assert [f"{number:04}" for number in range(1, len(RECORDS) + 1)] == NUMBERS
 
 
 def test_the_list_has_every_record_as_the_record_says():
