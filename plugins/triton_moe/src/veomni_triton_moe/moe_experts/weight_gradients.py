@@ -113,12 +113,9 @@ def _weight_gradient(
         # Without rows the loop below doesn't run, and the zeros are stored: the result is not initialised.
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
         for row in range(0, size, BLOCK_K):
-            a = load_group(
-                left, start, size, row, m * BLOCK_M, height, BLOCK_K, BLOCK_M, DESCRIBED
-            )  # [BLOCK_K, BLOCK_M]
-            b = load_group(
-                right, start, size, row, n * BLOCK_N, width, BLOCK_K, BLOCK_N, DESCRIBED
-            )  # [BLOCK_K, BLOCK_N]
+            # a [BLOCK_K, BLOCK_M] and b [BLOCK_K, BLOCK_N]; rows beyond the group are zeros in both.
+            a = load_group(left, start, size, row, m * BLOCK_M, height, BLOCK_K, BLOCK_M, DESCRIBED)
+            b = load_group(right, start, size, row, n * BLOCK_N, width, BLOCK_K, BLOCK_N, DESCRIBED)
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(a.T, b, product, input_precision="ieee")
         if DESCRIBED and not ADD:
