@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 # T rows, H = WIDTH columns. Blocks of x are [ROWS, BLOCK] where rows are whole, [PIECE] where one row comes in pieces.
 
 

@@ -168,7 +168,7 @@ def _weight_gradient_kernel(
     # Every num_programs-th row, one at a time and in order: the grid alone decides the order of the sum.
     found = tl.zeros((COLUMNS,), tl.float32)
     for row in tl.range(program, rows, tl.num_programs(0), num_stages=3):
-        row = tl.cast(row, tl.int64)
+        row = tl.cast(row, tl.int64)  # a loop variable is int32, and T * H can exceed 2**31
         values = tl.load(x + row * x_stride * X_ALIGNED + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         upstream = tl.load(dy + row * dy_stride * DY_ALIGNED + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         found += upstream * (values * tl.load(reciprocal + row))
