@@ -172,14 +172,15 @@ def _gate_up(
         for k in range(0, width, BLOCK_K):
             x = load_within(hidden_pointers + k, ks[None, :], width - k, EVEN_K)  # [BLOCK_M, BLOCK_K]
             if DESCRIBED:
-                # Either block is 2 * BLOCK_N rows in the order of `both`. .T changes only how the dot reads them.
+                # Either block is 2 * BLOCK_N rows in the order of `both`; .T changes only how the dot reads it.
                 if INTERLEAVED:
                     w = weight.load([expert, n * 2 * BLOCK_N, k])
                 else:
                     w = weight.load([expert, 0, n * BLOCK_N, k])
                 w = tl.reshape(w, (2 * BLOCK_N, BLOCK_K)).T
             else:
-                w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)  # as .T above
+                w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)
+            # w is [BLOCK_K, 2 * BLOCK_N] either way.
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(x, w, product, input_precision="ieee")
         if bias is not None:

@@ -111,8 +111,8 @@ def route(top_k_index: Tensor, experts: int, block_m: int) -> Routing:
 
 
 # T tokens, K choices per token, N = T * K routes and as many rows, E experts. BLOCK routes per program, BINS is E + 1
-# rounded up to a power of two. N, E and the number of blocks are not specialised: batches differ in them, and Triton
-# would compile a kernel anew where one is 1 or divisible by 16.
+# rounded up to a power of two. Sizes are not specialised: Triton would compile a kernel anew where one happens to be 1
+# or divisible by 16, and N and the number of blocks differ by batch.
 
 
 @triton.jit
