@@ -79,6 +79,14 @@ def test_the_config_page_lists_what_the_core_knows():
             OpsConfig.from_dict({op.config_field: name}, registry)
 
 
+def test_the_config_page_lists_every_variant():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", CONFIG, re.MULTILINE))
+    for op in discover({"VEOMNI_PLUGINS": "veomni-torch"}).ops.values():
+        aliases = {variant: f"{variant} (alias {alias})" for alias, variant in op.variant_aliases.items()}
+        variants = ", ".join(aliases.get(variant, variant) for variant in op.variants)
+        assert rows[op.config_field] == (op.name if variants == "standard" else f"{op.name}: {variants}")
+
+
 def test_the_ascend_page_writes_every_field_that_the_npu_plugin_serves():
     page = (ROOT / "docs" / "how-to" / "ascend.md").read_text(encoding="utf-8")
     registry = discover({"VEOMNI_PLUGINS": "veomni-npu"})
@@ -87,6 +95,13 @@ def test_the_ascend_page_writes_every_field_that_the_npu_plugin_serves():
     kernels = {op: tuple({spec.name for spec in registry.kernels(op)}) for op in registry.ops}
     del kernels["rotary_pos_emb_vision"]  # for towers that a language model has none of
     assert written == {op: names for op, names in kernels.items() if names}
+
+
+def test_the_files_that_contributing_names_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([^`\s]+/[^`\s]*)`", text) if "<" not in name}
+    assert len(named) >= 40
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_straight_line_is_eight_files_that_exist():

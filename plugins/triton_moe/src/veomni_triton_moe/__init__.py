@@ -1,1 +1,1 @@
-"""Triton kernels; ``plugin`` describes them, one file per op holds them."""
+"""Triton kernels for veomni-core. ``plugin`` registers them; each op has a module or a package of its own."""

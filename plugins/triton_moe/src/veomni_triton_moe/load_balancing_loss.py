@@ -20,18 +20,26 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
 from veomni_triton_moe.multiprocessors import multiprocessors
 
-# An expert is kept in the 13 bits that a float16 leaves free in float32.
+# The top k are ranked by integers that hold an expert's number in the 13 bits that a float16 leaves unused in float32.
 MAX_EXPERTS = 2**13
 
 
 def standard(
     gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> Tensor | int:
-    """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
+    """The auxiliary loss over all layers' router logits, in float32.
 
-    Probabilities are rounded to the logits' dtype, unless autocast takes softmax in float32; among equal ones the
-    lowest expert is chosen. The gradient has the logits' dtype, and is computed only for layers that need it. As in
-    transformers, the result is the number 0 where ``gate_logits`` is no tuple of logits, or an empty one.
+    Probabilities are rounded to the logits' dtype, unless autocast runs softmax in float32; among equal ones the
+    lowest expert is chosen. The gradient has the logits' dtype, and is computed only for layers that need it.
+
+    Args:
+        gate_logits: One ``[T, E]`` per layer, of one dtype.
+        num_experts: ``E``.
+        top_k: Choices per token, ``K``.
+        attention_mask: ``[B, S]`` with ``T = B * S``, the weight of each token; 0 leaves it out.
+
+    Returns:
+        A scalar tensor, or, as in transformers, the number 0 if ``gate_logits`` is not a tuple or is empty.
 
     Raises:
         ValueError: the layers differ in shape or dtype, or another argument does not fit them.
@@ -72,9 +80,14 @@ class _LoadBalancing(Function):
 
 @dataclass(frozen=True)
 class Launch:
-    """``programs`` per layer, of ``num_warps`` each, take tiles of ``tokens``, with ``stages`` of them in flight.
+    """A launch configuration.
 
-    A thread gets at most ``registers``, where a number is given.
+    Attributes:
+        tokens: Tokens of a tile.
+        programs: Programs per layer.
+        num_warps: Warps per program.
+        stages: Depth of the software pipeline over tiles.
+        registers: The most registers per thread; ``None`` leaves them to the compiler.
     """
 
     tokens: int
@@ -85,19 +98,20 @@ class Launch:
 
 
 def sums_launch(gate_logits: Sequence[Tensor], programs_per_processor: int = 4, num_warps: int = 4) -> Launch:
-    """Few programs, which take many tiles each, since each leaves sums that have to be added up in the end.
+    """Few programs with many tiles each, since :func:`loss_kernel` has to add up the sums that each one leaves.
 
     With 128 registers a thread, four of them fit a multiprocessor: the best that
     `benchmarks/triton_load_balancing_loss.py --tune` found on an H200.
     """
     logits = gate_logits[0]
     tokens = _tokens_per_tile(logits, num_warps)
+    # Divided over the layers, which one launch handles together.
     programs = programs_per_processor * multiprocessors(logits.device) // len(gate_logits)
     return Launch(tokens, max(1, min(programs, triton.cdiv(len(logits), tokens))), num_warps, registers=128)
 
 
 def gradients_launch(gate_logits: Sequence[Tensor], num_warps: int = 4) -> Launch:
-    """A program per tile: nothing carries over from one to the next."""
+    """A program per tile: unlike the sums, nothing carries over from one tile to the next."""
     tokens = _tokens_per_tile(gate_logits[0], num_warps)
     return Launch(tokens, triton.cdiv(len(gate_logits[0]), tokens), num_warps)
 
@@ -105,7 +119,14 @@ def gradients_launch(gate_logits: Sequence[Tensor], num_warps: int = 4) -> Launc
 def loss_and_slope(
     gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None, launch: Launch
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and its derivative ``[E]`` by each expert's probability, the same for every token that counts."""
+    """The loss, and its derivative ``[E]`` by the experts' probabilities, the same for every token that counts.
+
+    Args:
+        gate_logits: ``L`` tensors ``[T, E]``.
+        top_k: ``K``.
+        mask: ``T`` elements, or ``None``.
+        launch: That of the sums; the loss has one program.
+    """
     layers = tuple(logits.contiguous() for logits in gate_logits)
     tokens, experts = layers[0].shape
     sums = layers[0].new_empty(len(layers) * launch.programs, 2, _width(experts), dtype=torch.float32)
@@ -124,6 +145,7 @@ def loss_and_slope(
             maxnreg=launch.registers,
             **sizes,
         )
+        # One program, so that all sums are added in one order; a tile of 8192 elements over 16 warps is 16 a thread.
         loss_kernel[1,](sums, loss, slope, len(sums), ROWS=max(1, 8192 // _width(experts)), num_warps=16, **sizes)
     return loss, slope
 
@@ -131,7 +153,15 @@ def loss_and_slope(
 def gradients(
     dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], mask: Tensor | None, launch: Launch
 ) -> Tensor:
-    """The gradients ``[L, T, E]`` of the given layers' logits: one buffer, since one launch writes them all."""
+    """The gradients ``[L, T, E]`` of the given layers' logits, in one buffer, since one launch writes them all.
+
+    Args:
+        dloss: A scalar.
+        slope: ``[E]``, from :func:`loss_and_slope`.
+        gate_logits: ``L`` tensors ``[T, E]``: the layers that need gradients.
+        mask: ``T`` elements, or ``None``.
+        launch: Tokens per tile and programs.
+    """
     layers = tuple(logits.contiguous() for logits in gate_logits)
     tokens, experts = layers[0].shape
     dlogits = layers[0].new_empty(len(layers), tokens, experts)
@@ -157,16 +187,17 @@ def _per_token(mask: Tensor | None) -> Tensor | None:
 
 
 def _width(experts: int) -> int:
-    """The columns of a tile: a power of two that has four quarters."""
+    """The columns of a tile: a power of two, as tl.arange needs, that can be cut into four quarters."""
     return max(4, int(triton.next_power_of_2(experts)))
 
 
 def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
-    """So many that a thread holds 32 logits: the search for the top k keeps four copies of them in registers."""
+    """As many tokens as give each thread 32 logits: the search for the top k keeps four copies of them in registers."""
     return max(1, 32 * 32 * num_warps // _width(logits.shape[1]))
 
 
-# Operators that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around them.
+# Operators, so that ``torch.compile`` doesn't trace into them. Defined through a ``Library`` rather than by
+# ``custom_op``, which puts more Python around each call.
 _LIBRARY = library.Library("veomni_triton_moe", "FRAGMENT")
 _LIBRARY.define(
     "load_balancing_loss_forward(Tensor[] gate_logits, int top_k, Tensor? mask) -> (Tensor loss, Tensor slope)"

@@ -1,4 +1,4 @@
-"""How many programs fill a device."""
+"""The number of multiprocessors: grids of persistent programs are sized by it."""
 
 from __future__ import annotations
 

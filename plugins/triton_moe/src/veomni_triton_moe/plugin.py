@@ -1,4 +1,4 @@
-"""Describes the kernels to veomni-core. Imports neither torch nor triton."""
+"""Registers the kernels with veomni-core. Imports neither torch nor triton."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ def _kernels(name: str, op_name: str, variants: Iterable[str], description: str)
 
 
 def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
-    """A form of ``fused_triton`` that trades something, and so is never chosen without being named."""
+    """A form of ``fused_triton`` with a trade-off, which is only used if it is requested by name (preference 0)."""
     return KernelSpec(
         name=f"fused_triton_{suffix}",
         op_name="moe_experts",

@@ -1,7 +1,7 @@
-"""swiglu_mlp: one pass forward, one backward that writes both gradients; saves ``gate`` and ``up`` alone.
+"""swiglu_mlp: one pass forward, one pass backward that writes both gradients; saves only ``gate`` and ``up``.
 
-The halves of one tensor, as a packed projection leaves them, are read where they lie. All arithmetic is float32, and
-the result is rounded once.
+Gate and up may be halves of one packed projection: they are read in place, without a copy. All arithmetic is float32,
+and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from torch.autograd import Function
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton_moe.gated_kernels import backward_kernel, forward_kernel
 
-# Within 1 % of the fastest that `benchmarks/triton_swiglu_mlp.py --tune` found on an H200 in either pass.
+# 16 elements for each thread of 8 warps. Within 1 % of the fastest that `benchmarks/triton_swiglu_mlp.py --tune` found
+# on an H200, in either pass.
 COLUMNS, NUM_WARPS = 4096, 8
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for ``[..., I]`` of one dtype. Gradients reach both, in that dtype.
+    """``silu(gate) * up``, with gradients of both, all in the inputs' dtype.
+
+    Args:
+        gate: ``[..., I]``.
+        up: Of the same shape and dtype; strides may differ.
+
+    Returns:
+        ``[..., I]``, contiguous.
 
     Raises:
         ValueError: gate and up differ in shape or dtype.
@@ -56,7 +64,10 @@ class _GatedActivation(Function):
 
 
 def activated(gate: Tensor, up: Tensor, tanh: bool, columns: int = COLUMNS, num_warps: int = NUM_WARPS) -> Tensor:
-    """Launch the forward."""
+    """Launch the forward: ``[..., I]`` from ``gate[..., I]`` and ``up[..., I]``.
+
+    ``columns`` and ``num_warps`` are parameters for the benchmark's search.
+    """
     gate_rows, up_rows = _rows(gate), _rows(up)
     result = _result(gate)
     if result.numel():
@@ -79,7 +90,7 @@ def activated(gate: Tensor, up: Tensor, tanh: bool, columns: int = COLUMNS, num_
 def gradients(
     dresult: Tensor, gate: Tensor, up: Tensor, tanh: bool, columns: int = COLUMNS, num_warps: int = NUM_WARPS
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward: the gradients of gate and up."""
+    """Launch the backward: the gradients of gate and up, ``[..., I]`` each, contiguous."""
     upstream, gate_rows, up_rows = _rows(dresult), _rows(gate), _rows(up)
     dgate, dup = _result(gate), _result(up)
     if dgate.numel():
@@ -103,7 +114,8 @@ def gradients(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``x`` as ``[rows, I]`` whose columns lie side by side: a view where its strides allow it."""
+    """``x`` as ``[R, I]`` with contiguous rows, one stride apart: a view where its strides allow it, else a copy."""
+    # With I = 0, reshape could not infer -1.
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -112,7 +124,8 @@ def _result(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-# Operators that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around them.
+# Operators, so that ``torch.compile`` doesn't trace into them. Defined through a ``Library`` rather than by
+# ``custom_op``, which puts more Python around each call.
 _LIBRARY = library.Library("veomni_triton_moe", "FRAGMENT")
 _LIBRARY.define("gated_activation(Tensor gate, Tensor up, bool tanh) -> Tensor")
 _LIBRARY.define(

@@ -1,6 +1,6 @@
-"""Sizes of the products' tiles. Tables, never a search: a search costs a user's first step minutes.
+"""Launch configurations of the matrix products. Tables, never an autotuner: a search costs a user's first step minutes.
 
-The sizes for 16-bit values and the copy engine are the best that `benchmarks/tune_moe.py` found on an H200.
+The tables for 16-bit values through TMA descriptors are the best that `benchmarks/tune_moe.py` found on an H200.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """The tile ``block_m x block_n``, reduced ``block_k`` at a time; ``group_m`` tiles of rows are worked off together.
+    """A launch configuration of one product, whose programs compute tiles of ``[block_m, block_n]``.
 
-    For gate and up together, ``block_n`` counts the columns of one of them.
+    Attributes:
+        block_m: Rows of a tile.
+        block_n: Columns of a tile. In the gate-and-up product a tile holds this many of gate and as many of up.
+        block_k: Elements of the reduced dimension per iteration.
+        group_m: Tile rows per band in the order of tiles, see :func:`tiles.tile_position`.
+        num_warps: Warps per program.
+        num_stages: Depth of the software pipeline along the reduced dimension.
     """
 
     block_m: int
@@ -27,21 +33,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """One launch per product. Those over rows share one list of tiles, and with it ``block_m``."""
+    """One launch per product. The first four tile the rows, and share one list of tiles and so one ``block_m``."""
 
-    gate_up: Launch
-    down: Launch
-    dactivation: Launch
-    dhidden: Launch
-    ddown: Launch
-    dgate_up: Launch
+    gate_up: Launch  # [N, H] by [2I, H] per expert, gives [N, 2I] and [N, I]
+    down: Launch  # [N, I] by [I, H] per expert, gives [N, H]
+    dactivation: Launch  # [N, H] by [H, I] per expert, gives [N, I]
+    dhidden: Launch  # [N, 2I] by [2I, H] per expert, gives [N, H]
+    ddown: Launch  # reduced over the rows of an expert, gives [E, H, I]
+    dgate_up: Launch  # reduced over the rows of an expert, gives [E, 2I, H]
 
     @property
     def block_m(self) -> int:
-        """Rows of a tile in the products over rows."""
+        """Rows of a tile in the products that tile the rows."""
         return self.down.block_m
 
 
+# Launch(block_m, block_n, block_k, group_m, num_warps, num_stages). gate_up has half the block_n of down, because its
+# accumulator is [block_m, 2 * block_n]: gate and up side by side.
 _FULL_TILES = Launches(
     gate_up=Launch(128, 128, 64, 4, 8, 3),
     down=Launch(128, 256, 64, 8, 8, 3),
@@ -50,11 +58,13 @@ _FULL_TILES = Launches(
     ddown=Launch(128, 256, 32, 8, 8, 5),
     dgate_up=Launch(128, 256, 64, 4, 8, 3),
 )
-# Where one expert's gate and up alone are half of the L2 cache, 16 tiles of rows share what is read of them.
-_LARGE_EXPERT = 2**24  # values
+# From here on one expert's gate_up_proj alone takes half of an H200's L2 cache: bands of 16 tile rows instead of 4 read
+# it from memory fewer times.
+_LARGE_EXPERT = 2**24  # values in gate_up_proj[e]
 _FULL_TILES_OF_LARGE_EXPERTS = replace(_FULL_TILES, gate_up=Launch(128, 128, 64, 16, 8, 3))
-# With fewer rows per expert than this, tiles of 128 rows are mostly empty.
+# Up to this many rows per expert on average, tiles of 128 rows waste too much of their work on rows that don't exist.
 _FEW_ROWS = 192
+# Only products that tile the rows get smaller tiles: the weights' gradients reduce over the rows.
 _HALF_TILES = Launches(
     gate_up=Launch(64, 128, 64, 8, 8, 4),
     down=Launch(64, 256, 64, 16, 4, 4),
@@ -69,16 +79,23 @@ def _same(rows: Launch, gate_up: Launch) -> Launches:
     return Launches(gate_up, rows, rows, rows, rows, rows)
 
 
+# Not tuned. Through pointers, for 16-bit values: GPUs before SM90, and operands that TMA can't address.
 _POINTERS = _same(Launch(128, 128, 64, 4, 8, 3), gate_up=Launch(128, 64, 64, 4, 8, 3))
 _POINTERS_HALF_TILES = _same(Launch(64, 128, 64, 4, 4, 3), gate_up=Launch(64, 64, 64, 4, 4, 3))
-# float32 products are exact ones, not the tensor cores' 10-bit approximation: small tiles, so that they fit registers.
+# Not tuned. float32 products are exact, not TF32 (10-bit mantissas) on tensor cores: small tiles, which fit registers.
 _FLOAT32 = _same(Launch(64, 64, 32, 4, 8, 2), gate_up=Launch(64, 32, 32, 4, 8, 2))
 
 
 def launches(dtype: torch.dtype, rows_per_expert: int, gate_up_size: int, described: bool) -> Launches:
-    """The launches for ``dtype``, so many rows per expert, and so many values in one expert's gate and up.
+    """The launch of every product of a call.
 
-    ``described`` says that operands go by the copy engine, not by pointers.
+    The choice depends on sizes that the host knows, never on how the routes fall: nothing is read from the device.
+
+    Args:
+        dtype: Dtype of the operands.
+        rows_per_expert: ``T * K // E``, the average.
+        gate_up_size: Values in one expert's gate and up projection, ``2I * H``.
+        described: Whether operands go through TMA descriptors, rather than pointers.
     """
     if dtype == torch.float32:
         return _FLOAT32

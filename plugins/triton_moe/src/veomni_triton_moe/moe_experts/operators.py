@@ -1,11 +1,11 @@
-"""The forward and the backward as opaque operators, and how autograd joins them.
+"""Forward and backward as operators that ``torch.compile`` doesn't trace into, and how autograd joins them.
 
-Forward saves its inputs, the pre-activations ``[T·K, 2I]`` and one buffer of indices; with ``recompute`` no
-pre-activations. Nothing is read on the host, so a step can be captured as a CUDA graph.
+Forward saves its inputs, the pre-activations ``[N, 2I]`` (not with ``recompute``) and one buffer of indices. Nothing is
+read on the host, so a step can be captured as a CUDA graph.
 
-With ``accumulate`` a projection's gradient is added to the one that its ``.grad`` holds already, inside the product's
-epilogue, and autograd gets none: no second tensor as large as the weights is made. Where there is none yet, or hooks
-wait for the gradient, autograd gets it as always, and so it does under ``torch.autograd.grad``.
+With ``accumulate``, the product's epilogue adds a projection's gradient to the one that its ``.grad`` already holds,
+and autograd gets none: no second tensor as large as the weights is allocated. Autograd gets the gradient as usual where
+``.grad`` is still ``None``, where hooks wait for it, and under ``torch.autograd.grad``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def forward(
     recompute: bool,
     accumulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the pre-activations and the routing's buffer."""
+    """The result ``[T, H]``, pre-activations ``[N, 2I]`` and the routing's buffer, of ``ExpertsLayer``'s operands."""
+    # An operator's schema has no dataclass, so the activation comes as its four fields.
     operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
     result, pre, routing = ExpertsLayer(*operands, Activation(alpha, limit, up_offset, interleaved)).forward()
     return result, pre, routing.buffer
@@ -76,9 +77,15 @@ def _backward(
     gate_up_sum: Tensor | None,
     down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of all but the index; without ``projections``, empty ones of the weights and biases.
+    """The gradients of all but the index, in the order of the operands.
 
-    A projection's gradient is added to its sum where there is one, and is empty then.
+    Args:
+        dresult: ``[T, H]``, contiguous; the operands follow, as in ``ExpertsLayer``.
+        pre: ``[N, 2I]``, or ``None`` to compute it again.
+        routing: The buffer that forward returned.
+        projections: Whether the gradients of projections and biases are requested; otherwise they are empty.
+        gate_up_sum: ``[E, 2I, H]``, to which the gradient is added, and which is then returned empty.
+        down_sum: ``[E, H, I]``, likewise.
     """
     operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
     layer = ExpertsLayer(*operands, Activation(alpha, limit, up_offset, interleaved))
@@ -118,7 +125,7 @@ def _(
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (hidden, top_k_weights, *asked))
 
 
-_PROJECTION_INPUTS = slice(3, 7)
+_PROJECTION_INPUTS = slice(3, 7)  # of forward's inputs: both projections and both biases
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -127,13 +134,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.constants = (alpha, limit, up_offset, interleaved)
     ctx.save_for_backward(*tensors, None if recompute else pre, routing)
     ctx.mark_non_differentiable(pre, routing)
-    ctx.set_materialize_grads(False)  # zeros as large as the pre-activations would be made for their missing gradient
+    # Otherwise zeros [N, 2I] would be allocated as the gradient of pre, which has none.
+    ctx.set_materialize_grads(False)
 
 
 @first_derivatives_only
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, pre, routing = ctx.saved_tensors
+    # All four or none: frozen experts (LoRA beside them, say) skip two of the products.
     projections = any(ctx.needs_input_grad[_PROJECTION_INPUTS])
+    # 3 and 4 are the projections' positions among forward's inputs. Biases are small, and go through autograd.
     sums = [_sum_so_far(ctx, position, tensors[position]) for position in (3, 4)]
     found = _backward(dresult.contiguous(), *tensors, pre, routing, *ctx.constants, projections, *sums)
     dhidden, dweights, *rest = found
@@ -145,7 +155,7 @@ def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | N
 
 
 def _sum_so_far(ctx: Any, position: int, weight: Tensor) -> Tensor | None:
-    """The gradient that ``weight`` holds, if this backward may add to it unseen by autograd."""
+    """``weight.grad``, if this backward may add to it without autograd's knowledge; otherwise ``None``."""
     if not (ctx.accumulate and ctx.needs_input_grad[position] and weight.is_leaf):
         return None
     total = weight.grad
@@ -158,7 +168,7 @@ def _sum_so_far(ctx: Any, position: int, weight: Tensor) -> Tensor | None:
 
 
 def _backward_accumulates(weight: Tensor) -> bool:
-    """Whether the running backward adds to ``weight.grad``; ``autograd.grad`` leaves it alone, and so must we."""
+    """Whether the running backward writes ``weight.grad``: ``torch.autograd.grad`` must leave it unchanged."""
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
-"""What the three products share: the order of their tiles, and how tiles are read and written.
+"""What the three products share: the order of their tiles, and how tiles are loaded and stored.
 
-Where ``DESCRIBED``, operands are tensor descriptors that the copy engine reads and writes (TMA, SM90); elsewhere they
-are pointers. A ragged descriptor ends at its group's last row, so that a tile neither reads nor writes a neighbour's.
+With ``DESCRIBED``, operands are TMA descriptors (SM90 and above), and the hardware checks bounds. Otherwise they are
+pointers, and masks or clamped indices keep a tile within its operand. A group is the rows of one expert, adjacent after
+sorting. A ragged descriptor is bounded by one group: a tile that reaches beyond it reads zeros and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-COPY_ENGINE_ALIGNMENT = 16  # bytes, of addresses and of every stride but the last
+COPY_ENGINE_ALIGNMENT = 16  # bytes; what TMA requires of the base address and of every stride but the last
 
 
 def can_be_described(tensor: Tensor) -> bool:
-    """Whether the copy engine can address this: 16-bit values in aligned lines."""
+    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or above."""
+    # float32 takes the pointer path: its exact products don't run on tensor cores, and its tiles are small.
     return tensor.element_size() == 2 and _has_copy_engine(tensor.device) and has_aligned_lines(tensor)
 
 
 def has_aligned_lines(tensor: Tensor) -> bool:
-    """Whether every line is contiguous and begins where the copy engine can begin to read."""
+    """Whether every line (the last dimension) is contiguous and begins at an address that TMA accepts."""
     if tensor.stride(-1) != 1:
         return False
     places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
@@ -37,20 +39,29 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """``tensor`` as blocks for the copy engine."""
+    """A TMA descriptor of ``tensor``, loaded ``block`` at a time; what lies outside the tensor reads as zeros."""
     return TensorDescriptor.from_tensor(tensor, block)
 
 
 def described_rows(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """``tensor[N, …]`` as blocks of rows that end where their group does."""
+    """A ragged TMA descriptor of ``tensor[N, C]``, whose blocks are bounded by the group that a load or store names."""
     return create_ragged_descriptor(tensor, block)
+
+
+# N rows, one per route and sorted by expert; E experts; C columns of an operand. BLOCK_M x BLOCK_N is a tile of a
+# product, BLOCK_R x BLOCK_C a block of an operand: rows by columns. All indices are counted in elements, but `m`, `n`
+# and `tile`, which count tiles.
 
 
 @triton.jit
 def tile_position(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
-    """Row and column of a tile, ``GROUP_M`` rows of tiles at a time, so that tiles in flight share their operands."""
+    """``(m, n)`` of a tile of an ``m_tiles x n_tiles`` grid, in bands of ``GROUP_M`` tile rows.
+
+    Within a band, tiles go down the columns: the programs that run at one time share operand blocks in the L2 cache.
+    """
     per_group = GROUP_M * n_tiles
     first = (tile // per_group) * GROUP_M
+    # The last band may have fewer tile rows; with GROUP_M here its tiles would be numbered past the grid.
     size = tl.minimum(m_tiles - first, GROUP_M)
     inside = tile % per_group
     return first + inside % size, inside // size
@@ -59,57 +70,81 @@ def tile_position(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 @triton.jit
 def tile_rows(tiles, offsets, max_tiles, m):
     """The expert of row tile ``m``, the tile's first row, its group's first row and its group's size."""
+    # tiles is one buffer: [0] the number of tiles, then max_tiles experts, then max_tiles first rows.
     expert = tl.load(tiles + 1 + m)
     row = tl.load(tiles + 1 + max_tiles + m)
-    start = tl.load(offsets + expert)
+    start = tl.load(offsets + expert)  # offsets has E + 1 entries, so expert + 1 is always there
     return expert, row, start, tl.load(offsets + expert + 1) - start
 
 
 @triton.jit
 def load_within(pointers, place, length, EVEN: tl.constexpr):
-    """A block of which the places below ``length`` exist; zero beyond. ``EVEN`` says that all do."""
+    """A block whose elements exist where ``place < length``; zeros elsewhere. ``EVEN`` states that all exist."""
+    # Without a mask, loads stay as wide as the alignment allows, and the K loop has no comparison per element.
     if EVEN:
         return tl.load(pointers)
+    # Zeros, because the block is an operand of a dot along this dimension.
     return tl.load(pointers, mask=place < length, other=0.0)
 
 
 @triton.jit
 def load_group(
-    source, start, size, row, column, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, DESCRIBED: tl.constexpr
+    source,  # [N, width], contiguous, or a ragged descriptor of it with blocks [1, 1, BLOCK_R, BLOCK_C]
+    start,  # the group's first row
+    size,  # the group's number of rows
+    row,  # the block's first row, counted from start
+    column,  # the block's first column
+    width,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
-    """``BLOCK_R`` rows of a group from its row ``row`` on, and ``BLOCK_C`` columns; zero beyond the group."""
+    """The block ``[BLOCK_R, BLOCK_C]`` at ``(row, column)`` of a group; rows beyond the group read as zeros.
+
+    Zeros, because the callers reduce over rows: the next expert's rows must add nothing. Columns beyond ``width`` hold
+    anything; the caller masks them when it stores.
+    """
     if DESCRIBED:
+        # A ragged descriptor has two leading dimensions that shift the base address, so that the hardware's bound on
+        # the row dimension falls on the group's last row.
         end, last, place = to_ragged_indices(start, size, row)
         block = tl.reshape(source.load([end, last, place, column]), (BLOCK_R, BLOCK_C))
     else:
-        rows = row + tl.arange(0, BLOCK_R)
-        columns = (column + tl.arange(0, BLOCK_C)) % width
-        pointers = source + (start + rows)[:, None].to(tl.int64) * width + columns[None, :]
+        rows = row + tl.arange(0, BLOCK_R)  # [BLOCK_R]
+        # Wrapped instead of masked: always a valid address, and no comparison per element.
+        columns = (column + tl.arange(0, BLOCK_C)) % width  # [BLOCK_C]
+        # int64, since N * width can exceed 2**31.
+        pointers = source + (start + rows)[:, None].to(tl.int64) * width + columns[None, :]  # [BLOCK_R, BLOCK_C]
         block = tl.load(pointers, mask=(rows < size)[:, None], other=0.0)
     return block
 
 
 @triton.jit
 def store_group(
-    target,
-    value,
+    target,  # [N, stride] or some columns of it, or a ragged descriptor with blocks [1, 1, BLOCK_R, BLOCK_C]
+    value,  # [BLOCK_R, BLOCK_C]
     start,
     size,
     row,
     column,
-    width,
+    width,  # columns that may be written; less than stride where target is a part of a wider tensor
     stride,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """The inverse of :func:`load_group`; nothing is written beyond the group or ``width``."""
+    """The inverse of :func:`load_group`, rounded to target's dtype; nothing is written beyond the group or ``width``.
+
+    The rows after the group belong to the next expert, whose tile another program writes.
+    """
     if DESCRIBED:
+        # The descriptor knows its own width and stride, so only the group has to be named.
         end, last, place = to_ragged_indices(start, size, row)
         target.store([end, last, place, column], tl.reshape(value.to(target.dtype), (1, 1, BLOCK_R, BLOCK_C)))
     else:
-        rows = row + tl.arange(0, BLOCK_R)
-        columns = column + tl.arange(0, BLOCK_C)
+        rows = row + tl.arange(0, BLOCK_R)  # [BLOCK_R]
+        # Not wrapped as in load_group: two programs would write the same element.
+        columns = column + tl.arange(0, BLOCK_C)  # [BLOCK_C]
         pointers = target + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
         mask = (rows < size)[:, None] & (columns < width)[None, :]
         tl.store(pointers, value.to(target.dtype.element_ty), mask=mask)
@@ -117,11 +152,12 @@ def store_group(
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of ``tile[ROWS, COLUMNS]``."""
+    """The left and the right half of ``tile[ROWS, COLUMNS]``, each ``[ROWS, COLUMNS // 2]``."""
+    # tl.split takes a last dimension of two: [ROWS, 2, COLUMNS // 2] becomes [ROWS, COLUMNS // 2, 2].
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def every_other(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The even and the odd columns of ``tile[ROWS, COLUMNS]``."""
+    """The even and the odd columns of ``tile[ROWS, COLUMNS]``, each ``[ROWS, COLUMNS // 2]``."""
     return tl.split(tl.reshape(tile, (ROWS, COLUMNS // 2, 2)))

@@ -1,12 +1,13 @@
-"""rms_norm in Triton: ``x`` is read once in forward, ``x`` and ``dy`` once in backward, for rows of up to 32 KiB.
+"""rms_norm in Triton. For rows of up to 32 KiB, forward reads ``x`` once, and backward reads ``x`` and ``dy`` once.
 
 Saved for backward are ``x``, the weight and ``1 / rms(x)``, one float32 per row. A row's result and its gradient depend
-on that row alone, bit for bit: neither the number of rows nor their place in memory changes the order of a sum. The
-weight's gradient is summed in float32 in an order fixed by the shape and the device's number of multiprocessors.
+on that row alone, bit for bit: neither the number of rows nor their addresses change the order of a sum. The weight's
+gradient is summed in float32, in an order that the shape and the device's number of multiprocessors fix.
 
-Every variant takes ``x [..., H]`` of float32, bfloat16 or float16, with any strides, and a ``weight [H]`` of any of
-these dtypes; gradients have their tensor's dtype. Other dtypes raise ``TypeError``, other shapes ``ValueError``, and
-second derivatives ``RuntimeError``.
+Every variant takes ``x [..., H]`` of float32, bfloat16 or float16, with any strides, a ``weight [H]`` of any of these
+dtypes (``None`` if unweighted), and ``eps``, which is added to the mean square. Results are ``[..., H]``; gradients
+have their tensor's dtype. Other dtypes raise ``TypeError``, other shapes ``ValueError``, and second derivatives
+``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * (x / rms(x))``, with ``x / rms(x)`` rounded to x's dtype first.
+    """``weight * (x / rms(x))``, with ``x / rms(x)`` rounded to x's dtype first (Llama).
 
-    The result has the dtype that PyTorch promotes those of ``x`` and ``weight`` to.
+    The result has the dtype to which PyTorch promotes the dtypes of ``x`` and ``weight``.
     """
     _check(x, weight)
     return _RmsNorm.apply(x, weight, eps, 0.0, False, True)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""How the kernels for whole rows are launched: a function of the row's size alone, never of how many rows there are.
+"""Launch configurations of the kernels for whole rows: a function of the row's size, never of the number of rows.
 
-The order in which a row is summed follows from the tile and the number of warps. Were they chosen by the number of
-rows, a row's result would depend on the batch it comes in.
+The tile and the number of warps decide in which order a row is summed. If they were chosen by the number of rows, a
+row's result would depend on the batch it comes in.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import triton
 
-# 16384 elements of bfloat16: x, dy, the weight and its gradient in float32 are then as large as the registers of a
-# multiprocessor, 256 KiB.
+# 16384 elements of bfloat16: backward's x, dy, weight and weight gradient, each in float32, then fill the 256 KiB of
+# registers of a multiprocessor.
 WHOLE_ROW_BYTES = 32768
 
 
 @dataclass(frozen=True)
 class ForwardLaunch:
-    """One program normalises ``rows`` rows with ``warps`` warps."""
+    """One program normalises a tile of ``rows`` rows with ``warps`` warps."""
 
     rows: int
     warps: int
@@ -25,7 +25,14 @@ class ForwardLaunch:
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-    """``programs`` programs per multiprocessor walk over tiles of ``rows`` rows, ``stages`` - 1 of them read ahead."""
+    """Persistent programs that loop over tiles of rows.
+
+    Attributes:
+        rows: Rows of a tile.
+        warps: Warps per program.
+        programs: Programs per multiprocessor.
+        stages: Depth of the software pipeline: ``stages - 1`` tiles are loaded ahead.
+    """
 
     rows: int
     warps: int
@@ -33,7 +40,7 @@ class BackwardLaunch:
     stages: int
 
 
-# By the bytes of one row, padded to a power of two. Those of 256, 4096, 8192 and 16384 bytes are the best that
+# Key: the bytes of one row, padded to a power of two. The entries of 256, 4096, 8192 and 16384 bytes are the best that
 # `benchmarks/triton_rms_norm.py --tune` found on an H200 in bfloat16; the others follow their neighbours.
 FORWARD = {
     128: ForwardLaunch(32, 4),
@@ -46,8 +53,8 @@ FORWARD = {
     16384: ForwardLaunch(1, 16),
     32768: ForwardLaunch(1, 16),
 }
-# Backward holds x, dy, the weight and its gradient at once, and starts about as many programs as the registers of a
-# multiprocessor hold.
+# A program holds x, dy, the weight and its gradient at once; a multiprocessor gets about as many programs as its
+# registers hold.
 BACKWARD = {
     128: BackwardLaunch(64, 4, 2, 3),
     256: BackwardLaunch(32, 4, 2, 3),
@@ -67,12 +74,13 @@ def fits_whole(width: int, element_size: int) -> bool:
 
 
 def forward_launch(width: int, element_size: int) -> ForwardLaunch:
-    """How forward is launched for rows of ``width`` elements of ``element_size`` bytes that fit whole."""
+    """The forward launch for rows of ``width`` elements of ``element_size`` bytes; they must fit whole."""
+    # Rows narrower than the table's smallest entry share it.
     return FORWARD[max(_padded_bytes(width, element_size), min(FORWARD))]
 
 
 def backward_launch(width: int, element_size: int) -> BackwardLaunch:
-    """How backward is launched for rows of ``width`` elements of ``element_size`` bytes that fit whole."""
+    """The backward launch for rows of ``width`` elements of ``element_size`` bytes; they must fit whole."""
     return BACKWARD[max(_padded_bytes(width, element_size), min(BACKWARD))]
 
 

@@ -1,7 +1,7 @@
-"""Tensors as the kernels read them: rows whose alignment follows from their width alone.
+"""Tensors as the kernels read them: ``[T, H]`` with rows whose alignment follows from ``H`` alone.
 
-Vector loads need aligned rows, and the width of a load decides in which order a row is summed. So a tensor that
-happens to lie elsewhere is copied, rather than summed in another order.
+Vector loads need aligned rows. The width of a load decides which elements a thread holds, and so in which order a row
+is summed. A tensor at another alignment is therefore copied: read with narrower loads, its rows would give other bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ VECTOR_BYTES = 16  # the widest load of one thread
 
 
 def alignment(width: int, element_size: int) -> int:
-    """How many elements each row's start is a multiple of: a vector load's, halved until it divides the width."""
+    """The alignment of rows of ``width`` elements, in elements: a vector load's, halved until it divides the width."""
+    # What contiguous rows from an aligned address have of themselves; more would force most tensors to be copied.
     count = VECTOR_BYTES // element_size
     while width % count:
         count //= 2
@@ -24,6 +25,7 @@ def aligned_rows(x: Tensor) -> Tensor:
     """``x [..., H]`` as ``[T, H]``: a view where its rows are contiguous, evenly spaced and aligned, else a copy."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
+    # One stride per row is all that the kernels take, and it is passed in units of the alignment.
     is_spaced = rows.stride(1) == 1 and rows.stride(0) % alignment(width, x.element_size()) == 0
     return rows if is_spaced and rows.data_ptr() % VECTOR_BYTES == 0 else _copy(rows)
 

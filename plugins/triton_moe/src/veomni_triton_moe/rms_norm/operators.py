@@ -1,6 +1,7 @@
-"""The kernels as operators that ``torch.compile`` keeps whole: ``veomni_triton_moe::rms_norm_*``, without autograd.
+"""The kernels as operators ``veomni_triton_moe::rms_norm_*``, without autograd.
 
-Defined through a ``Library`` rather than by ``custom_op``, which puts more Python around each call.
+``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
+which puts more Python around each call.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _LIBRARY.define(
 def _results(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, round_scale: bool, round_normalised: bool
 ) -> tuple[Tensor, Tensor]:
+    # A result that is rounded before the weight is multiplied gets the dtype of that product, as in PyTorch.
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and round_normalised else x.dtype
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Rows that no program can hold: each is walked through in pieces, twice, the second time out of the L2 cache."""
+"""Rows that no program can hold: each is read in pieces, twice, the second time out of the L2 cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from veomni_triton_moe.rms_norm.partial_sums import sum_partials
 
 PIECE = 4096  # 16 elements for each thread of 8 warps: two vector loads in bfloat16
 WARPS = 8
-COLUMNS = 1024  # the weight's gradient needs no whole rows, and smaller pieces make more programs
+# The weight's gradient is a sum per column and needs no whole rows: smaller pieces make more programs.
+COLUMNS = 1024  # 8 elements for each thread of 4 warps: one vector load in bfloat16
 COLUMN_WARPS = 4
-PROGRAMS = 8  # on each multiprocessor, for the weight's gradient
+PROGRAMS = 8  # per multiprocessor, for the weight's gradient
 
 
 def forward(
@@ -69,6 +70,7 @@ def backward(
     if dweight is None:
         return
     columns = triton.cdiv(width, COLUMNS)
+    # PROGRAMS per multiprocessor in all, divided over the pieces of columns: each leaves a row of partial sums.
     programs = min(rows, triton.cdiv(multiprocessors(x.device) * PROGRAMS, columns))
     partials = x.new_empty(programs, width, dtype=torch.float32)
     _weight_gradient_kernel[(programs, columns)](
@@ -77,13 +79,15 @@ def backward(
     sum_partials(partials, dweight)
 
 
+# T rows, H = WIDTH columns. A program has one row, and [PIECE] of it at a time; blocks in loops over a row are [PIECE].
+# Strides are not specialised and come in units of the alignment, see whole_rows.
 @triton.jit(do_not_specialize=["x_stride", "eps"])
 def _forward_kernel(
-    x,
-    weight,
-    y,
-    reciprocal,
-    x_stride,
+    x,  # [T, H], rows x_stride * ALIGNED apart
+    weight,  # [H] or None
+    y,  # [T, H], contiguous, written
+    reciprocal,  # [T], float32, written
+    x_stride,  # in units of ALIGNED elements
     eps,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
@@ -92,15 +96,17 @@ def _forward_kernel(
     ROUND_SCALE: tl.constexpr,
     ROUND_NORMALISED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # T * H can exceed 2**31
     start = x + row * x_stride * ALIGNED
-    squares = tl.zeros((PIECE,), tl.float32)
+    # Added elementwise over the pieces, and across the piece once at the end: one reduction between threads per row.
+    squares = tl.zeros((PIECE,), tl.float32)  # [PIECE]
     for first in range(0, WIDTH, PIECE):
         column = first + tl.arange(0, PIECE)
         values = tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         squares += values * values
     scale = reciprocal_rms(tl.sum(squares, axis=0), eps, WIDTH)
     tl.store(reciprocal + row, scale)
+    # The row is read again rather than kept: it is wider than the registers.
     for first in range(0, WIDTH, PIECE):
         column = first + tl.arange(0, PIECE)
         values = tl.load(start + column, mask=column < WIDTH, other=0.0)
@@ -110,13 +116,13 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["dy_stride", "x_stride"])
 def _input_gradient_kernel(
-    dy,
-    x,
-    weight,
-    reciprocal,
-    dx,
-    dy_stride,
-    x_stride,
+    dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
+    x,  # [T, H], rows x_stride * X_ALIGNED apart
+    weight,  # [H] or None
+    reciprocal,  # [T], float32
+    dx,  # [T, H], contiguous, written
+    dy_stride,  # in units of DY_ALIGNED elements
+    x_stride,  # in units of X_ALIGNED elements
     WIDTH: tl.constexpr,
     DY_ALIGNED: tl.constexpr,
     X_ALIGNED: tl.constexpr,
@@ -127,7 +133,8 @@ def _input_gradient_kernel(
     dy += row * dy_stride * DY_ALIGNED
     x += row * x_stride * X_ALIGNED
     scale = tl.load(reciprocal + row)
-    products = tl.zeros((PIECE,), tl.float32)
+    # With n = x / rms and g = dy * gain: dx = (g - n * mean(g * n)) / rms. The first pass over the row is for the mean.
+    products = tl.zeros((PIECE,), tl.float32)  # [PIECE], summed as forward's squares
     for first in range(0, WIDTH, PIECE):
         column = first + tl.arange(0, PIECE)
         normal = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
@@ -144,24 +151,26 @@ def _input_gradient_kernel(
 
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride"])
 def _weight_gradient_kernel(
-    dy,
-    x,
-    reciprocal,
-    partials,
-    rows,
-    dy_stride,
-    x_stride,
+    dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
+    x,  # [T, H], rows x_stride * X_ALIGNED apart
+    reciprocal,  # [T], float32
+    partials,  # [programs, H], float32, written
+    rows,  # T
+    dy_stride,  # in units of DY_ALIGNED elements
+    x_stride,  # in units of X_ALIGNED elements
     WIDTH: tl.constexpr,
     DY_ALIGNED: tl.constexpr,
     X_ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS], as all blocks below
+    # Every num_programs-th row, one at a time and in order: the grid alone decides the order of the sum.
     found = tl.zeros((COLUMNS,), tl.float32)
     for row in tl.range(program, rows, tl.num_programs(0), num_stages=3):
-        row = tl.cast(row, tl.int64)
+        row = tl.cast(row, tl.int64)  # a loop variable is int32, and T * H can exceed 2**31
         values = tl.load(x + row * x_stride * X_ALIGNED + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         upstream = tl.load(dy + row * dy_stride * DY_ALIGNED + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         found += upstream * (values * tl.load(reciprocal + row))
+    # A row of its own for each program, added up by another kernel: atomics would add in a random order.
     tl.store(partials + program.to(tl.int64) * WIDTH + column, found, mask=column < WIDTH)

@@ -1,0 +1,99 @@
+"""The architecture page and the glossary say what the sources say: the drawing, the table of modules, the names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import draw_architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = draw_architecture.PAGE.read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs" / "explanation" / "glossary.md").read_text(encoding="utf-8")
+STEPS = re.findall(r"^\d+\. \[`[\w/.]+`\]\((\S+?)\): (.*?)(?=^\d+\. |^$)", PAGE, re.MULTILINE | re.DOTALL)
+WORDS = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY, re.MULTILINE)
+
+
+def names_in(path: Path) -> set[str]:
+    """Every class, function, attribute and imported name that a file defines."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+CORE_FILES = sorted(draw_architecture.CORE.rglob("*.py"))
+CORE_NAMES = {name for path in CORE_FILES for name in names_in(path)}
+
+
+def test_the_drawing_is_what_the_sources_give():
+    assert draw_architecture.with_drawing(PAGE) == PAGE, "run: python scripts/draw_architecture.py --write"
+
+
+def test_every_module_is_in_the_table_once():
+    listed = [module for modules in draw_architecture.groups(PAGE).values() for module in modules]
+    assert sorted(listed) == sorted(draw_architecture.core_modules())
+
+
+def test_a_group_imports_only_from_groups_below_it():
+    grouped = draw_architecture.groups(PAGE)
+    order = list(grouped)
+    for importer, imported in draw_architecture.arrows(grouped).items():
+        if importer in order:
+            assert all(order.index(importer) < order.index(group) for group in imported), importer
+
+
+def test_a_group_that_imports_upwards_is_seen():
+    grouped = draw_architecture.groups(PAGE)
+    moved = {**grouped, "Foundations": (*grouped["Foundations"], "plan"), "Planning": grouped["Planning"][1:]}
+    with pytest.raises(SystemExit, match="groups import each other"):
+        draw_architecture.arrows(moved)
+
+
+def test_a_module_that_the_table_lacks_is_named():
+    grouped = {**draw_architecture.groups(PAGE), "Config": ()}
+    with pytest.raises(SystemExit, match=r"\['config'\]"):
+        draw_architecture.arrows(grouped)
+
+
+def test_each_step_s_functions_are_in_its_file():
+    assert len(STEPS) >= 10
+    for target, text in STEPS:
+        path = (draw_architecture.PAGE.parent / target).resolve()
+        named = re.findall(r"`(?:\w+\.)?(\w+)\(\)`", text)
+        assert named or path.name == "decisions.py", path
+        missing = {*named} - names_in(path) - {"undo"}
+        assert not missing, (path.name, missing)
+
+
+def is_in_the_code(name: str) -> bool:
+    """Whether ``name`` is a module of veomni_core, a name in one (``module.name``), or a file of the repository."""
+    if "/" in name:
+        return any(ROOT.glob(name))
+    *path, last = name.removeprefix(f"{draw_architecture.CORE.name}.").split(".")
+    module = draw_architecture.CORE.joinpath(*path)
+    inside = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    if name.startswith(f"{draw_architecture.CORE.name}."):
+        return any(draw_architecture.CORE.joinpath(*path).glob(f"{last}*")) or last in names_in(inside)
+    return {*path, last} <= CORE_NAMES | {file.stem for file in CORE_FILES}
+
+
+@pytest.mark.parametrize("word, code", WORDS, ids=[word for word, _ in WORDS])
+def test_the_glossary_s_names_are_in_the_code(word, code):
+    commands = ("veomni verify", "veomni coverage")  # test_documented_commands has them
+    names = [name for name in re.findall(r"`([^`]+)`", code) if name not in commands and name != "*_proof.py"]
+    assert not [name for name in names if not is_in_the_code(name)]
+
+
+def test_a_name_that_is_not_in_the_code_is_seen():
+    there = {"Plan", "Plan.autocast", "veomni_core.spec.EAGER", "veomni_core.sites.probe", "core/tests/lookalikes.py"}
+    gone = {"Plam", "Plan.autocats", "veomni_core.spec.EAGLE", "veomni_core.sites.prove", "core/tests/lookalike.py"}
+    assert {name for name in there | gone if is_in_the_code(name)} == there
