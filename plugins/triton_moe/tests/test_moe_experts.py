@@ -314,3 +314,22 @@ def test_biases_may_have_strides():
     arguments = (hidden, index, weights, gate_up, down, gate_up_bias, down_bias)
     found, wanted = moe_experts.clamped(*arguments), reference.clamped(*arguments)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_is_not_finite_stays_with_its_own_expert():
+    """A dropped route's weight counts for nothing; a kept one's spoils its token and its expert alone."""
+    hidden, index, weights, gate_up, down = problem(tokens=9)
+    index[0], index[1] = torch.tensor([0, 4]), torch.tensor([1, 2])  # expert 4 is nobody's here
+    index[2:] = torch.tensor([1, 3])
+    biases = [torch.randn(4, 16, device=DEVICE, requires_grad=True) for _ in range(2)]
+    with torch.no_grad():
+        weights[0] = torch.tensor([float("inf"), float("nan")])
+    arguments = (hidden, index, weights, gate_up, down, *biases)
+    found, wanted = (function(*arguments) for function in (moe_experts.clamped, reference.clamped))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[1:].isfinite().all()
+    gradients_of = [
+        torch.autograd.grad(each[1:].sum() + each[:1].sum() * 0.5, biases[1])[0] for each in (found, wanted)
+    ]
+    torch.testing.assert_close(*gradients_of, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert gradients_of[0][1:].isfinite().all() and not gradients_of[0][0].isfinite().any()

@@ -99,6 +99,7 @@ def _combine(
         mask = (column < width) & (row < kept)
         value = tl.load(rows + row * width + column, mask=mask, other=0.0).to(tl.float32)
         if weights is not None:
-            value *= tl.load(weights + token * K + k).to(tl.float32)
+            # A dropped route's weight counts for nothing, whatever it is: NaN times the zeros above would be NaN.
+            value *= tl.load(weights + token * K + k, mask=row < kept, other=0.0).to(tl.float32)
         total += value
     tl.store(result + token * stride + column, total.to(result.dtype.element_ty), mask=column < width)

@@ -158,8 +158,8 @@ def _bias_gradient(
         value = value.to(tl.float32)  # summed in float32 whatever the rows' dtype
         if weights is not None:
             place = row + tl.arange(0, BLOCK_R)  # [BLOCK_R]
-            # Places beyond the group take route 0's weight, times the zeros that load_group gave them.
+            # Places beyond the group read no weight: times zero, one that is not finite would make their sum NaN.
             route = tl.load(route_of_row + start + place, mask=place < size, other=0)
-            value *= tl.load(weights + route)[:, None].to(tl.float32)
+            value *= tl.load(weights + route, mask=place < size, other=0.0)[:, None].to(tl.float32)
         total += value
     tl.store(result + expert * width + column, tl.sum(total, axis=0).to(result.dtype.element_ty), mask=column < width)
