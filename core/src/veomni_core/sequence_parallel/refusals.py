@@ -87,7 +87,7 @@ def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
         yield f"it has layers of type {', '.join(others)}, which mix positions in other ways than plain attention"
     if getattr(config, "attention_chunk_size", None):
-        yield "it attends in chunks"
+        yield "it uses chunked attention (attention_chunk_size)"
     for name in _ATTENTION_DROPOUTS:
         if rate := getattr(config, name, None):
             yield (

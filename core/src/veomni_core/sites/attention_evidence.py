@@ -63,7 +63,7 @@ def _run(
     traced, error = probe.attempt(lambda: TracedModel(model, every))
     proofs = EagerProofs()
     runs: list[_Runs] = []
-    for root in roots(model, every) if not error else ():
+    for root in roots(model, every) if not error else ():  # until runs have reached every attention module
         if set(every) - {path for run in runs for path in run.reached(every)}:
             runs.append(_Runs(traced, *root))
     for owner, paths in readers.items():

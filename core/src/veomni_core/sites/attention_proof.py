@@ -64,6 +64,7 @@ def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
         if not probe.close(found, wanted):
             return f"its values miss by {probe.largest_miss(found, wanted):.1%}"
         return "" if probe.gradients_close(found, wanted, inputs) else "its gradients differ"
+    # bf16 values round in the function's own order, so they are compared in norm, with the reference in float64.
     exact, error = probe.attempt(lambda: _in_float64(call, reference, options, query, key, value, mask))
     if error:
         return error

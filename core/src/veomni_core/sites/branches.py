@@ -66,7 +66,7 @@ class Branches:
             read = self._read[code]
             for offset in jumps:
                 ways = {went for each, at, went in self._went if each is code and at == offset}
-                # No way: the jump was never reached, so another jump before it counts. Two: both branches ran.
+                # No way: the jump was never reached, which an earlier jump decided. Two ways: both branches ran.
                 if len(ways) != 1 or read.may_stay_open(offset, untaken=not ways.pop()):
                     continue
                 what = ", ".join(read.names(offset)) or "a value"

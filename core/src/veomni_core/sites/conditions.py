@@ -9,7 +9,7 @@ from typing import Any
 
 from veomni_core.sites.reachable_code import instructions
 
-# Instructions of a condition that read nothing from outside of it.
+# Instructions that only combine values which other instructions have loaded.
 _NEUTRAL = frozenset(
     (
         *("BINARY_SUBSCR", "CACHE", "CALL", "CALL_KW", "COMPARE_OP", "CONTAINS_OP", "COPY", "EXTENDED_ARG", "GET_ITER"),

@@ -89,7 +89,7 @@ class OwnConfigs:
 
 
 class _Copied:
-    """One shared config, its copy, and what the copy held at first."""
+    """One shared config, its copy, and the attributes that the copy had at first."""
 
     def __init__(self, shared: Any, own: Any) -> None:
         self.shared, self.own, self.at_first = shared, own, dict(vars(own))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-# These read memory without an operator, so they are given the computed tensor.
+# These read memory without calling an operator, so they are called on the computed tensor.
 _READ_MEMORY = {
     Tensor.numpy,
     Tensor.__array__,

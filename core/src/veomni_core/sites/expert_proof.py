@@ -1,4 +1,7 @@
-"""How experts are proven: their code is read, run on tiny weights and many routings, and compared with each layout."""
+"""How experts are proven: their code is read, then run on tiny weights with every kind of routing.
+
+What it gives is compared with the reference in each layout of the weights.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ def _tiny_sizes(module: nn.Module) -> tuple[_TinySizes | None, str]:
         return None, f"weights of shapes {tuple(gate_up)} and {tuple(down)} are not gated experts, transposed or not"
     hidden, intermediate = down[1:] if as_stored else down[:0:-1]
     tiny_intermediate, experts = 10, 4
-    # Real sizes that are equal get equal tiny sizes, and more experts in gate_up than in down stay more.
+    # Real sizes that are equal get equal tiny sizes. LongCat has more experts in gate_up than in down; so has its copy.
     tiny_hidden = {intermediate: tiny_intermediate, 2 * intermediate: 2 * tiny_intermediate}.get(hidden, 6)
     gate_up_experts = experts if gate_up[0] <= down[0] else experts + 2
     of = {gate_up[0]: gate_up_experts, down[0]: experts, intermediate: tiny_intermediate, hidden: tiny_hidden}

@@ -37,7 +37,7 @@ def with_globals(function: Function, replacements: Mapping[str, Any]) -> Functio
     """A clone of ``function`` that sees ``replacements`` in place of the globals of those names."""
     clone: Function = _cloned(function, replacements)
     if clone is function:
-        raise LookupError(f"{function.__qualname__} names none of {', '.join(replacements)} in its globals")
+        raise LookupError(f"{function.__qualname__} uses none of the globals {', '.join(replacements)}")
     return clone
 
 

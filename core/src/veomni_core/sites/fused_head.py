@@ -24,10 +24,10 @@ from veomni_core.sites.traced_logits import TracedLogits
 
 Forward = Callable[..., Any]
 _NEEDED = (
-    "the logits were needed before a plain cross entropy was taken of them (an adapter or a hook on the output "
-    "projection, label smoothing, or a loss function of your own do that)"
+    "the logits were needed before a plain cross entropy was taken of them (by an adapter or a hook on the output "
+    "projection, by label smoothing, or by a loss function of your own)"
 )
-_NOT_RUN = "another output projection than the bound one ran"
+_NOT_RUN = "an output projection other than the bound one ran"
 _NO_TRANSFORMS = (
     "this model is bound, and its kernels do not run under torch.func's transforms (grad, vmap, jvp). Call "
     "binding_of(model).undo() first"

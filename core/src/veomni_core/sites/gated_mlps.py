@@ -62,7 +62,7 @@ class GatedMlpModules:
 
 
 def _gated(kernel: Kernel, layout: Layout) -> Any:
-    """A forward for ``(gate, up, down)``, or for ``(packed, down)`` whose first half is the gate."""
+    """A forward for linears ``(gate, up, down)``, or ``(packed, down)`` where packed's first half is the gate."""
 
     def separate(self: nn.Module, x: Tensor) -> Tensor:
         modules: Modules = self._modules
@@ -87,7 +87,7 @@ def _linears(module: nn.Module) -> dict[str, Any]:
 
 
 def _mixed_dtypes(linears: dict[str, Any]) -> str:
-    """Which floating-point dtypes the linears have, where they have several; else an empty string.
+    """Why linears of several floating-point dtypes can't be bound; empty if they all have the same dtype.
 
     Such a module casts between its linears (T5 v1.1 in float16 keeps ``wo`` in float32), and a bound forward does not.
     """

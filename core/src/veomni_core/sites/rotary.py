@@ -19,7 +19,7 @@ _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 
 
 class RotaryFunctions:
-    """Finds which rotary function an attention calls, in what form, and what that function computes."""
+    """Finds the rotary function that an attention calls, with which arguments, and what the function computes."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         with probe.seeded():

@@ -79,6 +79,7 @@ def _prove(function: Function, call: Call) -> Verdict:
     if reading.doubts:
         return Verdict(None, reading.doubts[0])
     tried = []
+    # First on cos and sin without any layout, which shows the entries that the function reads; then as the model's are.
     for layout in (AngleLayout.UNRELATED, *_repeating(call)):
         for contract in fitting:
             branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
