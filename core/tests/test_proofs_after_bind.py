@@ -151,7 +151,7 @@ def test_a_module_that_asks_for_more_than_the_contract_is_not_proven():
     model = nn.Sequential(varied("rms_norm", lambda self, x, residual: normed(self, x + residual)))
     (site,) = [site for site in find_sites(model, REGISTRY) if site.op_name == "rms_norm"]
     assert site.variant is None
-    assert "its forward asks for residual too" in site.evidence
+    assert "its forward also requires residual" in site.evidence
 
 
 def _state(model):

@@ -180,7 +180,7 @@ def test_a_model_that_transformers_has_made_tensor_parallel_keeps_its_own_code(t
     bound, of_experts, of_norms = outputs[0].splitlines()
     assert bound == "['rms_norm']"
     assert "its gate_up_proj is a DTensor" in of_experts and "over mesh dimension tp" in of_experts
-    assert of_norms.endswith("its forward is one that was put there for tensor parallel")
+    assert of_norms.endswith("its forward was replaced for tensor parallelism")
 
 
 def test_norms_and_mlps_that_are_sharded_after_they_were_bound_compute_the_same():

@@ -64,7 +64,7 @@ FAILURES = {
         'return [Site("softmax", "", rule, None, "")]',
         "it found a site of the unknown op 'softmax'",
     ),
-    "finds something else": ("return ['norm']", "it found 'norm' (str), which is no Site"),
+    "finds something else": ("return ['norm']", "it found 'norm' (str), which is not a Site"),
     "is not there": (None, "AttributeError: "),
 }
 
@@ -81,7 +81,7 @@ def test_a_plugin_s_rule_that_fails_is_left_out_and_every_model_is_bound_without
     (failure,) = binding.plan.failed_rules
     assert failure.startswith("site rule 'acme rule' (veomni_acme")
     assert f"failed on Sequential: {problem}" in failure
-    assert failure.endswith("veomni-acme 1.0 brings it, and VEOMNI_PLUGINS_BLOCK=veomni-acme leaves it out")
+    assert failure.endswith("veomni-acme 1.0 brings this rule; set VEOMNI_PLUGINS_BLOCK=veomni-acme to leave it out")
     assert failure in caplog.text
     assert "left out: site rule 'acme rule'" in binding.plan.table()
     assert Plan.from_json(binding.plan.to_json()) == binding.plan
@@ -122,7 +122,7 @@ def test_a_proven_site_goes_before_a_declared_one_of_the_same_module():
     (op,) = [op for op in binding.receipt.to_dict()["ops"] if op["op"] == "rms_norm"]
     assert (op["bound"], op["declared"]) == (5, 0)
     assert {each["reason"] for each in op["eager"]} == {
-        "not proven: the rule 'norm modules' has proven this module and has it"
+        "not proven: the rule 'norm modules' has proven this module, so it takes precedence"
     }
 
 

@@ -30,7 +30,7 @@ def exchange_gives_all_positions_of_my_heads_and_back() -> None:
     equal(slice_input_tensor(gradient, 1), slice_input_tensor(weight, 1))
     last = gather_seq_scatter_heads(slice_input_tensor(whole, -3), seq_dim=-3, head_dim=-2)
     equal(last, heads)
-    raises(ValueError, "can't be shared out", lambda: gather_seq_scatter_heads(double(1, 2, size() + 1, 3), 1, 2))
+    raises(ValueError, "can't be split equally", lambda: gather_seq_scatter_heads(double(1, 2, size() + 1, 3), 1, 2))
 
 
 @check

@@ -1,4 +1,4 @@
-"""Whether the ranks of one group were given the same batch, asked before anything is cut or raised."""
+"""Checks that the ranks of one group were given the same batch, before any input is sliced or refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from veomni_core.errors import HostError
 
 
 def check_batches_agree(inputs: dict[str, Any], group: ProcessGroup) -> None:
-    """Compare shapes and checksums of all that the model is called with, over the ranks of ``group``.
+    """Compare shapes and checksums of all model inputs over the ranks of ``group``.
 
-    Every rank must reach this: a rank that refuses its input on its own leaves the others waiting. It waits for the
-    device, and for the slowest rank.
+    Every rank must get here before it refuses an input: a rank that raises earlier leaves the others waiting. The call
+    synchronises with the device, and waits for the slowest rank.
 
     Raises:
-        HostError: on every rank, with what differs; they would train on a sequence that nobody wrote.
+        HostError: on every rank, with the names of the inputs that differ. Without it the ranks would train on parts
+            of different sequences.
     """
     mine = {name: _described(value) for name, value in inputs.items() if value is not None}
     answers: list[Any] = [None] * group.size()
@@ -28,8 +29,8 @@ def check_batches_agree(inputs: dict[str, Any], group: ProcessGroup) -> None:
     if differing:
         raise HostError(
             f"the {len(answers)} ranks of one sequence-parallel group were given different batches (they differ in "
-            f"{', '.join(differing)}); each must call the model with the same whole sequence. Let the data loader "
-            "count data-parallel groups, not processes"
+            f"{', '.join(differing)}); call the model with the same whole batch on each of them. Let the data loader "
+            "shard by data-parallel group, not by process"
         )
 
 
@@ -38,7 +39,7 @@ def _described(value: Any) -> str:
         return str(value) if isinstance(value, int | float | str) else type(value).__name__
     rows = value.detach()
     wide = torch.float64 if rows.is_floating_point() else torch.int64
-    if rows.dim() > 2:  # embeddings, or a mask of queries and keys: no second copy of them in 64 bits
+    if rows.dim() > 2:  # embeddings, or a 4-D mask: sum first, so as not to copy them in 64 bits
         rows = rows.sum(-1, dtype=wide)
     places = torch.arange(1, rows.numel() + 1, device=rows.device)
     return f"{tuple(value.shape)} {(rows.flatten() * places).sum(dtype=wide).item()}"

@@ -1,7 +1,7 @@
-"""Any attention kernel over a whole sequence of which each rank holds a part: Ulysses.
+"""Ulysses: runs any attention kernel over a whole sequence of which each rank holds a part.
 
-The wrapper exchanges sequence for heads, runs the kernel that was chosen on this rank's heads, and exchanges back. It
-keeps nothing between calls, so a layer may be recomputed in backward (gradient checkpointing).
+The wrapper exchanges sequence for heads, runs the chosen kernel on this rank's heads, and exchanges back. It keeps no
+state between calls, so a layer may be recomputed in backward (gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from veomni_core.sequence_parallel.inputs import LENGTHS, WholeSequence
 from veomni_core.sequence_parallel.slicing import slice_input_tensor
 
 Attention = Callable[..., Any]
-# What kernels take of each head, besides query, key and value.
+# The attention sinks `[Hq]`: the only option with one value per head.
 _PER_HEAD = "s_aux"
-# They count this rank's positions alone, while the mask has what a kernel may need of them; or they are the loss's.
+# Not forwarded: `position_ids` and `cache_position` are rank-local (the global mask covers them);
+# `num_items_in_batch` belongs to the loss.
 _NOT_PASSED = frozenset({"position_ids", "cache_position", "num_items_in_batch"})
 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """What a kernel reads of the attention module, for the heads of one rank."""
+    """Stands for the attention module in a kernel's call: the attributes that kernels read, for one rank's heads."""
 
     num_key_value_groups: int
     is_causal: bool
@@ -38,10 +39,10 @@ class HeadShare:
 
 
 def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
-    """``kernel``, given and giving this rank's part of the sequence: ``query[B, Hq, S/n, D] -> [B, S/n, Hq, Dv]``.
+    """Wrap ``kernel`` for inputs and an output that are this rank's part of the sequence.
 
-    The mask is that of the whole sequence, and so are ``cu_seq_lens_q`` and ``cu_seq_lens_k``; sinks (``s_aux[Hq]``)
-    are those of all heads.
+    ``query[B, Hq, S/n, D] -> [B, S/n, Hq, Dv]``. The mask, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` must be those of the
+    whole sequence, and the sinks (``s_aux[Hq]``) those of all heads.
     """
 
     def attend(
@@ -66,38 +67,41 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
 
 def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     if options.get("output_attentions"):
-        raise ConfigError("sequence-parallel attention gives no weights; leave out output_attentions")
+        raise ConfigError("sequence-parallel attention returns no attention weights; leave out output_attentions")
     if options.get("dropout"):
         raise ConfigError(
-            f"sequence-parallel attention can't drop out, and {options['dropout']} was asked for: ranks with equal "
-            "seeds would drop the same of their different heads. Build the model with an attention dropout of 0"
+            f"attention dropout ({options['dropout']}) is not supported with sequence parallelism: ranks with equal "
+            "seeds would draw the same mask for their different heads. Build the model with an attention dropout of 0"
         )
     shared = {name: value for name, value in options.items() if name not in _NOT_PASSED}
     for name, value in shared.items():
         if name == _PER_HEAD and value is not None:
             shared[name] = slice_input_tensor(value, 0, group)
         elif isinstance(value, Tensor) and name not in LENGTHS:
-            raise ConfigError(f"sequence-parallel attention does not know how {name} belongs to heads and positions")
+            raise ConfigError(
+                f"sequence parallelism does not know how to shard the attention argument {name!r} over heads and "
+                "positions; call the model without it"
+            )
     return shared
 
 
 def whole_mask(build: Callable[..., Any], whole: Callable[[], WholeSequence], *, reads_positions: bool) -> Attention:
-    """transformers' mask function ``build``, asked for the mask of the whole sequence.
+    """Wrap transformers' mask function ``build``, so that it builds the mask of the whole sequence.
 
-    transformers calls it with lengths, padding and packing of what the rank holds; ``whole`` tells those of all.
-    ``reads_positions`` is whether the mask keeps packed sequences apart, rather than the kernel by ``cu_seq_lens``.
+    transformers calls it with the lengths, padding and packing of this rank's part; ``whole`` returns the whole
+    sequence's. ``reads_positions``: packed sequences are kept apart by the mask, not by the kernel's ``cu_seq_lens``.
     """
     from transformers.masking_utils import and_masks, find_packed_sequence_indices, packed_sequence_mask_function
 
     def mask(**call: Any) -> Any:
         if call.get("use_vmap"):
             raise ConfigError(
-                "this model adds a mask of its own, over positions that one rank doesn't hold; it can't run "
+                "this model adds its own mask function, which needs positions that one rank doesn't hold; it can't run "
                 "sequence-parallel"
             )
         sequence = whole()
         length: dict[str, Any] = {"q_length": sequence.length}
-        if "cache_position" in call:  # transformers before 5.6 names the queries one by one
+        if "cache_position" in call:  # transformers before 5.6 passes each query's position, not their number
             length = {"cache_position": torch.arange(sequence.length, device=call["cache_position"].device)}
         call |= {**length, "kv_length": sequence.length, "attention_mask": _as_bool(sequence.padding)}
         if reads_positions and sequence.position_ids is not None and sequence.padding is None:
@@ -120,8 +124,9 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
 def packing_of(whole: WholeSequence) -> dict[str, Tensor]:
     """``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, ``[sequences + 1]``) of a batch of one whose positions restart.
 
-    Empty where transformers wouldn't look at positions: of several rows, without ``position_ids``, or with padding.
-    Waits for the device, as the number of sequences is data; handing ``cu_seq_lens`` to the model avoids that.
+    Empty where transformers would not look at positions: with several rows, without ``position_ids``, or with padding.
+    Synchronises with the device, since the number of sequences depends on the data. Callers who pass ``cu_seq_lens`` to
+    the model avoid that.
     """
     if whole.batch != 1 or whole.position_ids is None:
         return {}

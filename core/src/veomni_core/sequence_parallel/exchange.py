@@ -1,4 +1,4 @@
-"""The exchange of Ulysses: from a part of the sequence with all heads to the whole sequence with a part of the heads.
+"""The all-to-all of Ulysses: from a part of the sequence with all heads to the whole sequence with a part of the heads.
 
 Every function works on any process group whose backend has an all-to-all (NCCL, gloo, HCCL), and traces without a
 graph break under ``torch.compile``. Rank r of n holds positions ``[r * s, (r + 1) * s)`` of a sequence of ``n * s``,
@@ -40,7 +40,7 @@ def gather_seq_scatter_heads(x: Tensor, seq_dim: int, head_dim: int, group: Proc
     """All positions of this rank's heads: ``[.., S/n, .., H, ..] -> [.., S, .., H/n, ..]``, e.g. ``[B, S/n, H, D]``
     with ``seq_dim=1``, ``head_dim=2`` to ``[B, S, H/n, D]``.
 
-    The gradient takes the way back, :func:`gather_heads_scatter_seq`.
+    Its backward is the inverse exchange, :func:`gather_heads_scatter_seq`.
 
     Raises:
         ValueError: the group's size doesn't divide H.
@@ -52,7 +52,7 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
     """All heads of this rank's positions: ``[.., S, .., H/n, ..] -> [.., S/n, .., H, ..]``, e.g. ``[B, S, H/n, D]``
     with ``seq_dim=1``, ``head_dim=2`` to ``[B, S/n, H, D]``.
 
-    The gradient takes the way back, :func:`gather_seq_scatter_heads`.
+    Its backward is the inverse exchange, :func:`gather_seq_scatter_heads`.
 
     Raises:
         ValueError: the group's size doesn't divide S.
@@ -63,7 +63,7 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
 def scatter_attention_heads(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`gather_seq_scatter_heads` of all that attention takes, in one exchange.
+    """:func:`gather_seq_scatter_heads` of query, key and value, in one exchange.
 
     ``query[B, Hq, S/n, D]``, ``key[B, Hk, S/n, D]``, ``value[B, Hk, S/n, Dv]`` become ``[B, Hq/n, S, D]``,
     ``[B, hk, S, D]`` and ``[B, hk, S, Dv]``, strided views of one buffer. ``hk`` is ``Hk/n``; where there are fewer
@@ -83,16 +83,16 @@ def scatter_attention_heads(
 
 
 def check_heads(query_heads: int, key_heads: int, ranks: int) -> None:
-    """Raise ``ValueError`` where ``ranks`` can't share the heads out equally."""
+    """Raise ``ValueError`` if the heads can't be split equally over ``ranks``."""
     if query_heads % ranks:
         raise ValueError(
-            f"sequence parallelism over {ranks} ranks shares out the attention's heads, and {ranks} does not divide "
+            f"sequence parallelism splits the attention heads over the ranks, but {ranks} does not divide "
             f"{query_heads} query heads; use {_choices(query_heads, key_heads)} ranks"
         )
     if key_heads % ranks and ranks % key_heads:
         raise ValueError(
-            f"sequence parallelism over {ranks} ranks shares out the attention's heads, and of {ranks} ranks and "
-            f"{key_heads} key heads neither divides the other; use {_choices(query_heads, key_heads)} ranks"
+            f"sequence parallelism splits the attention heads over the ranks, but of {ranks} ranks and {key_heads} key "
+            f"heads neither divides the other; use {_choices(query_heads, key_heads)} ranks"
         )
 
 
@@ -105,13 +105,13 @@ def _swap(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) 
     group, ranks, _ = ranks_of(group)
     gathered, scattered = gathered % x.dim(), scattered % x.dim()
     if x.shape[scattered] % ranks:
-        raise ValueError(f"dimension {scattered} of {tuple(x.shape)} can't be shared out over {ranks} ranks equally")
+        raise ValueError(f"dimension {scattered} of {tuple(x.shape)} can't be split equally over {ranks} ranks")
     parts = x.unflatten(scattered, (ranks, -1)).movedim(scattered, 0)
     return _AllToAll.apply(parts, group).movedim(0, gathered).flatten(gathered, gathered + 1)  # type: ignore[no-any-return]
 
 
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """Part r of ``parts[n, ...]`` goes to rank r; part r of the result came from it."""
+    """Part r of ``parts[n, ...]`` goes to rank r; part r of the result came from rank r."""
     return collectives.wait_tensor(collectives.all_to_all_single(parts.contiguous(), None, None, group))  # type: ignore[no-any-return]
 
 
@@ -127,9 +127,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ScatterHeads(torch.autograd.Function):
-    """Packs the parts for each rank straight from the tensors' own strides: one copy, one exchange.
+    """Packs the parts for each rank directly from the strided inputs: one copy, one exchange.
 
-    With a batch of one the received buffer already has the order of the sequence, so nothing is copied after it.
+    With a batch of one the received buffer is already in the order of the sequence, so no second copy follows.
     """
 
     @staticmethod
@@ -153,7 +153,7 @@ class _ScatterHeads(torch.autograd.Function):
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """``[n, B, s, h, D]`` each, side by side in ``[n, B, s, sum of h D]``."""
+    """Parts ``[n, B, s, h, D]``, concatenated along the last dimension: ``[n, B, s, sum of h * D]``."""
     widths = [part.shape[3] * part.shape[4] for part in parts]
     packed = parts[0].new_empty(*parts[0].shape[:3], sum(widths))
     for part, place in zip(parts, packed.split(widths, dim=-1), strict=True):
@@ -162,6 +162,6 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _unpacked(packed: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Views ``[..., h, D]`` of what :func:`_packed` laid side by side."""
+    """The parts that :func:`_packed` concatenated, as views ``[..., h, D]``."""
     parts = packed.split([heads * width for heads, width in sizes], dim=-1)
     return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""What a model is called with, cut into this rank's part; what concerns the whole sequence is kept beside it."""
+"""Slices a model's inputs into this rank's part, and keeps what a forward must know of the whole sequence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from veomni_core.sequence_parallel.exchange import ranks_of
 from veomni_core.sequence_parallel.slicing import slice_input_tensor
 
 _IGNORED = -100
-# Where the sequences of a packed batch begin and end, in the whole of it.
+# Bounds and lengths of the sequences in a packed batch. They describe the whole batch, so they are not sliced.
 LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 _NOT_CUT = LENGTHS | {"num_items_in_batch", "logits_to_keep"}
 
 
 @dataclass
 class WholeSequence:
-    """What one forward needs to know of the sequence beyond this rank's part of it.
+    """What one forward needs to know of the whole sequence, beyond this rank's part of it.
 
-    ``padding[B, S]`` and ``position_ids[B, S]`` are the caller's. ``labels_here[B, S/n]`` are shifted, and this rank's
-    alone; ``items`` counts the labels of all ranks.
+    ``padding[B, S]`` and ``position_ids[B, S]`` are as the caller passed them. ``labels_here[B, S/n]`` are this rank's
+    labels, already shifted. ``items`` is the number of labels on all ranks that are not ignored. ``loss_was_taken``
+    becomes True when the model calls its loss function.
     """
 
     batch: int
@@ -38,14 +39,14 @@ class WholeSequence:
 
 
 def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str, Any], WholeSequence]:
-    """This rank's part of a causal language model's keyword arguments, and what concerns the whole.
+    """This rank's part of a causal language model's keyword arguments, and what a forward must know of the whole.
 
-    Every rank of the group passes the same whole batch. Labels are shifted before they are cut, so the token at the
-    end of a part learns to predict the first of the next.
+    Every rank of the group passes the same whole batch. Labels are shifted before they are sliced, so that the last
+    token of a part learns to predict the first token of the next part.
 
     Raises:
-        ConfigError: the group's size doesn't divide the sequence, a cache is wanted, or something comes along of which
-            it isn't known how it belongs to the sequence.
+        ConfigError: the group's size doesn't divide the sequence length, a cache is requested, or it isn't known how to
+            shard one of the inputs along the sequence.
     """
     inputs = {name: value for name, value in inputs.items() if value is not None}
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -67,7 +68,7 @@ def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
     mine["position_ids"] = slice_input_tensor(positions, -1, group)
     mask = inputs.get("attention_mask")
     if mask is None or len(mask.shape) == 2:
-        # A mask as long as the whole sequence makes transformers plan the attention over all of it.
+        # transformers builds its masks from the lengths it sees, so it gets a padding mask of the whole length.
         whole.padding = mask
         mask = torch.ones(whole.batch, whole.length, dtype=torch.bool, device=tokens.device) if mask is None else mask
     mine["attention_mask"] = mask
@@ -83,17 +84,18 @@ def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
 
 
 def check_positions(whole: WholeSequence) -> None:
-    """For a model that counts positions by the padding mask, which a rank doesn't do: it gets them from 0 on.
+    """Refuse padding without ``position_ids``, for a model that counts positions by its padding mask.
 
-    Waits for the device.
+    Under sequence parallelism the model is given positions that count from 0 instead; with padding they would differ.
+    Synchronises with the device.
 
     Raises:
-        ConfigError: there is padding, and so other positions.
+        ConfigError: there is padding, and the caller passed no ``position_ids``.
     """
     if whole.padding is not None and whole.position_ids is None and not whole.padding.all():
         raise ConfigError(
-            "this model counts positions by the tokens that its attention_mask keeps, and can't do so "
-            "sequence-parallel. Pass position_ids beside a mask that has padding"
+            "this model counts positions by the tokens that its attention_mask keeps, which is not supported with "
+            "sequence parallelism. Pass position_ids together with a mask that has padding"
         )
 
 
@@ -101,22 +103,25 @@ def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
     _, ranks, _ = ranks_of(group)
     if length % ranks:
         raise ConfigError(
-            f"a sequence of {length} can't be shared out over {ranks} sequence-parallel ranks. Pad the batch to a "
+            f"a sequence of {length} can't be split over {ranks} sequence-parallel ranks. Pad the batch to a "
             f"multiple of {ranks}, with labels of {_IGNORED}, or choose another sequence length"
         )
     if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
         raise ConfigError("a sequence-parallel model keeps no cache: call it without past_key_values and use_cache")
     keep = inputs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise ConfigError("logits_to_keep counts from the sequence's end, which one rank alone holds; leave it out")
+        raise ConfigError("logits_to_keep counts from the sequence's end, which only one rank holds; leave it out")
     if inputs.get("ignore_index", _IGNORED) != _IGNORED:
         raise ConfigError(
-            f"ignore_index={inputs['ignore_index']} can't be taken by a sequence-parallel model, which counts labels "
-            f"itself: write {_IGNORED} where labels don't count, and leave ignore_index out"
+            f"ignore_index={inputs['ignore_index']} is not supported with sequence parallelism, which counts the "
+            f"labels itself: mark ignored labels with {_IGNORED}, and leave ignore_index out"
         )
     cut = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask"}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 0 and name not in cut | _NOT_CUT:
-            raise ConfigError(f"{name} can't be shared out over sequence-parallel ranks: it is not known how")
+            raise ConfigError(
+                f"sequence parallelism does not know how to shard the argument {name!r} along the sequence; call the "
+                "model without it"
+            )
         if name in cut and isinstance(value, dict):
-            raise ConfigError(f"{name} must be a tensor for a sequence-parallel model, not a mapping of several")
+            raise ConfigError(f"pass {name} as one tensor to a sequence-parallel model, not as a dict of tensors")

@@ -1,8 +1,9 @@
 """Losses of a sequence whose parts lie on several ranks: each rank gets the value of the whole.
 
-The rule for gradients: every rank differentiates the whole loss, so what a parameter gets, *averaged over the ranks*
-of the group, is its gradient. Data-parallel wrappers (DDP, FSDP2) average over all ranks anyway, so they need no
-change. A collective whose result all ranks use alike therefore multiplies the gradient by their number.
+The rule for gradients: every rank differentiates the whole loss, and a parameter's gradient is the *average over the
+ranks* of the group. Data-parallel wrappers (DDP, FSDP2) average over all ranks anyway, so they need no change. To make
+up for that average, a collective whose result all ranks use in the same way multiplies the gradient by the number of
+ranks in its backward.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from veomni_core.sequence_parallel.slicing import gather_outputs, slice_input_te
 
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of each rank's ``part``, on every rank; the gradient is multiplied by their number."""
+    """The sum of all ranks' ``part``, on every rank; backward multiplies the gradient by the number of ranks."""
     return _Sum.apply(part, group)  # type: ignore[no-any-return]
 
 
 def whole_sequence(parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The whole of which each rank has a part along ``dim``, for a loss that all ranks compute alike.
+    """Gather all ranks' ``parts`` along ``dim``, for a loss that every rank computes from the whole.
 
-    ``[.., S/n, ..] -> [.., S, ..]``; the gradient is this rank's part of it, multiplied by the number of ranks.
+    ``[.., S/n, ..] -> [.., S, ..]``; backward takes this rank's part of the gradient, times the number of ranks.
     """
     return _Gather.apply(parts, dim, group)  # type: ignore[no-any-return]
 

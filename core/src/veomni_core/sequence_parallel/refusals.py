@@ -27,12 +27,12 @@ _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropo
 
 
 def attention_site(model: nn.Module, group: ProcessGroup) -> Site:
-    """The one config from which all attention of ``model`` is selected.
+    """The site of the one config that selects all attention of ``model``.
 
     Raises:
         ConfigError: with every reason why ``model`` can't run sequence-parallel over ``group``.
     """
-    # The attention that runs was proven before it was bound, and a bound model can't be run on zeros again.
+    # Not proven again: the attention was proven before it was bound, and a bound model can't be run on zeros.
     sites = tuple(
         Site("attention", owner, _RULE, "standard", "read from the model", own=interface_of(model.get_submodule(owner)))
         for owner in readers_by_owner(model)
@@ -45,8 +45,9 @@ def attention_site(model: nn.Module, group: ProcessGroup) -> Site:
 
 
 def balancing_sites(model: nn.Module) -> tuple[Site, ...]:
-    """Where ``model`` computes the loss that balances its experts."""
-    # A kernel in the function's place was checked against its variant, and the function proven before it was bound.
+    """The sites of ``model``'s load-balancing loss."""
+    # Where a kernel is bound in the function's place, the variant comes from the plan: the function was proven before
+    # it was bound, and the kernel was checked against that variant.
     binding = binding_of(model)
     decisions = (
         [d for op in binding.plan.ops if op.op_name == "load_balancing_loss" for d in op.sites] if binding else []
@@ -60,19 +61,19 @@ def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
     if len(sites) != 1:
         found = ", ".join(site.path or "the model" for site in sites) or "none"
         yield (
-            f"one attention config is expected, of a language model through transformers' attention interface; "
-            f"found {len(sites)}: {found}"
+            f"it must be a language model with exactly one config that selects attention through transformers' "
+            f"interface; found {len(sites)}: {found}"
         )
         return
     if sites[0].own == EAGER:
         yield (
-            "its attention is eager, which sees one rank's positions alone; choose a kernel: "
+            "its attention is eager, which would see only this rank's positions; choose a kernel: "
             "attn_implementation: sdpa, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
         )
     elif _reads_its_module(sites[0].own):
         yield (
-            f"its attention is transformers' own {sites[0].own}, which reads more of its module than one rank's share "
-            "of the heads has; bind a kernel of veomni-flash-attn first: "
+            f"its attention is transformers' own {sites[0].own}, which reads attributes of the attention module that "
+            "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
             'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
         )
     config = model.get_submodule(sites[0].path).config.get_text_config()
@@ -84,35 +85,39 @@ def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it has an encoder and a decoder, with attention across them"
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
-        yield f"it has layers of type {', '.join(others)}, which mix positions otherwise than by plain attention"
+        yield f"it has layers of type {', '.join(others)}, which mix positions in other ways than plain attention"
     if getattr(config, "attention_chunk_size", None):
-        yield "it attends in chunks"
+        yield "it uses chunked attention (attention_chunk_size)"
     for name in _ATTENTION_DROPOUTS:
         if rate := getattr(config, name, None):
             yield (
-                f"{name} is {rate}, and ranks with equal seeds would drop the same of their different heads; build "
-                f"the model with {name}=0.0"
+                f"{name} is {rate}, and ranks with equal seeds would draw the same dropout mask for their different "
+                f"heads; build the model with {name}=0.0"
             )
     if kinds := sorted({*_kinds_of_rope(model)}):
         yield (
-            f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, of which one rank sees a "
-            "part; types that don't (default, linear, llama3, yarn) can run"
+            f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, and one rank sees only a "
+            "part of the sequence; types that don't depend on it (default, linear, llama3, yarn) can run"
         )
     yield from _mixers(model)
     forward = inspect.signature(type(model).forward).parameters
     if "labels" in forward and not _is_causal_loss(model):
         yield "its loss is not that of a causal language model, token by token"
     elif "labels" in forward and not _names(current_forward(model), "loss_function"):
-        yield "its forward computes its loss itself, not by model.loss_function, and so that of one rank's part alone"
+        yield (
+            "its forward computes its loss itself instead of calling model.loss_function, so the loss would be that of "
+            "one rank's part only"
+        )
     for site in balancing_sites(model):
         if site.variant != "standard":
             yield f"its load-balancing loss is {site.variant or 'not proven'}, expected standard"
 
 
 def reads_positions_from_mask(model: nn.Module) -> bool:
-    """Whether ``model`` counts positions by the padding mask where it is given none (OPT).
+    """Whether ``model`` counts positions by the padding mask when it is called without ``position_ids`` (OPT).
 
-    Embeddings that can count so too (BioGPT's) are given positions by the model around them.
+    The forwards' code is searched for ``cumsum`` and ``attention_mask``. Embeddings that could count this way too
+    (BioGPT's) are left out, since the model around them passes them positions.
     """
     return any(
         "cumsum" in layer.__code__.co_names and "attention_mask" in layer.__code__.co_varnames
@@ -137,7 +142,7 @@ def _reads_its_module(interface: str) -> bool:
 
 
 def _kinds_of_rope(model: nn.Module) -> Iterator[str]:
-    """The types of rotary embeddings whose frequencies follow the positions that a rank sees."""
+    """The ``rope_type`` of each rotary embedding whose frequencies depend on the positions that a rank sees."""
     for module in model.modules():
         config = vars(module).get("config")
         written = (
@@ -150,7 +155,7 @@ def _kinds_of_rope(model: nn.Module) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in ``value``, at any depth: types are given for the model, or for each type of layer."""
+    """Every string in ``value``, at any depth: configs give a ``rope_type`` for the model, or for each layer type."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | tuple | list):
@@ -159,7 +164,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mixers(model: nn.Module) -> Iterator[str]:
-    """Modules that look at several positions and that the exchange doesn't reach."""
+    """Modules that mix several positions outside of the attention whose heads the ranks exchange."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             yield f"{path} is a convolution"

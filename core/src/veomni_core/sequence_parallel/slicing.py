@@ -1,4 +1,4 @@
-"""Cutting tensors into one part per rank along the sequence, padding them so that it comes out even, and back."""
+"""Slices tensors into one part per rank along the sequence, with padding to equal parts, and joins them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def slice_input_tensor(x: Tensor, dim: int, group: ProcessGroup | None = None) -
     length = x.shape[dim]
     if length % ranks:
         raise ValueError(
-            f"a length of {length} can't be shared out over {ranks} ranks: pad it to a multiple (sp_pad_and_slice), or "
+            f"a length of {length} can't be split over {ranks} ranks: pad it to a multiple (sp_pad_and_slice), or "
             "choose another sequence length"
         )
     return x.narrow(dim, rank * (length // ranks), length // ranks)

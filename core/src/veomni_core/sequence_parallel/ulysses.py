@@ -1,4 +1,4 @@
-"""Makes one bound model run on a part of the sequence per rank, and takes it back."""
+"""Makes one bound model run sequence-parallel, on a part of the sequence per rank, and undoes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NUMBERS = itertools.count(1)
 
 
 class SequenceParallel:
-    """One model that runs on a part of the sequence per rank. As a context manager it is undone on leaving."""
+    """One model that runs on a part of the sequence per rank. As a context manager it undoes itself on exit."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup, attention: str) -> None:
         self._model = weakref.ref(model)
@@ -62,8 +62,8 @@ class SequenceParallel:
         """The sequence of the forward that is running."""
         if self._whole is None:
             raise BindingError(
-                "a part of a sequence-parallel model was called on its own, outside of the model that "
-                "apply_ulysses was given"
+                "a submodule of a sequence-parallel model was called on its own, outside of the model that "
+                "apply_ulysses was given: call that model"
             )
         return self._whole
 
@@ -86,7 +86,8 @@ class SequenceParallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         raise BindingError(
-            "a sequence-parallel model can't be copied, as a process group can't: copy it first, then apply_ulysses"
+            "a sequence-parallel model can't be copied, because its process group can't: copy the model first, then "
+            "call apply_ulysses"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -110,10 +111,10 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     model with the same whole batch (``input_ids[B, S]``, ``labels``, ``attention_mask``, ``position_ids``,
     ``cu_seq_lens_q``); the model runs on ``[B, S/n]`` of it. ``loss`` and ``aux_loss`` are those of the whole sequence
     on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's gradient is
-    the *mean* over the ranks, which DDP and FSDP2 over all ranks, data-parallel and sequence-parallel, take anyway.
+    the *mean* over the ranks; DDP or FSDP2 over all data-parallel and sequence-parallel ranks computes that mean.
 
-    A call of the model raises ``ConfigError`` for what can't be cut, ``HostError`` where the first batches of the ranks
-    differ, and ``BindingError`` where another attention was chosen since.
+    A call of the model raises ``ConfigError`` for inputs that can't be sharded, ``HostError`` if the first batches of
+    the ranks differ, and ``BindingError`` if another attention was chosen after this call.
 
     Raises:
         ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.
@@ -130,7 +131,7 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
 
 
 def _kernel_name(model: nn.Module, own: str) -> str:
-    """What the config calls the attention: a kernel that was bound, else what transformers is set to."""
+    """The attention's name in configs: the bound kernel's, else the one that transformers is set to."""
     binding = binding_of(model)
     decisions = [d for op in binding.plan.ops if op.op_name == "attention" for d in op.sites] if binding else []
     return next((decision.kernel for decision in decisions if decision.bound), own)
@@ -145,7 +146,7 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
     mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
     by_lengths = mask is flash_attention_mask
     attention = ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], state.group)
-    # Weakly: the process's tables would keep the model alive.
+    # A weak reference, since transformers' process-wide tables would keep the model alive.
     whole: Any = weakref.WeakMethod(state.whole)
     whole_sequence_mask = whole_mask(mask, lambda: whole()(), reads_positions=not by_lengths)
     yield RegisteredInterface(model, attention, whole_sequence_mask, name, beneath=own)
@@ -165,12 +166,12 @@ def _changes(model: nn.Module, state: SequenceParallel, path: str, own: str) -> 
 
 
 def _check_in_force(state: SequenceParallel, path: str, name: str) -> None:
-    """Binding, and transformers' ``set_attn_implementation``, write another interface over Ulysses'."""
+    """Raise if ``bind``, or transformers' ``set_attn_implementation``, has replaced the interface of Ulysses since."""
     found = interface_of(state.model.get_submodule(path))
     if found != name:
         raise BindingError(
-            f"the attention was set to {found} after apply_ulysses, so that it would see one rank's positions alone. "
-            "Take that back, undo() the sequence parallelism, bind or set the attention, and call apply_ulysses last"
+            f"the attention was set to {found} after apply_ulysses, so it would see only one rank's positions. Undo "
+            "that change, undo() the sequence parallelism, bind or set the attention, and call apply_ulysses last"
         )
 
 
@@ -198,14 +199,17 @@ def _whole_forward(
         finally:
             state._whole = None
         if whole.labels_here is not None and not whole.loss_was_taken:
-            raise BindingError(f"{type(self).__name__} computes its loss itself; it can't be made that of all ranks")
+            raise BindingError(
+                f"{type(self).__name__} computes its loss itself instead of calling its loss_function, so the loss "
+                "can't be computed over all ranks"
+            )
         return output
 
     return forward
 
 
 def _causal_loss(original: Callable[..., Any], state: SequenceParallel) -> Callable[..., Tensor]:
-    """The loss of the whole sequence: each rank's sum over its labels, by the number of labels on all ranks."""
+    """The loss of the whole sequence: the sum over all ranks' labels, divided by the number of labels on all ranks."""
 
     def loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         whole = state.whole()
@@ -218,7 +222,10 @@ def _causal_loss(original: Callable[..., Any], state: SequenceParallel) -> Calla
 
 
 def _balancing(original: Callable[..., Any], state: SequenceParallel) -> Callable[..., Any]:
-    """The load-balancing loss of all ranks' tokens. It is no mean over tokens, so the router's logits are gathered."""
+    """The load-balancing loss of all ranks' tokens.
+
+    It is not a mean over tokens, so the ranks' losses can't be averaged; the router logits of all ranks are gathered.
+    """
 
     def loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any = None) -> Any:
         if not isinstance(gate_logits, tuple):

@@ -1,4 +1,4 @@
-"""attention sites: one per config object that a model's attention modules read their interface's name from."""
+"""attention sites: one per config object from which attention modules read the name of their attention function."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class AttentionInterface:
         interface = getattr(kernel, MASK_INTERFACE, "sdpa")
         if why := site.refuses.get(MASK_FEATURES[_family(interface)]):
             raise BindingError(
-                f"{kernel.__module__}.{kernel.__qualname__} takes the masks of {interface}, and {why}. Its KernelSpec "
-                f"should declare the feature {MASK_FEATURES[_family(interface)]!r}, so that the plan refuses it"
+                f"{kernel.__module__}.{kernel.__qualname__} takes the masks of {interface}, and {why}. Declare the "
+                f"feature {MASK_FEATURES[_family(interface)]!r} in its KernelSpec, so that planning refuses it"
             )
         return _kernel_changes(model, site.path, registered(model, kernel))
 
@@ -90,12 +90,12 @@ def readers_by_owner(model: nn.Module) -> dict[str, list[str]]:
 
 
 def reads_interface(module: nn.Module) -> bool:
-    """Whether ``module`` takes its attention from transformers' interface, by the name in its config."""
+    """Whether ``module`` looks its attention function up in transformers' table, by the name in its config."""
     return "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module)))
 
 
 def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
-    """What the attention of these modules asks a kernel for in every call, as far as config and parameters tell."""
+    """The features that these modules need from a kernel in every call, as far as configs and parameters show."""
     modules: list[Any] = [model.get_submodule(path) for path in paths]
     if any(getattr(module.config, "attn_logit_softcapping", None) for module in modules):
         yield "softcap"
@@ -108,7 +108,7 @@ def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
 
 
 def _keywords(module: nn.Module) -> Iterator[str]:
-    """Every name by which ``module``'s forward hands something over in a call: they are constants of its code."""
+    """Every keyword that ``module``'s forward passes in a call: the code keeps their names among its constants."""
     for layer in code_layers(current_forward(module)):
         for constant in layer.__code__.co_consts:
             yield from constant if isinstance(constant, tuple) else (constant,)

@@ -1,4 +1,4 @@
-"""The verdict on each attention site: transformers' own word, the eager function's values, and the masks."""
+"""The verdict on each attention site, from transformers' flags, the eager function's values, and the masks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from veomni_core.sites.attention_masks import difference
 from veomni_core.sites.attention_proof import EagerProofs
 from veomni_core.sites.attention_trace import AttentionCall, Trace, TracedModel, roots
 
-# transformers' attributes of a model's class, in the names of several versions, by the family of interfaces.
+# By family of interfaces: the class attributes with which transformers says that a model supports it, whose names
+# differ between versions.
 _SUPPORTED = {
     "sdpa": ("_supports_sdpa",),
     "flash_attention": ("_supports_flash_attn", "_supports_flash_attn_2"),
     "flex_attention": ("_supports_flex_attn",),
 }
-# flex_attention's masks are those that sdpa gets where it gets any, so that one run stands for both.
+# The interface that is run for each family. flex_attention gets the masks of sdpa wherever sdpa gets one, so that one
+# run stands for both.
 _RUN_AS = {"sdpa": "sdpa", "flash_attention": "flash_attention_2", "flex_attention": "sdpa"}
+# Other head dims need the features wide_heads (over 256) and odd_heads (no multiple of 8).
 _WIDEST_HEAD, _MULTIPLE = 256, 8
 
 
 @dataclass
 class Verdict:
-    """What is known of one site. ``refuses`` gives the reason against each mask feature; ``declared``: not run."""
+    """What is known of one site.
+
+    ``refuses`` maps each mask feature that a kernel must not declare to the reason. ``declared``: some modules could
+    not be run, so that transformers' flags are the only evidence for them.
+    """
 
     proven: bool
     evidence: str
@@ -56,7 +63,7 @@ def _run(
     traced, error = probe.attempt(lambda: TracedModel(model, every))
     proofs = EagerProofs()
     runs: list[_Runs] = []
-    for root in roots(model, every) if not error else ():
+    for root in roots(model, every) if not error else ():  # until runs have reached every attention module
         if set(every) - {path for run in runs for path in run.reached(every)}:
             runs.append(_Runs(traced, *root))
     for owner, paths in readers.items():
@@ -65,7 +72,7 @@ def _run(
 
 
 class _Runs:
-    """The runs of one root: per interface one without and one with padding."""
+    """The runs of one root module: for each interface one without padding and one with it."""
 
     def __init__(self, traced: TracedModel, root: str, crossing: bool) -> None:
         self._traced, self._root, self._crossing = traced, root, crossing
@@ -73,7 +80,7 @@ class _Runs:
         self._others: dict[str, list[Trace]] = {}
 
     def reached(self, paths: list[str]) -> list[str]:
-        """Those of ``paths`` whose attention was called, or would have been called by a layer that is left out."""
+        """Those of ``paths`` whose attention was called, or that lie in a skipped layer, which would have called it."""
         seen = self.eager[0].reached
         return [p for p in paths if any(p == s or p.startswith(f"{s}.") for s in seen)]
 
@@ -116,7 +123,7 @@ def _verdict(
         return replace(verdict, proven=True, evidence=evidence, examined=False, declared=True)
     evidence = (
         f"{len(paths)} modules: their eager function gave the reference's values and gradients, and with the masks of "
-        f"{', '.join(allowed)} each query sees the keys that it sees in eager attention"
+        f"{', '.join(allowed)} each query sees the same keys as in eager attention"
     )
     return replace(verdict, proven=True, evidence=evidence)
 
@@ -153,7 +160,7 @@ def _refused_by_transformers(model: Any, owner: str) -> Iterator[tuple[str, str]
 
 
 def _widths(calls: list[AttentionCall]) -> tuple[int, ...]:
-    """Of queries and of values, the widest."""
+    """The largest head dim of the queries, and of the values."""
     return tuple(max((call.heads[each].shape[-1] for call in calls), default=0) for each in (0, 2)) if calls else ()
 
 

@@ -1,7 +1,7 @@
-"""Whether attention under a mask interface lets each query see the same keys as the eager attention does.
+"""Checks that under a mask interface each query sees the same keys as in eager attention.
 
-Eager attention follows its mask alone. Under the other interfaces transformers leaves masks out, or hands over padding
-alone, and the kernel infers the rest: from ``is_causal``, of the call or else of the module, and from the window.
+Eager attention depends on its mask only. Under the other interfaces transformers may pass no mask, or only the padding.
+The kernel infers the rest: from ``is_causal`` (of the call, else of the module), the sliding window and the packing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from veomni_core.ops.attention import visible
 from veomni_core.sites.attention_trace import AttentionCall, Trace
 
-# What differs between interfaces by design, or counts positions that a mask tells too.
+# Options that differ between interfaces by design, or positions, which the mask takes into account already.
 _NOT_COMPARED = frozenset({"is_causal", "sliding_window", "position_ids", "cache_position", "output_attentions"})
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def difference(eager: Trace, other: Trace) -> str:
-    """What a kernel of the other interface would compute otherwise; empty where nothing."""
+    """What a kernel of the other interface would compute differently; empty if nothing."""
     if len(eager.calls) != len(other.calls):
         return f"the model calls its attention {len(other.calls)} times, and {len(eager.calls)} times for eager"
-    seen: dict[Hashable, str] = {}  # layers mostly share their masks, which of an image are large
+    seen: dict[Hashable, str] = {}  # most layers share a mask, and masks of images are large: compare each pair once
     for mine, theirs in zip(eager.calls, other.calls, strict=True):
         why = _given_otherwise(mine, theirs)
         if not why:
@@ -45,7 +45,7 @@ def _given_otherwise(eager: AttentionCall, other: AttentionCall) -> str:
 
 
 def _masks(call: AttentionCall) -> Hashable:
-    """Equal for calls of one trace whose queries see the same keys."""
+    """A key of what decides which keys the queries see, to compare the calls of one trace that share it only once."""
     query, key, _ = call.heads
     bounds = tuple(id(call.options.get(name)) for name in _BOUNDS)
     window = call.options.get("sliding_window")
@@ -62,6 +62,7 @@ def _seen_otherwise(eager: AttentionCall, other: AttentionCall, padding: Tensor 
         return ""
     scores = torch.zeros(()).expand(1, 1, query.shape[2], key.shape[2])
     found, wanted, _ = torch.broadcast_tensors(found, wanted, scores)  # type: ignore[no-untyped-call]
+    # Not compared: queries that see no key in eager attention, and queries at padded positions.
     rows = torch.isfinite(wanted).any(-1)
     if padding is not None and padding.shape == (query.shape[0], query.shape[2]):
         rows = rows & padding.bool()[:, None, :]
@@ -75,7 +76,10 @@ def _seen_otherwise(eager: AttentionCall, other: AttentionCall, padding: Tensor 
 
 
 def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
-    """What a kernel makes of its mask, ``is_causal``, window and packing, as :func:`as_added` gives it."""
+    """The mask that a kernel applies in effect, given its mask, ``is_causal``, window and packing.
+
+    In the form of :func:`as_added`; or ``None``, and the reason why it is not known.
+    """
     if call.mask is not None and call.mask.dim() == 4:
         return as_added(call.mask), ""
     causal, window = _is_causal(call), call.options.get("sliding_window")
@@ -93,9 +97,9 @@ def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
 
 
 def as_added(mask: Tensor | None) -> Tensor:
-    """``mask`` as what is added to the scores ``[B, H, S, L]``, in float64, ``-inf`` where a key is not seen.
+    """``mask`` in additive form, for scores ``[B, H, S, L]``: float64, with ``-inf`` where a key is masked out.
 
-    It has the mask's shape, to be broadcast; none where every query sees every key.
+    The result has the mask's shape, which broadcasts. Without a mask it is a scalar 0: every query sees every key.
     """
     if mask is None:
         return torch.zeros((), dtype=torch.float64)

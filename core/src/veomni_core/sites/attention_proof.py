@@ -12,19 +12,20 @@ from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_core.sites import probe
 from veomni_core.sites.attention_trace import AttentionCall
 
-# Eager attention finds them in its mask, or has no use for them; with a mask the contract has none either.
+# Options that are not passed to the contract's reference: eager attention has them in its mask or does not use them,
+# and the contract does not use them where there is a mask.
 _NOT_GIVEN = frozenset({"indices", "block_indices", "is_causal", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"})
-_LONG = 72
+_LONG = 72  # longer sequences, such as an image's positions, are shortened to this
 
 
 class EagerProofs:
-    """Verdicts on calls of eager attention functions, each proven once; within :func:`probe.seeded`."""
+    """Verdicts on calls of eager attention functions, each proven once; to be used within :func:`probe.seeded`."""
 
     def __init__(self) -> None:
         self._verdicts: dict[Hashable, str] = {}
 
     def mismatch(self, call: AttentionCall) -> str:
-        """What the function of ``call`` computes otherwise than the contract; empty where nothing."""
+        """What the eager function of ``call`` computes differently from the contract; empty if nothing."""
         key = _form(call)
         if key not in self._verdicts:
             self._verdicts[key] = _prove(call)
@@ -36,7 +37,7 @@ class EagerProofs:
 
 def _prove(call: AttentionCall) -> str:
     if call.eager is None:
-        return "its eager attention is no function that is handed to transformers' interface"
+        return "its eager attention is not a function that it passes to transformers' interface"
     name = getattr(call.eager, "__name__", "its eager function")
     for dtype in (torch.float32, torch.bfloat16):
         for masked in (True, False) if call.mask is None else (True,):
@@ -59,10 +60,11 @@ def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
     if dtype is torch.float32:
         wanted, error = probe.attempt(lambda: reference(query, key, value, mask))
         if error:
-            return "the contract takes no heads of such shapes"
+            return "the contract does not take heads of these shapes"
         if not probe.close(found, wanted):
             return f"its values miss by {probe.largest_miss(found, wanted):.1%}"
         return "" if probe.gradients_close(found, wanted, inputs) else "its gradients differ"
+    # bf16 values round in the function's own order, so they are compared in norm, with the reference in float64.
     exact, error = probe.attempt(lambda: _in_float64(call, reference, options, query, key, value, mask))
     if error:
         return error
@@ -73,9 +75,10 @@ def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
 
 
 def _shapes(call: AttentionCall) -> list[torch.Size]:
-    """The shapes of the call's heads, ``[B, heads, length, width]``; an image's thousands of positions become 72.
+    """The shapes ``[B, heads, length, width]`` of query, key and value, with lengths over 72 (images) shortened to 72.
 
-    Of two such lengths the shorter becomes 64. Where an option has that length too, as a position bias has, they stay.
+    If two different lengths are over 72, the shorter one becomes 64. If an option has such a length too, as a position
+    bias does, the lengths stay as they are.
     """
     shapes = [heads.shape for heads in call.heads]
     lengths = {shape[2] for shape in shapes if shape[2] > _LONG}
@@ -98,14 +101,17 @@ def _in_float64(
 
 
 def _mask(query: Tensor, key: Tensor) -> Tensor:
-    """Random, added, with every query's first key kept: ``[B, 1, S, L]``."""
+    """A random additive mask ``[B, 1, S, L]`` that hides about 40% of the keys, but never the first one."""
     hidden = torch.rand(query.shape[0], 1, query.shape[2], key.shape[2]) < 0.4
     hidden[..., 0] = False
     return torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, torch.finfo(query.dtype).min)
 
 
 def _random_options(call: AttentionCall, dtype: torch.dtype) -> tuple[Any, dict[str, Any], list[Tensor]]:
-    """The module and the options of ``call`` with random values in their floating tensors, and these tensors."""
+    """Copies of the module and the options of ``call``, and the random tensors that were put into both.
+
+    Random are the parameters that the eager function names, and the options that are floating-point tensors.
+    """
     holder: Any = probe.bare_copy(call.module)
     drawn: dict[int, Tensor] = {}
 
@@ -118,7 +124,7 @@ def _random_options(call: AttentionCall, dtype: torch.dtype) -> tuple[Any, dict[
     for name, parameter in call.module._parameters.items():
         if parameter is not None and name in read:
             holder._parameters[name] = draw(parameter)
-    for name, child in call.module._modules.items():  # GPT-2's dropout, in transformers 5.2
+    for name, child in call.module._modules.items():  # in transformers 5.2, GPT-2's function calls its dropout module
         if child is not None and name in read:
             holder._modules[name] = probe.full_copy(child)
     options = {}
@@ -133,7 +139,7 @@ def _named_in(function: Any) -> Iterator[str]:
 
 
 def _form(call: AttentionCall) -> Hashable:
-    """Equal for calls that one proof covers."""
+    """A key that is equal for calls that one proof covers."""
     options = tuple((name, _plain(option)) for name, option in sorted(call.options.items()))
     read = tuple((name, repr(vars(call.module).get(name))) for name in _named_in(call.eager))
     groups = getattr(call.module, "num_key_value_groups", None)

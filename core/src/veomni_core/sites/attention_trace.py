@@ -1,7 +1,8 @@
-"""What a model hands to its attention functions: seen by running its forward on zeros, under each mask interface.
+"""Records what a model passes to its attention functions, by running its forward on zeros under each mask interface.
 
-The copy that runs has the model's code and sizes, no memory (:mod:`veomni_core.sites.hollow_twin`), and configs of its
-own. In place of transformers' table of attention functions its modules see a recorder, so nothing is registered.
+The whole model is run, because the model builds the masks: an attention's own forward does not show which one reaches
+it. What runs is a copy with the model's code and sizes, no memory (:mod:`veomni_core.sites.hollow_twin`), and its own
+configs. Its modules see a recorder in place of transformers' table of attention functions, so nothing is registered.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from veomni_core.sites.weightless import run_on_meta
 Function = Callable[..., Any]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER_FUNCTION = "eager_attention_forward"
-_DECODER_LENGTH = 7  # another than the encoder's, so that attention across them is told apart
-_PATCHES = 32  # of an image's side: Pixtral's 96 by 96 would take masks of 18432 by 18432
-WINDOW = 4  # shorter than LENGTH, so that a sliding window is seen
+_DECODER_LENGTH = 7  # differs from the encoder's, so that cross-attention can be told apart
+_PATCHES = 32  # the most patches along an image's side: Pixtral's 96 by 96 would need masks of 18432 by 18432
+WINDOW = 4  # shorter than LENGTH, so that a sliding window hides keys
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class AttentionCall:
 
 @dataclass
 class Trace:
-    """The calls of one run of the model, which modules it reached, and what ended it early, where something did."""
+    """One run of the model: its attention calls, the modules that it reached, and the error that ended it, if any."""
 
     padding: Tensor | None
     calls: list[AttentionCall] = field(default_factory=list)
@@ -61,12 +62,12 @@ class TracedModel:
         self._twin = hollow_twin(model).eval()
         self._trace = Trace(None)
         self._ran_for_eager: dict[tuple[str, bool, bool], frozenset[str]] = {}
-        for module in self._twin.modules():  # what a forward may keep in lists and mappings is the copy's
+        for module in self._twin.modules():  # a forward may write to lists and mappings, so the copy gets its own
             vars(module).update({n: copy.copy(v) for n, v in vars(module).items() if type(v) in (list, dict, set)})
         OwnConfigs(self._twin).apply()
         _narrow_windows(self._twin)
         for config in _configs(self._twin):
-            if "output_router_logits" in vars(config):  # for the loss alone
+            if "output_router_logits" in vars(config):  # only the loss needs them
                 vars(config)["output_router_logits"] = False
         for path in readers:
             module = self._twin.get_submodule(path)
@@ -75,21 +76,22 @@ class TracedModel:
         self._repeated = skip_repeated_layers(self._twin, self._reached_within)
 
     def run(self, path: str, interface: str, padded: bool, crossing: bool = False) -> Trace:
-        """Run the module at ``path`` under the mask ``interface`` of transformers, with padding or not; eager first.
+        """Run the module at ``path`` under transformers' mask ``interface``, with or without padding.
 
-        ``crossing`` gives a decoder on its own an encoder's hidden states, too.
+        ``eager`` must be run first. ``crossing`` also passes an encoder's hidden states, for cross-attention in a
+        decoder that has no encoder.
         """
         module: Any = self._twin.get_submodule(path)
         for config in _configs(self._twin):
             _, why_not = probe.attempt(partial(select_interface, config, interface))
-            if why_not:  # in transformers 5.2 gpt-oss's config raises at all but one FlashAttention
+            if why_not:  # in transformers 5.2 gpt-oss's config raises for every FlashAttention but one
                 return Trace(None, why_it_ended=why_not)
         inputs, why_not = probe.attempt(lambda: _inputs(module, padded, crossing))
-        if why_not:  # a model that nothing says how to call: an attention module on its own
+        if why_not:  # nothing says how to call the model: for instance, it is an attention module on its own
             return Trace(None, why_it_ended=why_not)
         run = (path, padded, crossing)
         trace = self._call(module, inputs, run)
-        if trace.why_it_ended and "pixel_values" in inputs:  # it takes no other image than its config says
+        if trace.why_it_ended and "pixel_values" in inputs:  # it may only take images of the size in its config
             height, width = _image_size(module.config)
             trace = self._call(module, {**inputs, "pixel_values": _image(module.config, height, width)}, run)
         self._ran_for_eager.setdefault(run, self._repeated.ran)
@@ -97,7 +99,8 @@ class TracedModel:
 
     def _call(self, module: Any, inputs: dict[str, Any], run: tuple[str, bool, bool]) -> Trace:
         trace = self._trace = Trace(inputs.get("attention_mask"))
-        # The layers that ran for eager: other masks may tell fewer layers apart, and calls are compared one by one.
+        # Run the layers that ran for eager. With other masks more layers may look repeated, but the calls of both runs
+        # are compared one by one.
         self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
         with torch.no_grad():
             _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
@@ -109,7 +112,7 @@ class TracedModel:
         return with_globals(forward, {TABLE: _RecordingTable(self, path), **recorders})
 
     def _reached_within(self, layer: str) -> None:
-        """A repeated layer was left out, as an earlier one was given the same."""
+        """Called with each repeated layer that is skipped: its attention counts as reached."""
         self._trace.reached.add(layer)
 
     def record(self, call: AttentionCall) -> None:
@@ -119,7 +122,7 @@ class TracedModel:
 
 
 class _Recorder:
-    """Stands in for an attention function."""
+    """Replaces an attention function: records the call, and returns zeros."""
 
     def __init__(self, model: TracedModel, path: str, eager: Function | None) -> None:
         self._model, self._path, self.eager = model, path, eager
@@ -128,7 +131,7 @@ class _Recorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *rest: Any, **kw: Any
     ) -> tuple[Tensor, None]:
         if rest:
-            raise TypeError(f"its attention function is given {len(rest)} more arguments by position")
+            raise TypeError(f"its attention function is given {len(rest)} positional arguments after the mask")
         heads = (query, key, value)
         self._model.record(AttentionCall(self._path, module, self.eager, heads, attention_mask, kw))
         batch, count, length, _ = query.shape
@@ -136,7 +139,7 @@ class _Recorder:
 
 
 class _RecordingTable:
-    """Stands in for transformers' table of attention functions."""
+    """Replaces transformers' table of attention functions: every lookup gives a recorder."""
 
     def __init__(self, model: TracedModel, path: str) -> None:
         self._model, self._path = model, path
@@ -157,7 +160,7 @@ class _RecordingTable:
 
 
 def _inputs(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
-    """Token ids, or what the model names as its main input, in the shapes that its config tells."""
+    """Token ids, or what the model names as its main input, in the shapes that its config gives."""
     parameters = inspect.signature(type(module).forward).parameters
     config = module.config
     known: dict[str, Any] = {"use_cache": False}
@@ -182,6 +185,7 @@ def _inputs(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
 
 
 def _open(module: Any) -> bool:
+    """Whether the forward takes ``use_cache`` among its ``**kwargs``."""
     kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
     return "use_cache" in vars(module.config) and inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -199,7 +203,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _tokens(config: Any, length: int) -> Tensor:
-    """Ids that no config gives a meaning to, as far as the vocabulary has such."""
+    """Random token ids that are no special tokens of a config, if the vocabulary has any such ids."""
     configs = [config, config.get_text_config()]
     vocabulary = configs[-1].vocab_size
     special = {v for each in configs for name, v in vars(each).items() if "token" in name and isinstance(v, int)}
@@ -212,7 +216,10 @@ def _configs(twin: nn.Module) -> list[Any]:
 
 
 def _narrow_windows(twin: nn.Module) -> None:
-    """Sliding windows that every module takes from its config as they are become shorter than the sequence."""
+    """Make sliding windows shorter than the traced sequence, so that they hide keys.
+
+    Only where every module's window is the one in its config: a window that is computed from it stays as it is.
+    """
     holders = [module for module in twin.modules() if isinstance(vars(module).get("sliding_window"), int)]
     stated = [config for config in _configs(twin) if isinstance(vars(config).get("sliding_window"), int)]
     windows = {vars(config)["sliding_window"] for config in stated}
@@ -222,7 +229,10 @@ def _narrow_windows(twin: nn.Module) -> None:
 
 
 def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Modules to be run: the model, alone and across, and the outermost one of each further config that is read."""
+    """``(path, crossing)`` of each run: the model, and the outermost model that holds each further config of attention.
+
+    ``crossing`` runs pass an encoder's hidden states, for models that take them.
+    """
     yield "", False
     if "encoder_hidden_states" in inspect.signature(type(model).forward).parameters:
         yield "", True

@@ -1,7 +1,7 @@
 """cross_entropy_loss/causal sites: language models whose loss is the cross entropy of an output projection's logits.
 
-The fused kernel needs the hidden states and the head's weight, while a model gives its logits to a loss. So, in
-training with labels, the bound head gives logits that are not computed yet, and a cross entropy of them calls the
+The fused kernel needs the hidden states and the head's weight, but a model passes only logits to its loss. So, in
+training with labels, the bound head returns logits that are not computed yet, and a cross entropy of them calls the
 kernel.
 """
 
@@ -35,7 +35,7 @@ class CausalLosses:
             if not hasattr(type(module), "get_output_embeddings") or not _takes_labels(module):
                 continue
             head = module.get_output_embeddings()  # type: ignore[operator]
-            # None: a classifier, or a decoder without its head. Known: a model within one that takes the labels itself.
+            # No head: a classifier, or a decoder without its head. A known head: an inner model that takes labels too.
             if head is None or id(head) in heads:
                 continue
             heads.add(id(head))
@@ -58,7 +58,7 @@ def _takes_labels(module: nn.Module) -> bool:
 
 
 def _prove(model: Any, head: Any) -> tuple[str | None, str]:
-    """Run the model's own head and loss twice over a stand-in for its decoder: as they are, and bound."""
+    """Run the model's own head and loss over a placeholder for its decoder, unbound and then bound to the reference."""
     if why_not := set_on_instance(model) or why_not_plain(head):
         return None, why_not
     with probe.seeded():
@@ -73,11 +73,14 @@ def _prove(model: Any, head: Any) -> tuple[str | None, str]:
             why_not = _mismatch(twin, twin_head, hidden, labels, options)
             if why_not:
                 return None, why_not
-    return "causal", "its own head, run on a stand-in for the decoder, gave the reference's loss and gradients"
+    return "causal", "its own head and loss, run without the decoder, gave the reference's loss and gradients"
 
 
 def _decoder_width(model: Any, head: nn.Linear) -> int:
-    """ELECTRA and RemBERT project to another width before the vocabulary; their configs say so."""
+    """The width of the decoder's hidden states, which is not always the width of the head's input.
+
+    ELECTRA and RemBERT project to another width before the vocabulary, which their configs name.
+    """
     config = model.config.get_text_config()
     for name in ("embedding_size", "output_embedding_size"):
         if getattr(config, name, None) == head.in_features:
@@ -86,7 +89,7 @@ def _decoder_width(model: Any, head: nn.Linear) -> int:
 
 
 def _loss_options(model: nn.Module) -> list[dict[str, Any]]:
-    """What the loss is proven with: nothing else, and a count of items where the forward passes keywords on."""
+    """The options that the loss is proven with: none, and ``num_items_in_batch`` where the forward has ``**kwargs``."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     counts_items = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return [{}, {"num_items_in_batch": 3}] if counts_items else [{}]

@@ -1,4 +1,4 @@
-"""One rule for each op at each module: where several find it, the one with a proof has it, or none has."""
+"""At most one rule per op and module: where several rules claim a module, the only one that has proven it gets it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from veomni_core.sites.site import Site
 
 
 def settle_claims(sites: Iterable[Site]) -> tuple[Site, ...]:
-    """``sites``, with the variant taken from every site whose op and module another rule has, or claims as well.
+    """``sites``, in which at most one rule per op and module keeps its variant; the other sites get ``variant=None``.
 
-    A proven site goes before a declared one. Where that does not decide, both are left to the model's own code, with
-    both rules in the evidence.
+    A proven site takes precedence over declared ones. If several rules have proven the module, or none has, no rule
+    gets it: the model's own code runs there, and the evidence names the rules.
     """
     sites = tuple(sites)
     claims: dict[tuple[str, str], list[Site]] = {}
@@ -30,6 +30,7 @@ def _settled(site: Site, claims: list[Site]) -> Site:
     if proven == {site.rule}:
         return site
     if len(proven) == 1:
-        return replace(site, variant=None, evidence=f"the rule {proven.pop()!r} has proven this module and has it")
+        why = f"the rule {proven.pop()!r} has proven this module, so it takes precedence"
+        return replace(site, variant=None, evidence=why)
     named = " and ".join(repr(rule) for rule in sorted(rules))
     return replace(site, variant=None, evidence=f"the rules {named} both claim this module; leave one of them out")

@@ -35,6 +35,7 @@ class ClassificationLosses:
 def _with_kernel(original: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
     @wraps(original)
     def loss_function(labels: Tensor, pooled_logits: Tensor, config: Any, **kwargs: Any) -> Any:
+        # The cases in which transformers' loss takes a cross entropy; regression and multi-label run its own code.
         single = config.problem_type == _SINGLE_LABEL or (
             config.problem_type is None and config.num_labels > 1 and not labels.is_floating_point()
         )

@@ -1,8 +1,8 @@
 """Reads the code of a module before anything is proven about it: what it depends on, and what it changes.
 
-A proof holds as long as what the code depends on stays as it was. So code that depends on something whose later change
-nobody could see, or that changes something itself, is not proven. What stands in the code of torch and of the standard
-library is taken as fixed, and so are constants (``ALL_CAPS``) of transformers.
+A proof holds only as long as what the code depends on stays the same. So a module is not proven if its code reads
+something whose later change nobody could detect, or if it sets attributes or globals. The code of torch and of the
+standard library is taken as fixed, and so are transformers' constants (``ALL_CAPS``).
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _FIXED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType, torch
 
 @dataclass(frozen=True)
 class Reading:
-    """What the code of a module, or of a function, names.
+    """What the code of a module, or of a function, reads.
 
-    ``names`` are the attributes and methods that it may read on any object. ``doubts`` say why a proof of it would not
-    last. ``codes`` are the code objects whose branches a proof must run, each with the names of the arguments that may
-    be left out.
+    Attributes:
+        names: the attributes and methods that it may read on any object.
+        doubts: reasons why a proof of it would not last.
+        codes: the code objects whose branches a proof must run, each with the names of its optional arguments.
     """
 
     names: frozenset[str]
@@ -52,7 +53,7 @@ class Reading:
         return (True, False) if "training" in self.names else (True,)
 
     def with_children(self, readings: Iterable[Reading]) -> Reading:
-        """This reading, and those of the children that the code runs."""
+        """This reading, with the names and code objects of the children that the code runs, but not their doubts."""
         all_of_them = (self, *readings)
         return Reading(
             frozenset().union(*(each.names for each in all_of_them)),
@@ -68,7 +69,7 @@ class Readings:
         self._known: dict[Hashable, Reading] = {}
 
     def of(self, module: nn.Module) -> Reading:
-        """What the class's forward of ``module`` names, with what it calls and the functions that the module holds."""
+        """The reading of the class's forward, with what it calls and the functions among ``module``'s attributes."""
         kind = type(module)
         callables = (FunctionType, functools.partial, MethodType)
         held = tuple(value for value in vars(module).values() if isinstance(value, callables))
@@ -94,7 +95,7 @@ def read_function(function: Any, kind: type | None = None, further: Iterable[Any
 
 
 def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()) -> str:
-    """Why a change of what ``module``'s code reads could not be seen after bind, or an empty string.
+    """Why a change of what ``module``'s code reads could not be detected after bind; empty if all could be.
 
     Args:
         live: parameters and children that the bound forward reads itself, at each call.
@@ -117,19 +118,19 @@ def unseen_changes(module: nn.Module, reading: Reading, live: Iterable[str] = ()
 
 
 def set_on_instance(module: nn.Module) -> str:
-    """Who set the forward of this very module, as accelerate's hooks do, or an empty string.
+    """Who set a ``forward`` on this instance, as accelerate's hooks do; empty if nobody did.
 
-    It takes precedence over its class's, which is the one that a binding replaces.
+    Such a forward takes precedence over the class's, which is the one that a binding replaces.
     """
     setter = setter_of(module)
     return f"its forward was set on the instance: it was {setter}" if setter else ""
 
 
 def why_not_clonable(function: Any, names: Collection[str]) -> str:
-    """Why a clone of ``function`` with other values for the globals ``names`` would differ, or an empty string.
+    """Why a clone of ``function`` with other values for the globals ``names`` would behave differently; empty if not.
 
-    A clone has a namespace of its own: what is set in the function's module later, it doesn't see, and what it sets,
-    the module doesn't.
+    A clone has its own namespace. It does not see globals that are set in the function's module later, and that module
+    does not see globals that the clone sets.
     """
     for layer in code_layers(function):
         if set(names).isdisjoint(layer.__code__.co_names):
@@ -154,7 +155,7 @@ def _is_partial_of_fixed(value: Any) -> bool:
 
 
 def guarded_names(module: nn.Module, reading: Reading, live: Iterable[str] = ()) -> frozenset[str]:
-    """The attributes of ``module`` on which a proof of its code rests, but for the mode, in which it is run twice."""
+    """The attributes of ``module`` that a proof of its code depends on; not ``training``: a proof runs both modes."""
     present = {name for name in reading.names if name in vars(module) or hasattr(type(module), name)}
     present |= reading.names & {*module._modules, *module._parameters, *module._buffers}
     return frozenset(present - set(live) - {"training", "forward", "__class__"} - _OF_EVERY_MODULE)
@@ -164,13 +165,14 @@ _OF_EVERY_MODULE = frozenset(dir(nn.Module())) - {"extra_repr"}
 
 
 def bypassed(module: nn.Module, reading: Reading, live: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The children, with their names, that the module's code runs and a bound forward doesn't."""
+    """``(name, child)`` of the children that the module's own code runs and a bound forward does not."""
     for name, child in module._modules.items():
         if child is not None and name in reading.names and name not in live:
             yield name, child
 
 
 def _of_bypassed(name: str, child: nn.Module) -> str:
+    """Why a bound forward can't do without calling ``child``; empty if it can."""
     if has_hooks(child):
         return f"its {name} has hooks, which a kernel in its place would not call"
     if any(True for _ in child.children()):
@@ -183,7 +185,7 @@ def _of_bypassed(name: str, child: nn.Module) -> str:
 
 
 def _is_the_dispatcher_s(module: nn.Module, name: str) -> bool:
-    """Whether transformers' choice among implementations of experts is all that reads the config."""
+    """Whether nothing but transformers' wrapper, which selects an experts implementation, reads the config."""
     forward = type(module).forward
     inner = getattr(forward, "__wrapped__", None)
     if name != "config" or inner is None or forward.__code__.co_filename == inner.__code__.co_filename:
@@ -200,7 +202,7 @@ def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
     if not _is_transformers(function):
         for value in closure_contents(function):
             if not is_fixed(value):
-                yield f"{function.__qualname__} reads a {type(value).__name__} of the function around it"
+                yield f"{function.__qualname__} closes over a {type(value).__name__}, whose later changes can't be seen"
 
 
 def _global_doubts(function: FunctionType, code: CodeType) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The conditional jumps of a code object: what their conditions read, and which may always go one way."""
+"""The conditional jumps of a code object: what their conditions read, and which jumps may always go one way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from veomni_core.sites.reachable_code import instructions
 
+# Instructions that only combine values which other instructions have loaded.
 _NEUTRAL = frozenset(
     (
         *("BINARY_SUBSCR", "CACHE", "CALL", "CALL_KW", "COMPARE_OP", "CONTAINS_OP", "COPY", "EXTENDED_ARG", "GET_ITER"),
@@ -20,11 +21,14 @@ _CALLS = ("PRECALL", "CALL", "CACHE", "TO_BOOL", "PUSH_NULL")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 # Builtins whose result depends on their arguments alone.
 _PURE = frozenset((isinstance, len, hasattr, getattr, callable, bool, int, range, type))
-_DEEPEST = 8  # of assignments that a condition is followed through
+_DEEPEST = 8  # how many assignments to follow back from the variables of a condition
 
 
 class Conditions:
-    """The conditional jumps of one code object and what their conditions read; ``jumps`` maps each to what follows."""
+    """The conditional jumps of one code object and what their conditions read.
+
+    ``jumps`` maps the offset of each jump to the offset of the instruction that follows it.
+    """
 
     def __init__(
         self, code: CodeType, settings: frozenset[str], entry: FunctionType, optional: frozenset[str], is_helper: bool
@@ -53,11 +57,11 @@ class Conditions:
         self._is_helper = is_helper
 
     def resolve(self, offset: int) -> int:
-        """The offset of the instruction that the prefix at ``offset`` belongs to."""
+        """The offset of the instruction at ``offset``, past its ``EXTENDED_ARG`` prefixes."""
         return self._resolved.get(offset, offset)
 
     def line(self, offset: int) -> int | None:
-        """The line of the file."""
+        """The line number of the instruction at ``offset``."""
         return self._instructions[self._at[offset]].positions.lineno  # type: ignore[union-attr]
 
     def names(self, offset: int) -> list[str]:
@@ -68,9 +72,11 @@ class Conditions:
         return [name for name in dict.fromkeys(read) if isinstance(name, str)]
 
     def may_stay_open(self, offset: int, untaken: bool) -> bool:
-        """Whether only settings and optional arguments decide, or the way that never ran skips what isn't there.
+        """Whether a proof may leave one branch of the jump at ``offset`` unrun.
 
-        ``untaken`` is whether the way that never ran is the one without a jump.
+        It may if only guarded settings and optional arguments decide, or if the unrun branch skips work that isn't
+        there. In a helper the device, and the kind of object that an argument is, may decide too. ``untaken`` is
+        whether the unrun branch is the one that continues without jumping.
         """
         index = self._at[offset]
         expression = self._expression(index)
@@ -79,7 +85,10 @@ class Conditions:
         return self._is_constant_at(index) or self._skips(offset, untaken, expression)
 
     def _asks_for_a_kind(self, index: int, expression: list[dis.Instruction]) -> bool:
-        """Whether the choice is by what kind of object an argument is, which is in the contract."""
+        """Whether the condition tests what kind of object an argument is (``is None``, ``isinstance``).
+
+        The contract says what kind it is.
+        """
         loads = [each for each in expression if each.opname not in _NEUTRAL or each.opname == "IS_OP"]
         if not all(each.opname in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_ATTR", "IS_OP") for each in loads):
             return False
@@ -95,7 +104,7 @@ class Conditions:
         )
 
     def _is_constant_at(self, index: int, depth: int = 0) -> bool:
-        """Whether the value that the instruction at ``index`` takes is constant, on every way to it."""
+        """Whether the value that the instruction at ``index`` consumes is constant on every path to it."""
         offset = self._instructions[index].offset
         ends = [index]
         if self._instructions[index].is_jump_target:
@@ -105,7 +114,7 @@ class Conditions:
         return all(self._is_constant(self._expression(end), depth) for end in ends)
 
     def _expression(self, end: int) -> list[dis.Instruction]:
-        """The instructions before ``end`` that put the one value there which it takes."""
+        """The instructions before ``end`` that compute the value on the stack that it consumes."""
         depth, index = 0, end
         while index > 0 and depth < 1:
             index -= 1
@@ -159,9 +168,9 @@ class Conditions:
         return self._globals.get(name, getattr(builtins, name, None))
 
     def _skips(self, offset: int, untaken: bool, expression: list[dis.Instruction]) -> bool:
-        """Whether the way that never ran goes on with a loop where something is 0, or is a setting of the module.
+        """Whether the branch that never ran continues a loop, under ``x == 0`` or ``x == self.setting``.
 
-        So models skip experts without tokens, and the index that stands for none.
+        This is how models skip experts without tokens, and the index that stands for no expert.
         """
         index = self._at[offset]
         target = self._instructions[index + 1] if untaken else self._instructions[self._at[self._target(index)]]

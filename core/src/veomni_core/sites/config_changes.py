@@ -1,7 +1,7 @@
 """A model's choice of attention, set in configs that are the model's own.
 
 Several models may share a config object. So a binding gives the model copies of its configs, the nested ones included,
-and sets the interface's name there. Undoing puts the shared objects back, with every edit that was made since.
+and sets the interface's name there. Undoing puts the shared objects back, and repeats on them every edit of the copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def interface_of(module: Any) -> str:
 
 
 def select_interface(config: Any, name: str) -> None:
-    """Let the modules that read ``config``, and not those of configs within it, use the interface ``name``."""
+    """Select the interface ``name`` for the modules that read ``config``, but not for those of configs nested in it."""
     setattr(config, _NAME, name)
 
 
@@ -61,7 +61,7 @@ class OwnConfigs:
         vars(model)[_OWN] = self
 
     def revert(self) -> None:
-        """Carry over what was edited since, and let every module hold the former objects again."""
+        """Carry edits of the copies over to the shared configs, and put those back into every module."""
         model = self._model()
         if model is None:
             return
@@ -73,7 +73,7 @@ class OwnConfigs:
         vars(model).pop(_OWN, None)
 
     def overridden(self) -> str:
-        """Edits of the copies, and other configs in their place, are the user's and stay."""
+        """Always empty: edits of the copies, and configs that were put in their place, are the user's and stay."""
         return ""
 
     @property
@@ -89,7 +89,7 @@ class OwnConfigs:
 
 
 class _Copied:
-    """One shared config, its copy, and what the copy held at first."""
+    """One shared config, its copy, and the attributes that the copy had at first."""
 
     def __init__(self, shared: Any, own: Any) -> None:
         self.shared, self.own, self.at_first = shared, own, dict(vars(own))

@@ -1,13 +1,13 @@
-"""Logits that are computed when something reads them: what a bound output projection gives in training.
+"""Logits that are computed only when something reads them: what a bound output projection returns in training.
 
 To autograd they are a tensor like any other, made from hidden states and weight. The operators of
-:mod:`veomni_core.sites.logit_steps` leave them deferred, and a plain ``cross_entropy`` of them calls the kernel on the
-hidden states instead.
+:mod:`veomni_core.sites.logit_steps` leave them deferred. A plain ``cross_entropy`` of them calls the kernel on the
+hidden states instead of computing them.
 
-Their gradient is deferred in the same way. What flows back from a fused loss is a :class:`DeferredGradient` of the
-logits' shape, so that hooks run, FSDP2 gathers the weight in time, and ``retain_grad`` works. Where it reaches the
-projection as it left the loss, the kernel's own backward gives the gradients. Where a hook has read or changed it, or
-another loss was added to it, it has been computed by then, and the projection's ordinary backward takes it.
+Their gradient is deferred in the same way. A fused loss sends back a :class:`DeferredGradient` of the logits' shape, so
+that hooks run, FSDP2 gathers the weight in time, and ``retain_grad`` works. If it reaches the projection as it left the
+loss, the kernel's own backward gives the gradients. If a hook has read or changed it, or another loss's gradient was
+added to it, its values have been computed by then, and the projection's ordinary backward uses them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from veomni_core.sites.head_call import HeadCall
 from veomni_core.sites.logit_steps import Step
 
 aten = torch.ops.aten
-_REDUCTIONS = ("none", "mean", "sum")  # as aten numbers them
+_REDUCTIONS = ("none", "mean", "sum")  # a reduction's index here is its number in aten
 
 
 class DeferredLogits(DeferredTensor):
-    """Logits ``[..., V]`` after ``step``; ``source`` are those that the step was applied to."""
+    """Logits ``[..., V]`` after ``step``; ``source`` are the logits that the step was applied to."""
 
     step: Step
     source: DeferredLogits | None
 
     @classmethod
     def of(cls, step: Step, source: DeferredLogits | None = None) -> DeferredLogits:
-        """Logits that nothing has read."""
+        """Make logits that are not computed yet."""
         made: DeferredLogits = cls.make(
             step.shape, step.dtype, step.call.device, [] if source is None else source.family
         )
@@ -63,9 +63,9 @@ class DeferredLogits(DeferredTensor):
 
 
 class DeferredGradient(DeferredTensor):
-    """The gradient of fused losses by the logits of ``step``, on its way back to the projection.
+    """The gradient of fused losses with respect to the logits of ``step``, on its way back to the projection.
 
-    Each of ``parts`` is a loss and the gradient that reached it.
+    Each of ``parts`` is a fused loss and its upstream gradient.
     """
 
     step: Step
@@ -73,7 +73,7 @@ class DeferredGradient(DeferredTensor):
 
     @classmethod
     def of(cls, step: Step, parts: tuple[tuple[_FusedLoss, Tensor], ...]) -> DeferredGradient:
-        """A gradient that nothing has read."""
+        """Make a gradient that is not computed yet."""
         made: DeferredGradient = cls.make(step.shape, step.dtype, step.call.device, [])
         made.step, made.parts = step, parts
         return made
@@ -82,8 +82,8 @@ class DeferredGradient(DeferredTensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Python code calls this: a hook's arithmetic, which happens to be spelt like a step's backward. Autograd's own
-        # operators come through __torch_dispatch__ alone.
+        # Only Python code gets here, such as a hook: autograd's own operators go to __torch_dispatch__ alone. Compute
+        # the values first, or a hook's `gradient * 2` would be taken for the backward of a logits' scale.
         if function.__name__ not in ("__get__", "__set__"):
             for value in args:
                 if isinstance(value, DeferredGradient):
@@ -105,7 +105,7 @@ class DeferredGradient(DeferredTensor):
 
 
 class _FusedLoss:
-    """One loss that the kernel took of a call's hidden states, in a graph that ends at the call's inputs."""
+    """One loss that the kernel computed from a call's hidden states, in a graph that ends at the call's inputs."""
 
     def __init__(self, step: Step, labels: Tensor, ignore_index: int, reduction: str) -> None:
         self.step, self.labels, self.ignore_index, self.reduction = step, labels, ignore_index, reduction
@@ -119,7 +119,7 @@ class _FusedLoss:
         )
 
     def gradients(self, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The kernel's gradients by hidden states, weight and bias."""
+        """The kernel's gradients with respect to hidden states, weight and bias."""
         inputs = self.step.call.inputs
         wanted = [each for each in inputs if each is not None and each.requires_grad]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
@@ -128,9 +128,10 @@ class _FusedLoss:
         return tuple(by_input.get(id(each)) for each in inputs)
 
     def gradient_at(self, step: Step, upstream: Tensor) -> Tensor:
-        """The gradient by the logits of ``step``, an earlier one, by the operators of eager code's backward.
+        """The gradient with respect to the logits of ``step``, which is the loss's step or an earlier one.
 
-        Autograd itself is off while a deferred tensor's operator is dispatched.
+        Calls the operators of eager code's backward directly, since autograd is off while an operator on a deferred
+        tensor is dispatched.
         """
         log_probabilities = torch.log_softmax(self.step.logits(), dim=-1)
         how = (None, _REDUCTIONS.index(self.reduction), self.ignore_index)
@@ -159,7 +160,7 @@ def fused_cross_entropy(
 ) -> Tensor | None:
     """The kernel's loss for a call of ``torch.nn.functional.cross_entropy``.
 
-    ``None`` where that is not plain cross entropy of ``input[T, V]`` and ``target[T]``, or where the logits have been
+    ``None`` if the call is not plain cross entropy of ``input[T, V]`` and ``target[T]``, or if the logits have been
     computed already.
     """
     step = input.step
@@ -179,7 +180,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, loss: _FusedLoss) -> Tensor:
         ctx.loss = loss
-        # As eager code: in the logits' dtype, but autocast takes every cross entropy in float32.
+        # The dtype of eager code's loss: the logits', but under autocast every cross entropy is computed in float32.
         autocast = autocast_dtype(loss.value.device.type) is not None
         return loss.value.detach().to(torch.float32 if autocast else loss.step.dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-# These read memory without an operator, so they are given the computed tensor.
+# These read memory without calling an operator, so they are called on the computed tensor.
 _READ_MEMORY = {
     Tensor.numpy,
     Tensor.__array__,
@@ -30,11 +30,11 @@ _READ_MEMORY = {
 class DeferredTensor(Tensor):
     """Has a shape, a dtype, a device and a place in autograd's graph from the start, and values on first use.
 
-    A subclass says what its values are, and which operators give something that is deferred too.
+    A subclass defines how to compute its values, and which operators give a result that is deferred too.
     """
 
     computed: Tensor | None
-    # What was derived from one source: a write into one of them must find the others computed.
+    # All tensors derived from one source. They must all be computed before a write into one of them.
     family: list[weakref.ref[DeferredTensor]]
 
     @classmethod
@@ -56,7 +56,7 @@ class DeferredTensor(Tensor):
         raise NotImplementedError
 
     def deferred(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> DeferredTensor | None:
-        """What ``operator`` gives, not computed; ``None`` where it needs the values."""
+        """The result of ``operator``, not computed yet; ``None`` if the operator needs the values."""
         raise NotImplementedError
 
     @classmethod
@@ -87,11 +87,11 @@ class DeferredTensor(Tensor):
             if result is not None:
                 return result
         result = operator(*tree_map(_computed, args), **tree_map(_computed, kwargs))
-        # An in-place operator gives its first argument back: this tensor, not the one that holds its values.
+        # An in-place operator returns its first argument: return this tensor, not the one that holds its values.
         return first if first is not None and result is first.computed else result
 
     def compute_family(self) -> None:
-        """Compute everything that came from the same source, before a write makes it another."""
+        """Compute all tensors that were derived from the same source, before a write changes it."""
         for reference in self.family:
             relative = reference()
             if relative is not None:

@@ -46,7 +46,7 @@ def _transposed(kernel: Kernel) -> Forward:
 
 
 def _one_block_per_expert(kernel: Kernel) -> Forward:
-    """Transposed, and called with every expert's rows one after the other, already weighted (Llama 4)."""
+    """Transposed. The input has each expert's rows in one block, already times the routing weights (Llama 4)."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
@@ -58,7 +58,7 @@ def _one_block_per_expert(kernel: Kernel) -> Forward:
 
 
 def _with_identities(kernel: Kernel) -> Forward:
-    """As stored, with further experts beyond those in ``down_proj`` that give their input back (LongCat)."""
+    """As stored, with further experts beyond those in ``down_proj``, which return their input unchanged (LongCat)."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts = self.down_proj.shape[0]
@@ -92,7 +92,7 @@ def _clamped_silu(kernel: Kernel, limit: str) -> Forward:
 
 
 def _clamped_interleaved(kernel: Kernel) -> Forward:
-    """gpt-oss: transposed, gate and up in turns, with biases."""
+    """gpt-oss: transposed, gate and up interleaved, with biases."""
 
     def forward(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         weights = (self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2))

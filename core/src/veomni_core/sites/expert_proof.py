@@ -1,4 +1,7 @@
-"""How experts are proven: their code is read, and run on tiny weights and many routes, next to each layout's."""
+"""How experts are proven: their code is read, then run on tiny weights with every kind of routing.
+
+What it gives is compared with the reference in each layout of the weights.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ from veomni_core.sites.signatures import leading_parameters, why_not_callable
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 ExpertProof = tuple[str | None, str, str]  # variant, evidence and layout
 _F32 = torch.float32
-_ROUTED, _GROUPED = 3, 1  # tensors that a call takes: with routes, or rows that are grouped by expert already
+_ROUTED, _GROUPED = 3, 1  # how many tensors a call takes: with routing, or only rows already grouped by expert
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a copy's own code gave for one call, in one mode."""
+    """One run of the module's own code on a tiny ``copy``, in one mode: its inputs, and the output ``found``."""
 
     copy: nn.Module
     inputs: tuple[Tensor, ...]
     found: Any
 
     def miss(self, layout: ExpertLayout) -> float:
-        """How far a layout's forward with its reference is apart on the same call."""
+        """How far ``found`` is from the result of ``layout``'s forward over the contract's reference."""
         forward = layout.forward_with(CONTRACTS[layout.variant].reference)
         wanted, error = probe.attempt(partial(forward, self.copy, *self.inputs))
         if error or not isinstance(self.found, Tensor):
@@ -87,13 +90,13 @@ def _match(runs: list[_Run], branches: Branches) -> ExpertProof:
         misses.append((miss, f"{layout.variant} {name}"))
     by_how_much, nearest = min(misses)
     if by_how_much == float("inf"):
-        return None, "its weights and its call fit no layout that is known", ""
+        return None, "its weights and its call fit no known layout", ""
     return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.1%}", ""
 
 
 @dataclass(frozen=True)
 class _TinySizes:
-    """The sizes of a tiny copy's weights; ``of`` gives the tiny size of each real one."""
+    """The sizes of a tiny copy's weights; ``of`` maps each real size to the tiny one."""
 
     gate_up_experts: int
     down_experts: int
@@ -123,10 +126,10 @@ def _tiny_sizes(module: nn.Module) -> tuple[_TinySizes | None, str]:
     gate_up, down = tensors["gate_up_proj"], tensors["down_proj"]
     as_stored = gate_up[1:] == (2 * down[2], down[1])
     if not as_stored and gate_up[1:] != (down[2], 2 * down[1]):
-        return None, f"weights of shapes {tuple(gate_up)} and {tuple(down)} are no gated experts, transposed or not"
+        return None, f"weights of shapes {tuple(gate_up)} and {tuple(down)} are not gated experts, transposed or not"
     hidden, intermediate = down[1:] if as_stored else down[:0:-1]
     tiny_intermediate, experts = 10, 4
-    # Sizes that are equal stay equal.
+    # Real sizes that are equal get equal tiny sizes. LongCat has more experts in gate_up than in down; so has its copy.
     tiny_hidden = {intermediate: tiny_intermediate, 2 * intermediate: 2 * tiny_intermediate}.get(hidden, 6)
     gate_up_experts = experts if gate_up[0] <= down[0] else experts + 2
     of = {gate_up[0]: gate_up_experts, down[0]: experts, intermediate: tiny_intermediate, hidden: tiny_hidden}
@@ -134,7 +137,7 @@ def _tiny_sizes(module: nn.Module) -> tuple[_TinySizes | None, str]:
 
 
 def _copy(module: nn.Module, sizes: _TinySizes, dtype: torch.dtype) -> nn.Module:
-    """The module's code over tiny random weights; its children are copied as they are."""
+    """A copy of the module with tiny random weights; its children are copied at full size."""
     duplicate: Any = probe.bare_copy(module)
     for name, child in module._modules.items():
         duplicate._modules[name] = None if child is None else probe.full_copy(child)
@@ -149,10 +152,11 @@ def _copy(module: nn.Module, sizes: _TinySizes, dtype: torch.dtype) -> nn.Module
 
 
 def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[tuple[bool, torch.dtype, tuple[Tensor, ...]]]:
-    """Calls, with their dtype and whether the code must be able to run them: routes of every kind, values of any size.
+    """``(must_run, dtype, inputs)`` of each call: every kind of routing, and small and large values.
 
-    Experts without tokens, with all tokens, twice in a row, and with an index that stands for no expert; weights above
-    one and below zero. float16 ends at 65504, which the products inside an expert soon reach.
+    A module that raises in a call that ``must_run`` is refused; other calls are then left out. The routing has experts
+    without tokens, with all tokens, one expert twice for a token, an index that stands for no expert, and weights above
+    one and below zero. Scales in float16 are small: it ends at 65504, which products inside an expert soon reach.
     """
     experts, hidden = sizes.gate_up_experts, sizes.hidden
 
@@ -190,5 +194,5 @@ def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[tuple[bool, torch.dtype
     yield False, _F32, call(torch.tensor([[0, 1]]).repeat(300, 1))
     yield False, _F32, call(torch.full((40, 1), 0))
     yield False, _F32, call(torch.full((5, 2), 1))
-    yield False, _F32, call(torch.where(distinct(12) == 0, experts, distinct(12)))  # an index that is no expert's
+    yield False, _F32, call(torch.where(distinct(12) == 0, experts, distinct(12)))  # an index that stands for no expert
     yield False, _F32, call(distinct(0))

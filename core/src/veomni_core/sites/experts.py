@@ -18,7 +18,7 @@ from veomni_core.sites.site import Kernel, Site
 
 
 class ExpertsModules:
-    """Finds experts, and replaces their ``forward`` by their layout's."""
+    """Finds modules of experts, and replaces their ``forward`` by the forward of their weights' layout."""
 
     def __init__(self) -> None:
         self._readings = Readings()

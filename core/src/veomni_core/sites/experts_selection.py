@@ -26,7 +26,7 @@ def selected_implementation(module: nn.Module) -> str:
 
 
 def is_dispatched(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` looks up in its config what to run."""
+    """Whether the forward of ``module`` looks up in its config which implementation to run."""
     return any(_SELECTED_BY in layer.__code__.co_names for layer in code_layers(current_forward(module)))
 
 
@@ -47,17 +47,17 @@ class EagerExpertsChange(ForwardChange):
 
 
 def _eager_until_set(module: nn.Module) -> Function:
-    """The eager code beneath transformers' choice, while the config names what it names now.
+    """A forward that runs the module's eager code for as long as the config names the implementation it names now.
 
     Raises:
-        BindingError: this transformers chooses in another way.
+        BindingError: this version of transformers selects the implementation in another way.
     """
     dispatched, named_at_bind = current_forward(module), _named(module)
     eager = getattr(dispatched, "__wrapped__", None)
     if eager is None:
         raise BindingError(
-            f"the eager code of {type(module).__name__} can't be selected: its config asks transformers for "
-            f"{named_at_bind!r}, in a way that is not known here. Build the model with experts_implementation='eager'"
+            f"the eager code of {type(module).__name__} can't be selected: its config selects {named_at_bind!r}, in a "
+            "way that veomni-core does not know. Build the model with experts_implementation='eager'"
         )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

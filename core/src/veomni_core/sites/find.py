@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The sites of a model, and one sentence about each plugin's rule that failed on it and was left out."""
+    """The sites of a model, and one sentence for each plugin's rule that failed on the model and was skipped."""
 
     sites: tuple[Site, ...]
     failed_rules: tuple[str, ...] = ()
@@ -35,9 +35,10 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     """Every site in ``model`` (on any device, ``meta`` too), sorted by op and path.
 
     The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU. A
-    plugin's rule that fails is left out with a logged warning that names it. Where parameters are sharded in a way that
-    kernels can't be bound on, sites have no variant, and say so. In a model that FSDP1 has flattened no rule that reads
-    parameters is run: each op then has one site, at the path of what was flattened.
+    plugin's rule that fails is skipped, with a logged warning that names it. Sites whose parameters are sharded in a
+    way that ``bind`` does not support have no variant, and their evidence says why. In a model whose parameters FSDP1
+    has flattened, rules that read parameters are not run: each op that no other rule finds has one site without a
+    variant, at the path of the flattened module.
 
     Raises:
         BindingError: ``model`` is not a module, or is bound.
@@ -47,13 +48,13 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
 
 
 def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
-    """:func:`find_sites`, and which plugins' rules failed."""
+    """As :func:`find_sites`, together with the plugins' rules that failed."""
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
     if any(any(bindings_in(module)) for module in model.modules()):
         raise BindingError(
-            "find_sites reads a model's own code, and this model is bound: binding_of(model).plan has its sites, and "
-            "binding_of(model).undo() gives its own code back"
+            "find_sites reads a model's own code, and this model is bound: binding_of(model).plan has its sites. To "
+            "search it again, call binding_of(model).undo() first"
         )
     registry = registry or discover()
     sharding = ModelSharding(model)
@@ -70,7 +71,9 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
             failure += str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
             if plugin is None or plugin.name == CORE.name:
                 raise SpecError(failure) from error
-            failed.append(f"{failure}. {plugin} brings it, and VEOMNI_PLUGINS_BLOCK={plugin.name} leaves it out")
+            failed.append(
+                f"{failure}. {plugin} brings this rule; set VEOMNI_PLUGINS_BLOCK={plugin.name} to leave it out"
+            )
             logger.warning("no site of this rule is bound: %s", failed[-1], exc_info=error)
     if sharding.flattened is not None:
         sites += _not_looked_for({*registry.ops} - {site.op_name for site in sites}, sharding)
@@ -82,10 +85,10 @@ def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site
     sites = list(locator_of(rule).find(model, rule.name))
     for site in sites:
         if not isinstance(site, Site):
-            raise SpecError(f"it found {site!r} ({type(site).__name__}), which is no Site")
+            raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
         if site.op_name not in registry.ops:
             raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
-    # Only the core's own rules are known to prove; a plugin's may, but nothing here can tell.
+    # Only the core's own rules are known to prove their sites. A plugin's may prove too, but nothing here can tell.
     declared = rule not in BUILTIN_SITE_RULES
     return [
         replace(
@@ -108,7 +111,7 @@ def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Si
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:
-    """The object that finds and fills the sites of ``rule``."""
+    """The object that finds the sites of ``rule`` and installs kernels there."""
     return load_attribute(rule.locator)()  # type: ignore[no-any-return]
 
 

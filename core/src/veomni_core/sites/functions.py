@@ -1,7 +1,7 @@
-"""Functions that a method reaches through its module's globals: seen in its code, replaced for one instance.
+"""Finds the functions that a method reaches through its module's globals, and replaces them for one instance.
 
-A method is cloned with other globals (and a code object of its own, so that ``torch.compile`` keeps separate caches);
-decorators that close over the method are cloned around it. The module that defines it is left as it is.
+The method is cloned with other globals, and with its own code object, so that ``torch.compile`` keeps separate caches.
+Decorators that close over the method are cloned too. The module that defines the method is not changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 Function = Callable[..., Any]
-# Decorators around a method, at most; a function may also be found in a cell of its own.
+# The most decorators that are looked through. It also ends the search in a function that closes over itself.
 _DEEPEST = 6
 
 
@@ -26,7 +26,7 @@ def current_forward(module: nn.Module) -> Function:
 
 
 def global_functions(function: Function) -> Iterator[tuple[str, Any]]:
-    """Every global that ``function``, or what its decorators wrap, names in its code: ``(name, value)``."""
+    """``(name, value)`` of every global that the code of ``function``, or the code inside its decorators, names."""
     for layer in code_layers(function):
         for name in layer.__code__.co_names:
             if name in layer.__globals__:
@@ -37,12 +37,12 @@ def with_globals(function: Function, replacements: Mapping[str, Any]) -> Functio
     """A clone of ``function`` that sees ``replacements`` in place of the globals of those names."""
     clone: Function = _cloned(function, replacements)
     if clone is function:
-        raise LookupError(f"{function.__qualname__} names none of {', '.join(replacements)} in its globals")
+        raise LookupError(f"{function.__qualname__} uses none of the globals {', '.join(replacements)}")
     return clone
 
 
 def code_layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
-    """``function``, and what its decorators close over."""
+    """``function``, the functions in its closure (what a decorator wraps), the functions in theirs, and so on."""
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return
     yield function
@@ -74,10 +74,11 @@ def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> A
 
 
 def _namespace(function: FunctionType, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The function's globals with ``named`` in place, and without a module's name.
+    """The function's globals with ``named`` replaced, and without ``__name__``.
 
-    By that name torch.compile would look globals up in the module itself: it would guard the function that was
-    replaced, not the one that runs. Without it, it guards this very dictionary.
+    ``torch.compile`` uses ``__name__`` to look globals up in the original module. It would guard the function that was
+    replaced, not the one that runs, and a second model would silently share the first one's graph (seen with torch
+    2.13). Without ``__name__`` it guards this dictionary.
     """
     return {name: value for name, value in {**function.__globals__, **named}.items() if name != "__name__"}
 

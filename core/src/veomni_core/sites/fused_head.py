@@ -1,7 +1,7 @@
 """The two forwards of a fused loss: the model's, which opens a training step, and its output projection's.
 
-The head runs once, as the module that it is, with its hooks. In a training step with labels its forward gives
-:class:`DeferredLogits`; which step that is, each thread knows for itself.
+The head is still called once as a module, with its hooks. In a training step with labels its forward returns
+:class:`DeferredLogits`. The current step is kept in a ``ContextVar``, so each thread has its own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from veomni_core.sites.traced_logits import TracedLogits
 
 Forward = Callable[..., Any]
 _NEEDED = (
-    "the logits were needed before a plain cross entropy was taken of them (an adapter or a hook on the output "
-    "projection, label smoothing, or a loss function of your own do that)"
+    "the logits were needed before a plain cross entropy was taken of them (by an adapter or a hook on the output "
+    "projection, by label smoothing, or by a loss function of your own)"
 )
-_NOT_RUN = "another output projection than the bound one ran"
+_NOT_RUN = "an output projection other than the bound one ran"
 _NO_TRANSFORMS = (
     "this model is bound, and its kernels do not run under torch.func's transforms (grad, vmap, jvp). Call "
     "binding_of(model).undo() first"
@@ -39,7 +39,7 @@ class FusedHead:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        # Only while a graph is traced, which torch does for one thread at a time.
+        # True only while a graph is traced; torch traces for one thread at a time.
         self._tracing = False
 
     def model_forward(self, original: Forward) -> Forward:
@@ -51,7 +51,7 @@ class FusedHead:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             labels = args[labels_position] if len(args) > labels_position else kwargs.get("labels")
             if torch.compiler.is_compiling():
-                # torch.export takes a kernel apart and loses its backward: an exported step has the model's own loss.
+                # torch.export decomposes a kernel and loses its backward, so exported steps run the model's own loss.
                 own = labels is None or not self.training or torch.compiler.is_exporting()
                 run = original if own else traced
                 return run(self, *args, **kwargs)
@@ -69,7 +69,7 @@ class FusedHead:
                 _STEP.reset(token)
                 for call in step.calls:
                     call.open = False
-            if classes is None or classes.binding is None:  # a probe of the model, not the model
+            if classes is None or classes.binding is None:  # a probe model in a proof, not a bound model
                 return output
             if not any(call.fused for call in step.calls):
                 classes.note("the loss", step.declined or (_NEEDED if step.calls else _NOT_RUN), "in such a step")
@@ -110,14 +110,17 @@ class FusedHead:
         return forward
 
     def _adopt(self, model: Any) -> None:
-        """Bind the plain linear that was put in the head's place since, as a resized vocabulary's is."""
+        """Bind a plain linear that has replaced the head since bind, as resizing the vocabulary does."""
         head, classes = model.get_output_embeddings(), made_by(model)
         if classes is not None and type(head) is nn.Linear and why_not_plain(head) == "":
             classes.adopt(head, self.head_forward(nn.Linear.forward), "the output projection, replaced since")
 
 
 class _TrainingStep:
-    """A forward with labels that is running in this thread, and the calls of its output projection."""
+    """A forward with labels that is running in this thread, and the calls of its output projection.
+
+    ``declined`` is why the last call's logits were computed at once; empty if they were deferred.
+    """
 
     def __init__(self, fused: FusedHead) -> None:
         self.fused = fused
@@ -129,7 +132,7 @@ _STEP: ContextVar[_TrainingStep | None] = ContextVar("veomni_training_step", def
 
 
 def why_not_plain(head: Any) -> str:
-    """Why ``head`` is not a linear as torch computes it; empty for one that is."""
+    """Why ``head`` does not compute torch's own linear; empty if it does."""
     kind = type(head)
     if not isinstance(head, nn.Linear):
         return f"the output projection is a {kind.__name__}, expected a linear"
@@ -143,7 +146,7 @@ def why_not_plain(head: Any) -> str:
 
 
 def _why_not_deferred(head: Any, hidden: Tensor) -> str:
-    """Why this call's logits are computed at once; empty where they can wait."""
+    """Why this call's logits must be computed at once; empty if they can be deferred."""
     if not _is_plain(head):
         return "the output projection's weight was parametrized after bind"
     for name, tensor in (("hidden states", hidden), ("weight", head.weight)):
@@ -154,11 +157,12 @@ def _why_not_deferred(head: Any, hidden: Tensor) -> str:
 
 
 def _is_plain(head: Any) -> bool:
-    """Whether the bound ``head`` is still a linear over parameters; a parametrization computes its weight anew."""
+    """Whether the bound ``head`` is still a linear over parameters: a parametrization computes its weight each time."""
     return "parametrizations" not in head._modules
 
 
 def _as_asked(output: Any, training_logits: str) -> Any:
+    """The model's output, with its logits as the config's ``training_logits`` requests them."""
     if training_logits == "deferred" or not isinstance(output, ModelOutput):
         return output
     for name, value in list(output.items()):
@@ -171,9 +175,10 @@ def _as_asked(output: Any, training_logits: str) -> Any:
 
 
 def _without_traced(output: Any, training_logits: str) -> Any:
-    """A graph would compute logits that nobody reads, so it gives ``None``, or the real ones where they are requested.
+    """The output of a traced forward, with ``None`` for logits, or the real logits if they are requested.
 
-    A tuple's second place is the logits', so it holds the real ones.
+    With the real logits the graph would compute them in every step, even if nobody reads them. A tuple always holds the
+    real ones, since its second place is the logits'.
     """
     if isinstance(output, ModelOutput):
         for name, value in list(output.items()):

@@ -1,7 +1,7 @@
 """swiglu_mlp sites: modules that compute ``down(act(gate(x)) * up(x))`` with linears of their own.
 
-Gate and up may be two linears or the halves of one. The linears stay the modules that they are, so that LoRA, tensor
-parallel and quantised linears keep working.
+Gate and up may be two linears or the halves of one. A bound forward still calls the linears as modules, so that LoRA,
+tensor parallel and quantised linears keep working.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GatedMlpModules:
 
 
 def _gated(kernel: Kernel, layout: Layout) -> Any:
-    """A forward for ``(gate, up, down)``, or for ``(packed, down)`` whose first half is the gate."""
+    """A forward for linears ``(gate, up, down)``, or ``(packed, down)`` where packed's first half is the gate."""
 
     def separate(self: nn.Module, x: Tensor) -> Tensor:
         modules: Modules = self._modules
@@ -87,7 +87,7 @@ def _linears(module: nn.Module) -> dict[str, Any]:
 
 
 def _mixed_dtypes(linears: dict[str, Any]) -> str:
-    """Which floating-point dtypes the linears have, where they have several; else an empty string.
+    """Why linears of several floating-point dtypes can't be bound; empty if they all have the same dtype.
 
     Such a module casts between its linears (T5 v1.1 in float16 keeps ``wo`` in float32), and a bound forward does not.
     """
@@ -104,7 +104,7 @@ def _mixed_dtypes(linears: dict[str, Any]) -> str:
 
 
 def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
-    """The roles that the linears' shapes allow."""
+    """Every way to assign the linears to ``(gate, up, down)`` or ``(packed, down)`` that their shapes allow."""
     shape = {name: (child.in_features, child.out_features) for name, child in linears.items()}
     if len(linears) == 3:
         for gate, up, down in itertools.permutations(linears):
@@ -117,7 +117,7 @@ def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
-    """Whether the forward asks for one argument, as an MLP's does and an attention's doesn't."""
+    """Whether the forward requires exactly one argument, as an MLP's does and an attention's doesn't."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

@@ -67,7 +67,7 @@ def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
 
     def draw(case: Case) -> Inputs:
         x, weight = case.draw(width)
-        # The gate keeps its size where x is huge: their product must stay finite in both.
+        # The gate stays small even where x is huge, so that their product stays finite.
         return x, probe.random(*case.leading, width, dtype=case.dtype, scale=2.0), weight
 
     references = {
@@ -77,7 +77,7 @@ def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
 
 
 def _run(module: nn.Module, training: bool, x: Tensor, gate: Tensor, weight: Tensor) -> Any:
-    """What the module's own code gives, run on a copy."""
+    """The output of the module's own code, run on a copy."""
     duplicate = probe.bare_copy(module)
     duplicate.training = training
     duplicate._parameters["weight"] = weight  # type: ignore[assignment]

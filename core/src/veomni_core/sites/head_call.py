@@ -30,9 +30,9 @@ _SAMPLED = 64
 class HeadCall:
     """The values of one call: ``hidden[..., H]``, ``weight[V, H]``, ``bias[V]`` and the autocast state.
 
-    ``inputs`` are detached leaves over the same memory; a fused loss sends its gradients to them. ``open`` is whether
-    the model's forward still runs: only then a loss is fused. ``fused`` counts the losses that were. ``head`` is the
-    module that was called; FSDP2 is asked through it for a weight that it has sharded again.
+    ``inputs`` are detached leaves over the same memory; a fused loss sends its gradients to them. ``open`` is True
+    while the model's forward runs; only then losses are fused. ``fused`` counts the fused losses. ``head`` is the
+    module that was called; through it FSDP2 gathers a weight that it has sharded again.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HeadCall:
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """With the whole weight in memory: a head that FSDP2 shards on its own is sharded again after its forward."""
+        """Gather the whole weight, which FSDP2 shards again after the forward of a head that is a unit of its own."""
         if self._has_weight() or not isinstance(self._head, FSDPModule):
             yield
             return
@@ -93,7 +93,7 @@ class HeadCall:
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
     def _current_versions(self) -> list[int | None]:
-        # Tensors of inference mode have no version; they can't be written outside of it.
+        # Inference-mode tensors have no version counter; outside of that mode they can't be written.
         return [None if each is None or each.is_inference() else each._version for each in self.inputs]
 
     def _check(self) -> None:
@@ -111,7 +111,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _sample(weight: Any) -> Tensor:
-    """Some of the numbers in ``weight[V, H]``; an odd step, so that they are of many columns."""
+    """Some numbers of ``weight[V, H]``, at an odd step, so that they come from many columns."""
     weight = weight.detach()
     numbers = weight.view(-1) if weight.is_contiguous() else weight[:, 0]
     return numbers[:: numbers.numel() // _SAMPLED | 1].clone()  # type: ignore[no-any-return]

@@ -1,4 +1,7 @@
-"""A model's own head and loss over a stand-in for its decoder, with a tiny vocabulary and no weight of the model's."""
+"""A probe model: a model's own head and loss over a placeholder for its decoder.
+
+It has a tiny vocabulary, and none of the model's weights.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from veomni_core.sites import probe
 
 VOCABULARY, IGNORED = 11, -100
-# The layers between decoder and output projection are run at their real width: BERT's have 0.6 million numbers.
+# Layers between decoder and output projection run at their real width (BERT's have 0.6 million numbers). A larger
+# module gets a placeholder, and a larger tensor is refused.
 _MOST_NUMBERS = 16_000_000
 
 
 def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, nn.Linear]:
-    """The twin, whose decoder gives ``hidden`` whatever it is called with, and the twin's output projection.
+    """The probe model, whose decoder returns ``hidden`` whatever it is called with, and its output projection.
 
     Raises:
         LookupError: the model has no part that could be its decoder, or too large a part besides it.
@@ -38,10 +42,10 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
 
 
 def _decoder(model: Any, head: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """The module that turns tokens into hidden states, and all modules beside the output projection's own.
+    """The module that turns tokens into hidden states, and all child modules that don't hold the output projection.
 
-    Of several it is the one that the class's ``base_model_prefix`` names, else the largest. Where the projection lies
-    in a model within the model, or in the only child, the same is asked there.
+    Of several candidates the decoder is the one that the class's ``base_model_prefix`` names, else the largest. If the
+    projection lies in an inner model, or in the only child, the search goes on there.
     """
     children = list(model.children())
     others = [child for child in children if not any(module is head for module in child.modules())]
@@ -62,12 +66,12 @@ def _numbers(module: nn.Module) -> int:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Whether it is a tower of its own, which a step on text alone does not run."""
+    """Whether ``module`` is so large that it must be a tower of its own, which a step on text alone does not run."""
     return _numbers(module) > _MOST_NUMBERS
 
 
 def _copied(module: nn.Module, replaced: dict[int, nn.Module], sizes: dict[int, int]) -> nn.Module:
-    """``module`` with ``replaced`` in place of some children, and random numbers for all that is left."""
+    """A copy of ``module`` with some children ``replaced``, and random numbers in the tensors of all others."""
     twin = probe.bare_copy(module)
     for tensors, source in ((twin._parameters, module._parameters), (twin._buffers, module._buffers)):
         for name, value in source.items():
@@ -89,7 +93,7 @@ def _random_like(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
 
 @dataclass
 class _Output(MoeModelOutputWithPast):
-    """Any decoder's output: what it was not given is ``None``."""
+    """The output of any decoder: every attribute that was not set is ``None``."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -97,7 +101,7 @@ class _Output(MoeModelOutputWithPast):
 
 
 class _StandIn(nn.Module):
-    """Gives fixed hidden states, whatever it is called with; its settings are the real decoder's."""
+    """Returns fixed hidden states, whatever it is called with; its other attributes are the real module's."""
 
     def __init__(self, real: nn.Module, hidden: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A module's code with its real sizes and no memory, to see what it hands on."""
+"""A probe copy of a module with its real sizes and no memory, to see which tensors the module passes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from veomni_core.sites import probe
 
 FREQUENCIES = "inv_freq"
-# Eleven positions: no released model has as many heads, so that the sides of a tensor can be told apart.
+# Eleven positions: no released model has eleven heads, so the length can be recognised among a tensor's dimensions.
 BATCH, LENGTH = 2, 11
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
 
 def hollow_twin(module: nn.Module) -> nn.Module:
-    """``module`` in bfloat16 with zeros in place of its tensors, and of what its linears and convolutions give."""
+    """A copy of ``module`` in bfloat16: its tensors are expanded zeros, and its linears and convolutions give zeros."""
     twin = probe.bare_copy(module)
     for name, parameter in module._parameters.items():
         twin._parameters[name] = None if parameter is None else _zeros(parameter)  # type: ignore[assignment]
@@ -30,13 +30,13 @@ def hollow_twin(module: nn.Module) -> nn.Module:
         vars(twin)["forward"] = lambda x=None: ZERO.expand(*((BATCH, LENGTH) if x is None else x.shape[:-1]), width)
     elif type(module) in _CONVOLUTIONS:
         vars(twin)["forward"] = partial(_shape_alone, twin)
-    elif type(module) is nn.MultiheadAttention:  # as the pooling of an image, of thousands of positions
+    elif type(module) is nn.MultiheadAttention:  # pools images, over thousands of positions
         vars(twin)["forward"] = lambda query, *_, **__: (ZERO.expand(query.shape), None)
     return twin
 
 
 def _shape_alone(convolution: nn.Module, x: Tensor) -> Tensor:
-    """Zeros of the shape that ``convolution`` gives for ``x``."""
+    """Zeros of the shape that ``convolution`` returns for ``x``, found on the meta device."""
     on_meta: Any = probe.bare_copy(convolution)
     for name, parameter in convolution._parameters.items():
         on_meta._parameters[name] = None if parameter is None else parameter.to("meta")
@@ -48,5 +48,5 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 def _buffer(name: str, buffer: Tensor) -> Tensor:
-    """Frequencies become random ones: zeros would give every pair the same angle."""
+    """Zeros, or random numbers for rotary frequencies: zeros would give every pair of dimensions the same angle."""
     return torch.rand(buffer.shape, generator=probe.generator()) + 0.1 if name.endswith(FREQUENCIES) else _zeros(buffer)

@@ -1,7 +1,7 @@
-"""Names under which transformers knows kernels: registered while a model uses them, and removed with the last use.
+"""Names under which kernels are registered in transformers: while a model uses them, and removed with the last use.
 
-transformers looks attention and mask functions up by one name, in two tables of the process. A name is counted per
-model; undoing a binding, and freeing a model that is still bound, both give it back.
+transformers looks attention and mask functions up by the same name, in two process-wide tables. The uses of a name are
+counted, one per bound model. Undoing a binding, or freeing a model that is still bound, gives that model's use back.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from torch import nn
 
 Function = Callable[..., Any]
-# transformers builds the mask that a kernel takes by the kernel's name; a kernel of ours says whose mask it takes in
-# an attribute of this name.
+# transformers selects the function that builds a kernel's mask by the kernel's name. A kernel of ours names the
+# interface whose mask it takes in an attribute of this name; without the attribute that is sdpa.
 MASK_INTERFACE = "veomni_mask_interface"
 
 _uses: dict[str, int] = {}
 _beneath: dict[str, str] = {}
-_lock = threading.RLock()  # a finalizer may run while a name is being taken
+_lock = threading.RLock()  # reentrant, since a finalizer may run while a name is being taken
 
 
 class RegisteredInterface:
@@ -44,10 +44,10 @@ class RegisteredInterface:
         self._release = finalizer
 
     def revert(self) -> None:
-        self._release()  # a finalizer runs once
+        self._release()  # does nothing the second time: a finalizer runs once
 
     def overridden(self) -> str:
-        """Nobody else has a reason to register this name."""
+        """Always empty: nobody else has a reason to register this name."""
         return ""
 
     @property
@@ -63,7 +63,7 @@ class RegisteredInterface:
 
 
 def registered(model: nn.Module, kernel: Function) -> RegisteredInterface | str:
-    """The change that makes ``kernel`` known to transformers, or its name where transformers brings it itself."""
+    """The change that registers ``kernel`` in transformers, or its name if transformers has it registered already."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -77,12 +77,15 @@ def registered(model: nn.Module, kernel: Function) -> RegisteredInterface | str:
 
 
 def calls_beneath(name: str) -> str:
-    """The name of the interface that the one of ``name`` wraps; empty where it wraps none."""
+    """The name of the interface that the interface ``name`` wraps; empty if it wraps none."""
     return _beneath.get(name, "")
 
 
 def _new_name(kernel: Function, mask: str, taken: Any) -> str:
-    """transformers takes an interface for a FlashAttention where its name holds "flash": ours does where it is one."""
+    """A free name for ``kernel``, which contains "flash" exactly if the kernel takes FlashAttention's masks.
+
+    transformers treats every interface whose name contains "flash" as FlashAttention.
+    """
     stem = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__qualname__}".replace(".", "_")
     name = f"veomni_{stem}" if ("flash" in stem) == ("flash" in mask) else f"veomni_{mask}"
     numbered = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))

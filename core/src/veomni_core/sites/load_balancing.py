@@ -21,7 +21,7 @@ from veomni_core.sites.site import Kernel, Site
 
 _NAME = "load_balancing_loss_func"
 _EXPERTS, _TOP_K, _BATCH = 9, 2, 2
-_KEYS = 3  # whose pairs are the experts
+_KEYS = 3  # product keys, whose 3 x 3 pairs are the experts
 
 
 class LoadBalancingFunctions:
@@ -64,12 +64,12 @@ def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
 
 
 def _calls(variant: str) -> list[tuple[Any, ...]]:
-    """The arguments of a variant: with and without what is optional, few tokens and many, and in bfloat16."""
+    """The arguments of each call for a variant: with and without a mask, few and many tokens, and in bfloat16."""
     calls: list[tuple[Any, ...]] = []
     for length, scale, dtype in ((5, 1.0, torch.float32), (70, 5.0, torch.float32), (9, 1.0, torch.bfloat16)):
         tokens = _BATCH * length
         if variant == "product_keys" and dtype is torch.bfloat16:
-            continue  # sums of keys tie in bfloat16, and the top k of equal scores are a matter of taste
+            continue  # sums of keys tie in bfloat16, and which of equal scores are the top k is not defined
         mask = torch.ones(_BATCH, length, dtype=torch.long)
         mask[1, length // 2 :] = 0
 

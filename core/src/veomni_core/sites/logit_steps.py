@@ -1,7 +1,7 @@
 """The operators between an output projection and its loss that a fused loss can take over.
 
-They choose positions, reshape, widen the dtype, multiply by a scale or bound by a softcap. Each leaves the vocabulary's
-dimension whole and last, so that it can be done to the hidden states or told to the kernel instead.
+They select positions, reshape, cast to float32, multiply by a scale or apply a softcap. Each keeps the vocabulary's
+dimension whole and last, so it can be applied to the hidden states instead, or passed to the kernel as an option.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COPIES = (aten.alias.default, aten.detach.default, aten.clone.default)
 _SELECTIONS = (aten.slice.Tensor, aten.select.int)
 _SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
-# The operators by which autograd sends a gradient back through each step; copies pass it on without one.
+# For each operator, those that autograd calls to send a gradient back through it. For copies it calls none.
 _BACKWARD_OPERATORS: dict[Any, tuple[Any, ...]] = {
     aten.view.default: _VIEWS,
     aten._unsafe_view.default: _VIEWS,
@@ -38,10 +38,10 @@ _BACKWARD_OPERATORS: dict[Any, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """The logits after ``operator(parent, *arguments)``; those of the call itself where there is no parent.
+    """The logits after ``operator(parent, *arguments)``, or the logits of the call itself if there is no parent.
 
-    ``scale``, ``capped`` and ``softcap`` note the arithmetic since the call: the value is ``scale * logits``, and after
-    a tanh (``capped``) ``softcap * tanh(scale / softcap * logits)``, where no ``softcap`` is 1.
+    ``scale``, ``capped`` and ``softcap`` record the arithmetic since the call: the value is ``scale * logits``, and
+    after a tanh (``capped``) it is ``softcap * tanh(scale / softcap * logits)``, where a ``softcap`` of ``None`` is 1.
     """
 
     call: HeadCall
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def arithmetic_is_known(self) -> bool:
-        """Whether scale and softcap tell the kernel everything that was computed since the call."""
+        """Whether ``scale`` and ``softcap`` describe it all; not so right after a tanh, before the softcap's factor."""
         return not self.capped or self.softcap is not None
 
     def then(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Step | None:
@@ -68,24 +68,24 @@ class Step:
         sized = torch.empty(self.shape, dtype=self.dtype, device="meta")
         try:
             result = operator(sized, *arguments, **{name: value for name, value in options.items() if name != "device"})
-        except RuntimeError:  # the arguments don't fit; the call on real logits says so
+        except RuntimeError:  # the arguments don't fit; the same operator on real logits raises the error
             return None
         if not result.dim() or result.shape[-1] != self.shape[-1]:
             return None
         return Step(self.call, result.shape, result.dtype, self, operator, arguments, options, **noted)
 
     def run(self, parent: Tensor) -> Tensor:
-        """This step on its parent's logits."""
+        """These logits, from the parent's logits."""
         if self.operator in RESHAPES:
             return parent.reshape(self.shape)
         return self.operator(parent, *self.arguments, **self.options)  # type: ignore[no-any-return]
 
     def logits(self) -> Tensor:
-        """The logits ``[..., V]``, from the call on."""
+        """The logits ``[..., V]``, computed from the call's."""
         return self.call.compute_logits() if self.parent is None else self.run(self.parent.logits())
 
     def rows(self) -> Tensor:
-        """The hidden states ``[..., H]`` of these logits, in a graph that ends at the call's."""
+        """The hidden states ``[..., H]`` of these logits, in a graph that ends at the call's hidden states."""
         if self.parent is None:
             return self.call.hidden  # type: ignore[return-value]
         rows = self.parent.rows()
@@ -94,18 +94,18 @@ class Step:
         return self.operator(rows, *self.arguments, **self.options) if self.operator in _SELECTIONS else rows  # type: ignore[no-any-return]
 
     def before(self, operator: Any) -> Step | None:
-        """The step whose gradient ``operator`` gives when autograd calls it on the gradient of this one."""
+        """The step whose gradient results when autograd calls ``operator`` on the gradient of this step."""
         step = self
         while step.parent is not None:
             if operator in _BACKWARD_OPERATORS.get(step.operator, ()):
                 return step.parent
             if step.shape != step.parent.shape or step.dtype != step.parent.dtype or step.operator in _SCALINGS:
                 return None
-            step = step.parent  # a copy, or a view of the same shape: autograd passes the gradient on
+            step = step.parent  # a copy, or a view of the same shape: autograd passes the gradient on unchanged
         return None
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient by the parent's logits, from the one by these."""
+        """The gradient with respect to the parent's logits, from the gradient with respect to these."""
         assert self.parent is not None
         if self.operator in _SCALINGS:
             return self.operator(gradient, *self.arguments)  # type: ignore[no-any-return]
@@ -118,6 +118,7 @@ class Step:
         return gradient.reshape(self.parent.shape).to(self.parent.dtype)
 
     def _noted(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
+        """The recorded arithmetic with ``operator`` added; ``None`` if a fused loss can't take the operator over."""
         noted = {"scale": self.scale, "capped": self.capped, "softcap": self.softcap}
         number = bool(arguments) and type(arguments[0]) in (int, float)
         if operator in RESHAPES or operator in _COPIES:

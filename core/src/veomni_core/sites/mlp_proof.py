@@ -1,4 +1,7 @@
-"""How a gated MLP is proven: its code is read, and run on tiny linears in each dtype and mode, next to each variant."""
+"""How a gated MLP is proven: its code is read, then run over tiny linears in each dtype and mode.
+
+What it gives is compared with the reference of each variant.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from veomni_core.sites.site import Kernel
 
 _HIDDEN, _INTERMEDIATE = 8, 12
 _F32 = torch.float32
-# Leading dimensions, dtype and scale. float16 ends at 65504, which a product of two projections soon reaches.
+# (leading dimensions, dtype, scale) of the inputs. Scales in float16 stay small: it ends at 65504, which the product of
+# two projections soon reaches.
 _CASES = (
     *(((2, 3), _F32, scale) for scale in probe.SCALES),
     *((leading, _F32, 1.0) for leading in ((5,), (1,), (1, 4), (4, 1), (1, 1), (67,), (2, 9), (2, 3, 2))),
@@ -34,7 +38,7 @@ Bound = Callable[[Kernel, Layout], Callable[..., Tensor]]
 
 @dataclass(frozen=True)
 class MlpProof:
-    """What was found out about a module; ``examined`` as in :class:`Site`."""
+    """The result for one module: ``layout`` names (gate, up, down) or (packed, down); ``examined`` as in ``Site``."""
 
     variant: str | None
     evidence: str
@@ -44,7 +48,7 @@ class MlpProof:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a copy's own code gave for one input, in one mode."""
+    """One run of the module's own code on a tiny ``copy``, in one mode: the input ``x`` and the output ``found``."""
 
     copy: nn.Module
     x: Tensor
@@ -54,7 +58,11 @@ class _Run:
 def prove_mlp(
     module: nn.Module, readings: Readings, linears: dict[str, Any], layouts: list[Layout], bound: Bound
 ) -> MlpProof | None:
-    """What the module computes; ``None`` for square linears that don't run alone: queries, keys and values."""
+    """What the module computes, or why that could not be proven.
+
+    Returns ``None`` if the module is probably attention: its linears (queries, keys, values) are all square, and its
+    forward can't be proven or fails when it is run alone.
+    """
     reading = readings.of(module)
     whole = reading.with_children(readings.of(child) for _, child in bypassed(module, reading, linears))
     with probe.seeded():
@@ -70,7 +78,7 @@ def prove_mlp(
                 x = probe.random(*leading, _HIDDEN, dtype=dtype, scale=scale).requires_grad_()
                 copy = copies[dtype].train(training)
                 found, error = probe.attempt(partial(branches.run, partial(type(module).forward, copy, x)))
-                if error and len(leading) == 2:
+                if error and len(leading) == 2:  # hidden states [B, S, H] must run; other shapes need not
                     return None if is_square else MlpProof(None, error, examined=False)
                 if not error:
                     runs.append(_Run(copy, x, found))
@@ -82,7 +90,7 @@ def prove_mlp(
 
 
 def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: torch.dtype) -> nn.Module:
-    """The module's code over tiny linears; its other children are copied as they are."""
+    """A copy of the module with tiny random linears; its other children are copied at full size."""
     duplicate = probe.bare_copy(module)
     shapes = _tiny_shapes(linears, layout)
     for name, child in module._modules.items():
@@ -123,7 +131,7 @@ def _largest_miss(runs: list[_Run], bound: Callable[..., Tensor]) -> float:
     largest = 0.0
     for run in runs:
         wanted, error = probe.attempt(partial(bound, run.copy, run.x))
-        if error or not isinstance(run.found, Tensor):  # roles that the real shapes allow and the tiny ones don't
+        if error or not isinstance(run.found, Tensor):  # the real shapes allow this layout, the tiny ones don't
             return float("inf")
         if run.x.dtype is _F32:
             miss = probe.miss(run.found, wanted, (run.x, *run.copy.parameters()))

@@ -1,7 +1,7 @@
-"""How a norm is proven: its code is read, and run at its real width, in each dtype and mode, next to each variant.
+"""How a norm is proven: its code is read, then run at its real width in each dtype and mode.
 
-What rounding tells apart must agree bit for bit, but for the rare element that another order of summation rounds the
-other way, and gradients must agree in float32.
+In bf16 and float16, results must agree bit for bit with the variant's reference, except for the rare element that
+another order of summation rounds the other way. In float32, values and gradients must agree within a tolerance.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ Inputs = tuple[Tensor | None, ...]
 Proof = tuple[str | None, str]
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _BF16, _F16, _F32 = torch.bfloat16, torch.float16, torch.float32
-# Of input and weight. In float32 Llama's and OLMo 2's norms are equal, and with a bf16 weight so are several casts of
-# it: only bf16 and float16 tell the variants apart.
+# Dtypes of (input, weight). In float32 Llama's and OLMo 2's norms are equal: only bf16 and float16 tell the variants
+# apart. With a bf16 weight, variants that cast the weight in different places are equal too, so it is also float32.
 _PAIRS = ((_BF16, _BF16), (_BF16, _F32), (_F16, _F16), (_F16, _F32), (_F32, _F32))
-# Of all elements, those that another order of summation may round the other way. Another variant moves a quarter.
+# The largest share of elements that may differ because another order of summation rounds them the other way. With
+# another variant about a quarter of the elements differ.
 _ROUNDED_APART = 5e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input of a norm: its leading dimensions, dtypes, scales of input and weight, and whether one entry of each
-    row stands out by a factor of a thousand.
+    """One input of a norm: leading dimensions, and dtypes and scales of input and weight.
+
+    ``spike``: the first entry of each row is an outlier, about a thousand times larger than the others.
     """
 
     leading: tuple[int, ...]
@@ -53,17 +55,17 @@ class Case:
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """The number under the module's root, by the attributes that models keep it in."""
+    """The epsilon that the module adds under its square root, from the attributes in which models keep it."""
     values = (vars(module).get(name) for name in _EPS_NAMES)
     return next((value for value in values if isinstance(value, float)), None)
 
 
 def cases(eps: float) -> Iterator[Case]:
-    """Every dtype in small, usual and large values; then every shape, zeros, and values that stand out."""
+    """In every dtype small, usual and large values, an outlier, zeros and a large weight; then several shapes."""
     for dtype, weight_dtype in _PAIRS:
-        # Small values as well as large, so that an eps which is read from the wrong place shows.
+        # At sqrt(eps), eps counts as much as the values do, so that an eps which is read from the wrong place shows.
         for scale in (3.0, eps**0.5, 1e3, 1e6, 1e12):
-            if dtype is not _F16 or scale < 1e4:
+            if dtype is not _F16 or scale < 1e4:  # float16 ends at 65504
                 yield Case((2, 3), dtype, weight_dtype, scale)
         yield Case((3,), dtype, weight_dtype, 0.01, spike=True)
         yield Case((2, 1), dtype, weight_dtype, 0.0)
@@ -80,7 +82,10 @@ def prove_norm(
     draw: Callable[[Case], Inputs],
     eps: float,
 ) -> Proof:
-    """The variant whose reference computes what ``own(mode, *inputs)`` does on drawn inputs, and the evidence."""
+    """The variant whose reference computes the same as ``own(training, *inputs)``, and the evidence.
+
+    ``own`` runs the module's own code; ``draw`` makes its inputs for a case.
+    """
     with probe.seeded():
         branches = Branches(reading.codes, guarded_names(module, reading), own_function(module))
         runs = []
@@ -88,7 +93,7 @@ def prove_norm(
             inputs = draw(case)
             for training in reading.modes:
                 found, error = probe.attempt(partial(branches.run, partial(own, training, *inputs)))
-                if error and len(case.leading) == 2:
+                if error and len(case.leading) == 2:  # hidden states [B, S, H] must run; other shapes need not
                     return None, error
                 runs.append((case, training, inputs, found))
         if probe.draws_random_numbers(partial(own, True, *draw(Case((2, 3), _F32, _F32, 1.0)))):
@@ -145,7 +150,7 @@ def _share_differing(a: Tensor, b: Tensor) -> float:
 
 
 def _within_tolerance(found: Tensor, wanted: Tensor) -> bool:
-    """Whether each element is as close as the contract asks."""
+    """Whether each element is within the contract's tolerance."""
     tolerance = VALUES[str(wanted.dtype).removeprefix("torch.")].element
     a, b = found.detach().double(), wanted.detach().double()
     if not torch.equal(a.isfinite(), b.isfinite()):

@@ -19,7 +19,7 @@ from veomni_core.sites.site import Kernel, Site
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
 _WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
-_WIDEST = 32768  # numbers in a row that are still run fast; a released model normalises 614,400
+_WIDEST = 32768  # the widest row that is run, so that a proof stays fast; a released model normalises 614,400
 _WEIGHTS = ("weight",)
 
 
@@ -35,7 +35,7 @@ class NormModules:
             eps = eps_of(module)
             if eps is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
                 continue
-            if probe.takes(module, "gate"):  # another op
+            if probe.takes(module, "gate"):  # another op, rms_norm_gated
                 continue
             reading = self._readings.of(module)
             key = probe.behaviour(module, reading.names)
@@ -52,8 +52,8 @@ class NormModules:
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 
-# In the forwards below, `+eps` is a number of this call. With `torch.compile(dynamic=True)` a float that is closed over
-# becomes an input of the graph, and PyTorch 2.13 fails where two autograd.Functions are given the same one.
+# Why `+eps` in the forwards below: with `torch.compile(dynamic=True)` a float from the closure becomes a graph input,
+# and PyTorch 2.13 fails if two autograd.Functions are given the same one. `+eps` is a new number in each call.
 
 
 def _weighted(kernel: Kernel, eps: float) -> Any:
@@ -75,9 +75,9 @@ def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
     if list(weights) not in ([], ["weight"]):
         return None, f"has parameters {list(weights)}, expected one weight or none"
     if weights and weights["weight"].dim() != 1:
-        return None, f"its weight has {weights['weight'].dim()} dimensions, the contract's has one"
+        return None, f"its weight has {weights['weight'].dim()} dimensions, expected one"
     if len(vars(module).get("normalized_shape", (1,))) != 1:  # torch's own norm
-        return None, f"it normalises {len(vars(module)['normalized_shape'])} dimensions, the contract's the last one"
+        return None, f"it normalises {len(vars(module)['normalized_shape'])} dimensions, expected only the last one"
     if why_not := unseen_changes(module, reading, _WEIGHTS) or why_not_callable(module, proven=1):
         return None, why_not
     width = min(weights["weight"].shape[0] if weights else _width_of(module), _WIDEST)
@@ -100,10 +100,10 @@ def _width_of(module: nn.Module) -> int:
 
 
 def _run(module: nn.Module, training: bool, x: Tensor, weight: Tensor | None) -> Any:
-    """What the module's own code gives, run on a copy."""
+    """The output of the module's own code, run on a copy."""
     duplicate = probe.bare_copy(module)
     duplicate.training = training
-    for name, value in module._buffers.items():  # its code reads none of them
+    for name, value in module._buffers.items():  # unseen_changes has refused code that reads a buffer
         duplicate._buffers[name] = None if value is None else probe.random(*value.shape)
     if weight is not None:
         duplicate._parameters["weight"] = weight  # type: ignore[assignment]

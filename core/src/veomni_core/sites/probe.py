@@ -1,6 +1,6 @@
-"""Small copies of a model's modules, and a place to run them: same code, tiny random weights on the CPU.
+"""Small copies of a model's modules, and a context to run them in: same code, tiny random weights on the CPU.
 
-Nothing of the model or of the process is changed, and nothing of the process decides what is found.
+A probe changes nothing in the model or the process, and its result does not depend on the process's settings.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from torch import Tensor, nn
 from veomni_core.ops.contract import dtype_name
 from veomni_core.random_states import random_states_kept
 
-# Of random inputs. Released configs clamp at 7 to 20; clamps against overflow stand at 1e4 and above.
+# Scales of the random inputs. At 1 an MLP that clamps gate and up looks standard. 100 is large enough to trigger
+# activation clamps (7 to 20 in released configs), 1e6 to trigger clamps against overflow (at 1e4 and above).
 SCALES = (1.0, 100.0, 1e6)
-_SEED = 20  # any; the probes' random inputs must only be the same in every process
-# How far whole results may be apart, as a share of their norm, in the dtypes that round: what an unlike order of the
-# same roundings costs. It is the experts' contract's bound, the loosest of the ops that are probed.
+_SEED = 20  # arbitrary; it only has to give the same random inputs in every process
+# The largest difference of two results, relative in norm, that the same roundings in another order may cause. These are
+# the bounds of the moe_experts contract, the loosest of the probed ops.
 LOW_PRECISION = {torch.bfloat16: 1e-2, torch.float16: 1.3e-3}
-_LARGEST_COPIED = 65536  # elements of a tensor that a copy gets its own of
+_LARGEST_COPIED = 65536  # elements; larger tensors among a module's attributes become empty ones on meta
 _GENERATOR: ContextVar[torch.Generator] = ContextVar("generator of the probes' random inputs")
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
-    """``module`` without its parameters, buffers, children and hooks; the caller puts tiny ones in their place.
+    """A copy of ``module`` without its parameters, buffers, children and hooks; the caller adds tiny ones.
 
-    What is registered as ``None`` stays so, since its code asks for it. Lists, dicts and tensors among the attributes
-    are copied, so that code which writes to them writes to the copy.
+    Parameters and buffers that are registered as ``None`` stay registered, since the module's code checks for them.
+    Lists, sets, dicts and tensors among the attributes are copied, so that code which writes to them changes the copy.
     """
-    # Not copy.copy: FSDP2 gives its modules a __new__ that builds them anew.
+    # Not copy.copy, which calls __new__: FSDP2 gives its modules a __new__ that constructs them again.
     duplicate: nn.Module = object.__new__(type(module))
     attributes = {name: _own(value) for name, value in vars(module).items() if name not in _REGISTRIES}
     vars(duplicate).update(vars(nn.Module()), **attributes)
@@ -49,7 +50,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def full_copy(module: nn.Module) -> nn.Module:
-    """``module`` with children, parameters and buffers of its own, on the CPU; for modules as small as activations."""
+    """A copy of ``module`` at full size with random tensors on the CPU; for small modules such as activations."""
     duplicate = bare_copy(module)
     for tensors in ("_parameters", "_buffers"):
         for name, value in vars(module)[tensors].items():
@@ -60,18 +61,18 @@ def full_copy(module: nn.Module) -> nn.Module:
     return duplicate
 
 
-# What every module has of its own, but for its mode.
+# The attributes that every nn.Module has, except for its mode, which is copied as a setting.
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after the module's forward or backward."""
+    """Whether the module has hooks that run before or after its forward or backward."""
     return any(vars(module).get(name) for name in _HOOKS)
 
 
 def _own(value: Any) -> Any:
-    """``value``, or a copy of it where it can be written to in place."""
+    """``value``, or a copy of it if it can be changed in place."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() <= _LARGEST_COPIED else torch.empty_like(value, device="meta")
     if type(value) is dict:
@@ -82,7 +83,7 @@ def _own(value: Any) -> Any:
 
 
 def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
-    """Replace integer attributes of ``module`` that state one of the real ``sizes`` by the tiny size."""
+    """Replace each integer attribute of ``module`` that equals a real size by its tiny size in ``sizes``."""
     for name, value in list(vars(module).items()):
         if type(value) is int and value in sizes:
             vars(module)[name] = sizes[value]
@@ -94,7 +95,7 @@ def behaviour(module: nn.Module, names: frozenset[str] | None = None, live: Coll
     Args:
         names: what the module's code names (:class:`veomni_core.sites.code_reading.Reading`); other attributes can't
             decide what it computes. ``None`` for every attribute.
-        live: the linears that stay in the model, of which only the shapes and dtypes matter.
+        live: the linears that a bound forward still calls, of which only the shapes and dtypes matter.
     """
     settings = tuple(
         (name, _identity(value))
@@ -119,7 +120,7 @@ def _form(linear: Any) -> tuple[Any, ...]:
 
 
 def _identity(value: Any) -> Any:
-    """Equal for values that code can't tell apart; objects are told apart by identity, containers by content."""
+    """A key that is equal for values that code can't tell apart: containers by content, other objects by identity."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return (type(value), repr(value))
     if isinstance(value, functools.partial):
@@ -146,7 +147,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' remarks, and without warnings."""
+    """Silence Python warnings, and transformers' log messages below errors."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -159,18 +160,18 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Fixed randomness, float32 on the CPU, gradients on, no autocast, whatever the process has set; undone on leaving.
+    """Run with a fixed seed, float32 on the CPU, gradients on and autocast off, whatever the process has set.
 
-    Inputs come from a generator of their own. Code that is run may draw from torch's, from Python's and from NumPy's,
-    which get their states back; no generator of another device is seeded (``torch.manual_seed`` seeds them all). What
-    that code says of its odd sizes is not for the user.
+    Everything is restored on exit. Inputs come from a separate generator. Model code may draw from the CPU generators
+    of torch, Python and NumPy, so their states are restored; ``torch.manual_seed`` is not used, since it would seed the
+    generators of all devices. Warnings that model code raises on tiny shapes are silenced.
     """
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(_process_state_kept())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if torch.get_default_device().type != "cpu":  # costs each call of torch more than a small addition does
+        if torch.get_default_device().type != "cpu":  # not always: it costs each torch call more than a small addition
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
         for device_type in ("cpu", "cuda"):
@@ -204,7 +205,7 @@ def draws_random_numbers(function: Callable[[], Any]) -> bool:
 
 
 def largest_miss(a: Tensor, b: Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
+    """The largest absolute difference, relative to the largest absolute value of ``b``."""
     if a.shape != b.shape:
         return float("inf")
     a, b = a.detach().double(), b.detach().double()
@@ -212,12 +213,12 @@ def largest_miss(a: Tensor, b: Tensor) -> float:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype and shape, and in value up to another order of float32 summation."""
+    """Whether dtypes and shapes are equal, and values differ by no more than another order of float32 summation."""
     return a.dtype == b.dtype and largest_miss(a, b) < 2e-5
 
 
 def gradients_close(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether both results send gradients to the inputs, and the same to each; where none comes, it is zero."""
+    """Whether both results give the same gradient to each input; an input that gets none counts as getting zeros."""
     gradients = partial(
         torch.autograd.grad,
         inputs=inputs,
@@ -233,14 +234,14 @@ def gradients_close(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> bool:
 
 
 def miss(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> float:
-    """How far two results are apart; 0 where their values and the gradients that they send to ``inputs`` agree."""
+    """How far two results are apart; 0 if both their values and their gradients with respect to ``inputs`` agree."""
     if close(a, b) and gradients_close(a, b, inputs):
         return 0.0
     return max(largest_miss(a, b), 1e-9)
 
 
 def rounded_miss(a: Tensor, b: Tensor) -> float:
-    """How far results of a low precision are apart; 0 where only the order of roundings differs."""
+    """How far two bf16 or float16 results are apart, relative in norm; 0 within the bound of ``LOW_PRECISION``."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return float("inf")
     wide_a, wide_b = a.detach().double(), b.detach().double()
@@ -252,7 +253,7 @@ def rounded_miss(a: Tensor, b: Tensor) -> float:
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, str]:
-    """The result and an empty string, or ``None`` and why it failed. A probe runs foreign code on odd sizes."""
+    """``(result, "")``, or ``(None, reason)`` if ``function`` raised: model code may fail anyhow on tiny shapes."""
     try:
         return function(), ""
     except Exception as error:

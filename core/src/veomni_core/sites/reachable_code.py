@@ -18,12 +18,12 @@ _NOT_READ = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 
 
 def own_function(module: nn.Module) -> FunctionType:
-    """The forward of the module's class, within its decorators."""
+    """The forward of the module's class, without its decorators."""
     return inspect.unwrap(type(module).forward)  # type: ignore[no-any-return]
 
 
 def is_library(function: Any) -> bool:
-    """Whether ``function`` is torch's or the standard library's, whose code is not read."""
+    """Whether the code of ``function`` is not read: torch's, NumPy's, the standard library's or transformers.utils'."""
     module = str(getattr(function, "__module__", ""))
     return not _is_read(module) or module.startswith("transformers.utils")
 
@@ -33,7 +33,10 @@ def _is_read(module_name: str) -> bool:
 
 
 def reached_functions(functions: Iterable[Any], kind: type | None) -> Iterator[FunctionType]:
-    """Every function whose code runs, as far as names tell."""
+    """Every function that a call of ``functions`` may run, found by the names in their code.
+
+    ``kind`` is the class whose methods they may call.
+    """
     waiting, seen = list(functions), set()
     while waiting:
         value = undecorated(waiting.pop())
@@ -56,7 +59,7 @@ def reached_functions(functions: Iterable[Any], kind: type | None) -> Iterator[F
 
 
 def _definitions(kind: type | None, name: str) -> Iterator[Any]:
-    """All definitions of a method, the parents' too, since ``super()`` may call them."""
+    """All definitions of a method in the class and its parents, since ``super()`` may call those."""
     for base in kind.__mro__ if kind is not None else ():
         if base is nn.Module:
             return

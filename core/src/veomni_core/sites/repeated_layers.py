@@ -1,4 +1,4 @@
-"""Layers that repeat an earlier one: in a run on zeros they give what the earlier one gave for the same arguments."""
+"""Skips layers that repeat an earlier one: on zeros they return what that one returned for the same arguments."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor, nn
 
 
 class RepeatedLayers:
-    """What the layers of each form gave in the present run."""
+    """The results of the layers that ran in the current run, by their form and their arguments."""
 
     def __init__(self) -> None:
         self._given: dict[Hashable, Any] = {}
-        self._kept_alive: list[Any] = []  # or another object could get an identity that stands in a key
+        self._kept_alive: list[Any] = []  # keys hold ids: if an argument were freed, another object could get its id
         self._always: frozenset[str] = frozenset()
         self._ran: set[str] = set()
 
     def begin_run(self, always: frozenset[str]) -> None:
-        """Before each run; the layers in ``always`` run whatever they are given."""
+        """To be called before each run. The layers in ``always`` are never skipped."""
         self._given.clear()
         self._kept_alive.clear()
         self._always, self._ran = always, set()
 
     @property
     def ran(self) -> frozenset[str]:
-        """The layers that the present run did not leave out."""
+        """The layers that the current run did not skip."""
         return frozenset(self._ran)
 
     def forward_of(self, layer: nn.Module, path: str, form: Hashable, left_out: Callable[[str], None]) -> Any:
-        """A forward that runs ``layer`` once for each set of arguments that layers of its form get."""
+        """A forward that runs ``layer`` only for arguments that no layer of its form has had before in this run."""
         run = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -50,9 +50,10 @@ class RepeatedLayers:
 
 
 def skip_repeated_layers(twin: nn.Module, left_out: Callable[[str], None]) -> RepeatedLayers:
-    """Let the layers in the lists of ``twin`` run once per form; ``left_out`` is told the path of each one that isn't.
+    """Let the layers in each ``ModuleList`` of ``twin`` run once per form and arguments.
 
-    They are of one form where their code, settings and sizes are equal, their number in the list aside.
+    Layers have the same form if their classes, settings and sizes are equal, apart from their index in the list.
+    ``left_out`` is called with the path of each layer that is skipped.
     """
     repeated = RepeatedLayers()
     for path, module in list(twin.named_modules()):
@@ -76,7 +77,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _argument(name: Any, value: Any) -> Hashable:
-    """Hidden states by their shape, since they are zeros; anything else by identity, or by value where it is plain."""
+    """The key of an argument: shape and dtype of hidden states, as they are zeros; else its plain value or its id."""
     if isinstance(value, Tensor) and name in (0, "hidden_states"):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""rotary_pos_emb sites: attention modules that rotate queries and keys by a function of their module's globals."""
+"""rotary_pos_emb sites: attention modules that rotate queries and keys with a function of their modeling file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 
 
 class RotaryFunctions:
-    """Finds which rotary function an attention calls, in what form, and what that function computes."""
+    """Finds the rotary function that an attention calls, with which arguments, and what the function computes."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         with probe.seeded():
@@ -39,7 +39,7 @@ class RotaryFunctions:
 
 
 def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...], proofs: Proofs) -> Iterator[Site]:
-    """One site per rotary function that the module's forward calls, with any of ``positions``."""
+    """One site per rotary function that the module's forward calls when it is given any of ``positions``."""
     own = set_on_instance(module)
     forward = type(module).forward if own else current_forward(module)
     functions = {name: value for name, value in global_functions(forward) if _ROTARY_NAME.search(name)}
@@ -63,7 +63,7 @@ def _sites_in(path: str, rule: str, module: nn.Module, positions: tuple[Any, ...
 
 
 def _site(path: str, rule: str, module: nn.Module, name: str, verdict: Verdict) -> Site:
-    # What a name promises decides only under which op an unproven site is listed.
+    # The function's name decides only under which op an unproven site is listed.
     op_name = "rotary_pos_emb_vision" if "vision" in name else "rotary_pos_emb"
     variant = None
     if verdict.contract is not None:

@@ -1,6 +1,7 @@
-"""What a model's rotary embeddings hand over to its attentions: seen by running them in small.
+"""The ``cos`` and ``sin`` that rotary embeddings pass to attention modules, found by running them on small inputs.
 
-What a kernel may rely on in ``cos`` and ``sin`` is decided there, and nowhere in the function that takes them.
+Fast kernels read only half of ``cos``, since in most models both halves are the same. That layout is decided in the
+rotary embedding; the function that applies ``cos`` and ``sin`` does not show it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import read_function
 from veomni_core.sites.hollow_twin import BATCH, FREQUENCIES, LENGTH, ZERO, hollow_twin
 
-_WIDTH = 16  # of hidden states, of which embeddings read only dtype and device
-# Positions below these: near the start, and then as far as any released model goes, by powers of four.
+_WIDTH = 16  # of the hidden states; embeddings read only their dtype and device
+# Upper bounds of the random positions: near the start, and then up to where released models go.
 _NEAR, _FAR = 64, (256, 1024, 4096, 16384, 65536, 262144, 4194304)
 
 
 def all_handed_over(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Per path of a rotary embedding what its forward gives in bfloat16, run on hidden states and positions.
+    """For the path of each rotary embedding, what its forward returns in bfloat16 for hidden states and positions.
 
-    An embedding that serves several kinds of layers gives one result per kind, and a mapping of them all. One that
-    takes something else gives nothing.
+    An embedding that serves several layer types has one result per type, and then a mapping of them all. An embedding
+    whose forward takes other arguments has no result.
     """
     kinds = {path: (module, _kinds(module)) for path, module in model.named_modules()}
     seen: dict[Any, tuple[Any, ...]] = {}
@@ -43,7 +44,7 @@ def all_handed_over(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def nearest(path: str, handed_over: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """What the embeddings next to ``path`` or to the closest module around it hand over; ``(None,)`` for nothing."""
+    """The results of the rotary embeddings in the nearest module around ``path``; ``(None,)`` if there are none."""
     depth = {place: _depth_around(path, place) for place in handed_over}
     closest = max(depth.values(), default=-1)
     results = [result for place, results in handed_over.items() if depth[place] == closest >= 0 for result in results]
@@ -51,13 +52,13 @@ def nearest(path: str, handed_over: Mapping[str, tuple[Any, ...]]) -> tuple[Any,
 
 
 def _depth_around(path: str, place: str) -> int:
-    """How deep the module that holds ``place`` lies, where ``path`` lies within it too; else -1."""
+    """The depth of the parent module of ``place`` if ``path`` lies within that parent too; else -1."""
     holder = place.split(".")[:-1]
     return len(holder) if path.split(".")[: len(holder)] == holder else -1
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """The kinds of layers that have frequencies of their own; one without a name where all share them."""
+    """The layer types that have a buffer of frequencies of their own; ``[""]`` where all share one."""
     names = [name.removesuffix(FREQUENCIES).rstrip("_") for name in module._buffers if name.endswith(FREQUENCIES)]
     return [name for name in names if not name.endswith("original")]
 
@@ -77,13 +78,16 @@ def _handed_over(module: nn.Module, kinds: list[str]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Unsteady:
-    """Why what an embedding hands over in small says nothing about what it hands over elsewhere."""
+    """Stands for an embedding whose result on small inputs does not show its other results; ``why_not`` says why."""
 
     why_not: str
 
 
 class _Seen:
-    """What an embedding gives near the start of a sequence, and why that is not so elsewhere, where it isn't."""
+    """An embedding's result near the start of a sequence (``near``), and why results elsewhere may differ in layout.
+
+    ``why_not`` is empty if they don't.
+    """
 
     def __init__(self, module: nn.Module, layer: dict[str, str]) -> None:
         self._module, self._layer = module, layer
@@ -116,7 +120,7 @@ def _layouts(result: Any) -> frozenset[AngleLayout]:
 
 
 def _positions(farthest: int) -> Iterator[Tensor]:
-    """In time, height and width, each its own; along one sequence; in rows and columns of patches."""
+    """Random positions in three forms: in time, height and width; along a sequence; by rows and columns of patches."""
     for shape in ((3, BATCH, LENGTH), (BATCH, LENGTH), (LENGTH, 2)):
         yield torch.randint(farthest, shape, generator=probe.generator())
 

@@ -27,10 +27,10 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The contract that a function fulfils where it is called, or ``None`` and why not.
+    """The contract that a function fulfils in its calls, or ``None`` and the reason.
 
-    ``runs`` is whether it ran at all on what it was given: an attention is tried with everything that the model's
-    rotary embeddings hand over, and takes only some of it. ``examined`` is as a site's.
+    ``runs``: whether the function ran without an error. An attention is tried with every result of the rotary
+    embeddings near it, and only some of them fit its function. ``examined`` is as in ``Site``.
     """
 
     contract: Contract | None
@@ -46,7 +46,7 @@ class Proofs:
         self._verdicts: dict[Hashable, Verdict] = {}
 
     def of(self, function: Function, calls: Sequence[Call]) -> Verdict:
-        """One verdict on all ``calls`` that the function's code bears."""
+        """Combines the verdicts on the ``calls`` that ran; refuses if one of them is refused or if they disagree."""
         verdicts = [self._verdict(function, call) for call in calls]
         running = [verdict for verdict in verdicts if verdict.runs] or verdicts
         refused = next((verdict for verdict in running if verdict.contract is None), None)
@@ -79,6 +79,7 @@ def _prove(function: Function, call: Call) -> Verdict:
     if reading.doubts:
         return Verdict(None, reading.doubts[0])
     tried = []
+    # First on cos and sin without any layout, which shows the entries that the function reads; then as the model's are.
     for layout in (AngleLayout.UNRELATED, *_repeating(call)):
         for contract in fitting:
             branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
@@ -94,7 +95,7 @@ def _prove(function: Function, call: Call) -> Verdict:
 
 
 def _variations(call: Call) -> Iterator[tuple[Call, float]]:
-    """The call, with larger values, one row of the batch, one position and many positions; and their values' scale."""
+    """``(call, scale)``: the call itself, large values, a batch of one, one position, and 70 positions."""
     yield call, 1.0
     yield call, 1e4
     for batch, length in ((1, LENGTH), (BATCH, 1), (1, 70)):
@@ -104,7 +105,7 @@ def _variations(call: Call) -> Iterator[tuple[Call, float]]:
 
 
 def _resized(value: Any, batch: int, length: int) -> Any:
-    """Zeros of the same dtype for another batch and length; each length of the probes is a number of its own."""
+    """Zeros of the same dtype for another batch and length, in place of the dimensions of sizes BATCH and LENGTH."""
     if not isinstance(value, Tensor):
         return value
     first, *others = value.shape
@@ -113,7 +114,11 @@ def _resized(value: Any, batch: int, length: int) -> Any:
 
 
 def _repeating(call: Call) -> tuple[AngleLayout, ...]:
-    """How the model repeats entries: functions that read different ones of them are then the same."""
+    """The layouts in which the model's ``cos`` and ``sin`` repeat entries.
+
+    Functions that read different copies of an entry give the same there: DeepSeek-V3's reads both halves up to
+    transformers 5.16, and one half since.
+    """
     layouts = (AngleLayout.HALVES, AngleLayout.NEIGHBOURS) if call.handed_over else ()
     return tuple(layout for layout in layouts if all(layout.holds(angles) for angles in call.angles))
 
@@ -133,7 +138,7 @@ def _fits(contract: Contract, call: Call) -> bool:
 
 
 def _random_like(call: Call, layout: AngleLayout, scale: float = 1.0) -> tuple[Tensor, ...]:
-    """Values of the call's shapes, its angles in ``layout`` or all random: they need not be cosines and sines."""
+    """Random inputs of the call's shapes, with ``cos`` and ``sin`` in ``layout``; they need not be of real angles."""
     rotated = [probe.random(*value.shape, scale=scale).requires_grad_() for value in call.args[:-2]]
     angles = [probe.random(*value.shape) for value in call.args[-2:]]
     if layout is not AngleLayout.UNRELATED:
@@ -144,10 +149,10 @@ def _random_like(call: Call, layout: AngleLayout, scale: float = 1.0) -> tuple[T
 def _mismatch(function: Function, contract: Contract, call: Call, inputs: tuple[Tensor, ...]) -> str:
     wanted, error = probe.attempt(lambda: contract.reference(*inputs, **call.kwargs))
     if error:
-        return "its shapes are others"
+        return "the reference does not take its shapes"
     found = function(*inputs, **call.kwargs)
     if isinstance(found, tuple) != isinstance(wanted, tuple) or len(as_tensors(found)) != len(as_tensors(wanted)):
-        return "it gives another number of tensors"
+        return "it returns another number of tensors"
     for name, got, want, source in zip("qk", as_tensors(found), as_tensors(wanted), inputs, strict=False):
         if not probe.close(got, want):
             return f"{name} misses by {probe.largest_miss(got, want):.1%}"
@@ -157,7 +162,7 @@ def _mismatch(function: Function, contract: Contract, call: Call, inputs: tuple[
 
 
 def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wide: tuple[Tensor, ...]) -> str:
-    """What is wrong in bfloat16, with ``cos`` and ``sin`` of the dtype that the model hands over there."""
+    """What differs in bfloat16, with ``cos`` and ``sin`` in the dtypes of the traced call."""
     inputs = tuple(value.detach().to(given.dtype) for value, given in zip(wide, call.args, strict=True))
     exact = as_tensors(contract.reference(*(value.double() for value in inputs), **call.kwargs))
     found, error = probe.attempt(lambda: as_tensors(function(*inputs, **call.kwargs)))
@@ -165,8 +170,8 @@ def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wi
         return f"in bfloat16 {error}"
     for name, got, want in zip("qk", found, exact, strict=False):
         if got.dtype != call.args[0].dtype:
-            return f"of {call.args[0].dtype} {name} it makes {got.dtype}"
-        # As a whole: how far single elements round away depends on how large random cosines happen to be.
+            return f"{name} is {got.dtype} for {call.args[0].dtype} inputs"
+        # Compared in norm: the rounding of single elements depends on how large the random cosines happen to be.
         miss = float((got.double() - want).norm() / want.norm())
         if miss > contract.values["bfloat16"].norm:
             return f"{name} misses by {miss:.1%} in bfloat16"
@@ -174,7 +179,7 @@ def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wi
 
 
 def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout) -> Verdict:
-    """The contract, if what the model hands over has its layout; ``probed`` is the layout that it was matched on."""
+    """A verdict with ``contract``, if the model's ``cos`` and ``sin`` have its layout; it was matched on ``probed``."""
     layout = rotary_pos_emb.LAYOUTS.get(contract.variant, AngleLayout.UNRELATED)
     problem = ""
     if not call.handed_over:
@@ -189,9 +194,9 @@ def _with_angles(function: Function, contract: Contract, call: Call, probed: Ang
 
 
 def _doubt(function: Function, call: Call) -> str:
-    """Why it isn't known that ``cos`` and ``sin`` are as wide as the head, where no embedding hands them over.
+    """Why ``cos`` and ``sin`` might be narrower than the head, where no embedding's result shows their width.
 
-    The function says so where it takes no narrower ones.
+    Empty if the function fails on narrower ones, so that they can't be.
     """
     *rotated, cos, sin = _random_like(call, AngleLayout.UNRELATED)
     narrow = cos.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""How an attention calls its rotary function: seen by running its forward on zeros, its linears left out."""
+"""Records how an attention calls its rotary function, by running its forward on zeros without computing its linears."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a rotary function: what it was given, and whether its cos and sin come from the model itself."""
+    """One call of a rotary function: its arguments, and whether its ``cos`` and ``sin`` come from the model itself."""
 
     name: str
     args: tuple[Any, ...]
@@ -30,35 +30,35 @@ class Call:
 
     @property
     def form(self) -> Hashable:
-        """Equal for calls that one proof covers."""
+        """A key that is equal for calls that one proof covers."""
         plain = tuple(_plain(value) for value in (*self.args, *self.kwargs.values()))
         layouts = [layout for layout in AngleLayout if all(layout.holds(angles) for angles in self.angles)]
         return self.name, plain, tuple(self.kwargs), tuple(layouts), self.handed_over
 
     @property
     def angles(self) -> tuple[Tensor, ...]:
-        """The ``cos`` and ``sin`` of a call that ends in these."""
+        """``cos`` and ``sin``: the last two arguments, as far as they are tensors."""
         return tuple(value for value in self.args[-2:] if isinstance(value, Tensor) and value.dim())
 
     @property
     def described(self) -> str:
-        """What it was given, in words."""
+        """The arguments, for a message."""
         positional = ", ".join(_kind(v) for v in self.args)
         return ", ".join([positional, *(f"{name}={_plain(value)}" for name, value in self.kwargs.items())])
 
 
 @dataclass(frozen=True)
 class Run:
-    """The rotary calls of one run of an attention, and what ended it early, where something did."""
+    """The rotary calls of one run of an attention, and the error that ended the run early, if any."""
 
     calls: tuple[Call, ...]
     why_it_ended: str
 
 
 def run(module: nn.Module, forward: Function, functions: Iterable[str], candidates: Iterable[Any]) -> tuple[Run, ...]:
-    """Run ``forward`` in small with each of ``candidates`` as positions (``None``: stand-ins), and see what it calls.
+    """Run ``forward`` on small inputs with each of ``candidates`` as position embeddings, and record its rotary calls.
 
-    To be called within :func:`probe.seeded`.
+    A candidate of ``None`` stands for unknown ones: placeholders are used. To be called within :func:`probe.seeded`.
     """
     seen: list[Call] = []
     traced = with_globals(forward, {name: _recorder(name, seen) for name in functions})
@@ -71,7 +71,7 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
         with torch.no_grad():
             _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
         if not all(_keeps_sides_apart(call, leading) for call in seen):
-            return Run((), "it takes its input apart in another way")
+            return Run((), "it reshapes its queries and keys in a way that is not recognised")
         return Run(tuple(seen if positions is not None else map(_with_stand_ins, seen)), why_it_ended)
 
     return tuple(
@@ -92,7 +92,7 @@ def _recorder(name: str, seen: list[Call]) -> Function:
 
 
 def _with_stand_ins(call: Call) -> Call:
-    """``call`` with angles as wide as the queries that it rotates, for a sequence of heads each."""
+    """``call`` with placeholders ``[B, S, D]`` for ``cos`` and ``sin``, as wide as the queries ``[B, S, H, D]``."""
     args = call.args
     if len(args) == 4:
         angles = torch.zeros(*args[0].shape[:-2], args[0].shape[-1])
@@ -120,7 +120,7 @@ def _hidden_size(module: nn.Module) -> int:
 
 
 def _keeps_sides_apart(call: Call, leading: tuple[int, ...]) -> bool:
-    """Whether the rotated tensor still has the batch, or, without one, ``[S, H, D]`` or ``[1, S, H, D]``."""
+    """Whether the rotated tensor has four dimensions, batch first; or ``[S, H, D]`` or ``[1, S, H, D]`` without one."""
     shape = call.args[0].shape
     if leading == (LENGTH,):
         return LENGTH in (shape[0], *shape[1:2])

@@ -4,10 +4,10 @@
 - ``fsdp2``: DTensors of ``torch.distributed.fsdp.fully_shard``, whose hooks put plain tensors in their place before the
   module's forward. A bound forward reads those.
 - ``fsdp1``: parts of the flat parameter of a ``FullyShardedDataParallel``. Between forwards they are one-dimensional
-  slices, empty, or views of freed memory. So they can't be inspected, and each rank holds others.
+  slices, empty, or views of freed memory. So they can't be inspected, and each rank holds different ones.
 - ``tensor_parallel``: DTensors that stay DTensors in forward, which kernels don't take; FSDP2 over tensor parallel too.
 
-What is read is the modules' structure and their tensors' types, never a tensor's data. All ranks see the same.
+Only the modules' structure and their tensors' types are read, never a tensor's data, so all ranks see the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelSharding:
     def of(self, path: str) -> Sharding:
         """The sharding of the module at ``path`` with its children.
 
-        A module without parameters, which may be called with anything that its parent computes, has its parent's.
+        A module without parameters has the sharding of its closest ancestor with parameters, which computes its inputs.
         """
         if self.flattened is not None:
             return Sharding(FSDP1, _why_not_flattened(self.flattened))
@@ -55,7 +55,7 @@ class ModelSharding:
             if self._stays_a_dtensor(owner, name):
                 return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: {_described(module, owner, name)}")
         if self._is_tensor_parallel and "forward" in vars(module):
-            return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: its forward is one that was put there for tensor parallel")
+            return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: its forward was replaced for tensor parallelism")
         is_gathered = any((id(owner), name) in self._gathered for owner, name in _parameters(module))
         return Sharding(FSDP2 if is_gathered else WHOLE)
 
@@ -108,8 +108,8 @@ def _is_dtensor(tensor: Any) -> bool:
 def _gathered_by_fsdp2(model: nn.Module) -> Iterator[tuple[int, str]]:
     """The parameters that FSDP2 turns into plain tensors for a forward: the id of each one's module, and its name.
 
-    torch tells this nowhere in its public interface: a parameter that tensor parallel had sharded before, and that
-    stays a DTensor, differs in no attribute of its own.
+    torch has no public way to tell, so FSDP2's private state is read. The parameters don't show it: one that tensor
+    parallelism has sharded before, and that stays a DTensor, looks the same.
     """
     if not torch.distributed.is_available():
         return
@@ -135,7 +135,7 @@ def _flattened(model: nn.Module) -> str | None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for path, module in model.named_modules():
-        # The wrapper itself is not seen from a model within it, but what it leaves in the modules is.
+        # From a model inside the wrapper the wrapper itself can't be seen, but the tensors that it leaves can.
         if isinstance(module, FullyShardedDataParallel) or any(map(_is_of_a_flat_parameter, _tensors(module))):
             return str(path)
     return None
@@ -148,7 +148,11 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_of_a_flat_parameter(tensor: Tensor) -> bool:
-    """FSDP1 marks the flat parameter and those that it replaces; its views of it are told by it, or by freed memory."""
+    """Whether ``tensor`` is an FSDP1 flat parameter, or stands for a part of one.
+
+    FSDP1 marks the flat parameter and the parameters that it replaces. Its views are recognised by their base, or by
+    their freed memory.
+    """
     if getattr(tensor, "_fsdp_flattened", False) or getattr(tensor._base, "_fsdp_flattened", False):
         return True
     return type(tensor) is Tensor and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

@@ -1,4 +1,4 @@
-"""Bound forwards are called as the module's own: same names, same order; what was not proven runs its own code."""
+"""Gives a bound forward the signature of the module's own. Calls that no proof covers run the module's own code."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def why_not_callable(module: nn.Module, proven: int) -> str:
     if len(leading) < proven or any(each.kind not in _BY_NAME_OR_PLACE for each in leading):
         return f"its forward takes {', '.join(each.name for each in parameters) or 'nothing'}, not {proven} tensors"
     further = [name for name in required if name not in [each.name for each in leading]]
-    return f"its forward asks for {', '.join(further)} too" if further else ""
+    return f"its forward also requires {', '.join(further)}" if further else ""
 
 
 def leading_parameters(module: nn.Module, most: int) -> list[str]:
-    """The names of the first arguments that can be given by place, at most ``most``."""
+    """The names of the first arguments that can be passed by position, at most ``most`` of them."""
     return [each.name for each in _parameters(module) if each.kind in _BY_NAME_OR_PLACE][:most]
 
 
 def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
-    """``bound``, a function of ``self`` and tensors, to be called as the forward of the module's class.
+    """Wrap ``bound``, a function of ``self`` and tensors, so that it is called like the forward of the module's class.
 
-    Its arguments go by the own forward's names. Optional arguments of the own forward were no part of the proof: a call
-    that sets one of them runs the module's own code, which the receipt then says. Where the own forward has none,
-    nothing is added to the call.
+    The arguments get the names that they have in the module's own forward. A proof does not cover that forward's
+    optional arguments: a call that sets one runs the module's own code, and the receipt says so. A forward without
+    optional arguments needs no such check, so its calls cost nothing more.
     """
     own, proven = type(module).forward, bound.__code__.co_argcount - 1
     parameters = _parameters(module)
@@ -79,7 +79,7 @@ _ARITIES = (_of_one, _of_two, _of_three)
 
 
 def _sets_any(kwargs: dict[str, Any], further: dict[str, Any]) -> bool:
-    """Whether an argument is given that differs from the own forward's default."""
+    """Whether a call passes an argument that differs from its default in the module's own forward."""
     return any(value is not further.get(name, _KINDS.empty) for name, value in kwargs.items())
 
 
@@ -87,12 +87,12 @@ def _run_own(own: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any
     if (classes := made_by(module)) is not None:
         path = classes.paths.get(module, f"a copy of a bound {type(module).__name__}")
         given = ", ".join(kwargs) or "further positional arguments"
-        classes.note(path, f"it was called with {given}, which is no part of its proof", "in such calls")
+        classes.note(path, f"it was called with {given}, which its proof does not cover", "in such calls")
     return own(module, *args, **kwargs)
 
 
 def _renamed(function: FunctionType, names: tuple[str, ...], own: Function) -> FunctionType:
-    """``function`` with the names and the defaults of the own forward's first arguments."""
+    """``function`` with the names and the defaults of the first arguments of ``own``."""
     code = function.__code__
     first, *others = code.co_varnames
     others[: len(names)] = names

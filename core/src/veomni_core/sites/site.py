@@ -18,14 +18,20 @@ Kernel = Callable[..., Any]
 class Site:
     """A place in a model where an op happens.
 
-    ``path`` is the module's path in the model (empty for the model itself) and ``rule`` the name of the rule that
-    found it. ``variant`` is ``None`` where no variant could be proven; ``evidence`` then says what was tried, and
-    otherwise how the variant was proven. ``detail`` is what the rule needs to put a kernel there. ``own`` names what
-    runs there when nothing is bound, where the model can be set to something else than its eager code. ``examined``
-    is whether what the site computes could be seen: without a variant it is then something else than every variant,
-    and otherwise an open question. ``needs`` are the features that a kernel must declare to run there, and ``refuses``
-    those that it must not declare, each with the reason. ``declared`` is whether the variant is its author's word, not
-    proven by value.
+    Attributes:
+        op_name: the op that happens there.
+        path: the module's path in the model; empty for the model itself.
+        rule: the name of the rule that found the site.
+        variant: the op's variant; ``None`` where no variant could be proven.
+        evidence: how the variant was proven, or without a variant, what was tried.
+        dtype: the dtype of the module's parameters, as configs write it.
+        detail: what the rule needs to put a kernel there.
+        own: what runs there when nothing is bound; not ``eager`` where the model is set to another implementation.
+        examined: whether what the site computes could be determined. With ``variant=None``, True means that it matches
+            no known variant, and False that we could not tell.
+        needs: the features that a kernel must declare to run there.
+        refuses: the features that a kernel must not declare to run there, each with the reason.
+        declared: whether the variant is only stated (by an ``OpSlot``, a plugin's rule or transformers), not proven.
     """
 
     op_name: str
@@ -49,10 +55,10 @@ class SiteLocator(Protocol):
     """Finds the sites of one rule, and puts kernels there."""
 
     def find(self, model: Any, rule: str) -> Iterable[Site]:
-        """The sites in ``model``; reads it, and never changes it or computes on its weights."""
+        """The sites in ``model``. The model is only read: it is not changed, and its weights are not computed on."""
 
     def install(self, model: Any, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        """The changes that make ``kernel`` run at ``site``; applied one by one, as they are yielded.
+        """The changes that make ``kernel`` run at ``site``. The caller applies each one as it is yielded.
 
-        ``kernel`` is ``None`` only for rules with ``installs_eager``: select the op's eager code.
+        ``kernel`` is ``None`` only for rules with ``installs_eager``: the changes then select the op's eager code.
         """

@@ -1,7 +1,7 @@
 """Sites that modeling code declares itself with an ``OpSlot``, in a class body or at module level.
 
-A slot at module level is one object for every model of that modeling code. So it stays empty, and each bound module
-gets a clone of its ``forward`` that sees a slot of its own in the global's place.
+A slot at module level is one object, shared by every model of that modeling code. So binding leaves it empty: each
+bound module gets a clone of its ``forward`` in which the global's name refers to another slot, which holds the kernel.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from veomni_core.sites.site import Kernel, Site
 from veomni_core.slot import OpSlot
 
 _DECLARED = "declared by the modeling code"
-# Functions that a forward calls by their global names, and that name a slot: a rotary or a loss function, one deep in
-# generated modeling code.
+# How many calls to follow from a forward to a function that uses a slot. Generated modeling code needs one: the forward
+# calls a rotary or a loss function by its global name.
 _DEEPEST = 3
 
 
 class DeclaredSlots:
-    """Finds declared slots. What a slot computes is its author's word, so nothing is probed."""
+    """Finds declared slots. A slot's author states what it computes, so nothing is run to prove it."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[str, str, Kernel], OpSlot] = {}
@@ -66,7 +66,7 @@ class DeclaredSlots:
             yield ForwardChange(module, with_globals(forward, _replacements(forward, site.detail["global"], slot)))
 
     def _filled(self, site: Site, kernel: Kernel) -> OpSlot:
-        """One slot for all places of this model that have the same kernel, so that their modules stay of one class."""
+        """One slot for all sites of this model with the same kernel, so that modules bound alike share one class."""
         key = (site.op_name, site.variant or "", kernel)
         if key not in self._slots:
             self._slots[key] = OpSlot(site.op_name, site.variant or "")
@@ -80,7 +80,7 @@ def _site(slot: OpSlot, path: str, rule: str, module: nn.Module, detail: Mapping
 
 
 def _own(slot: OpSlot) -> str:
-    """What runs there unbound: someone may have put a kernel into a module's slot by hand."""
+    """What runs at the slot before binding: ``eager``, or a kernel that someone has put into the slot by hand."""
     return repr(slot.bound_kernel()) if slot.is_bound else "eager"
 
 
@@ -109,7 +109,7 @@ def _slots_reached(function: Any, depth: int = 0) -> dict[str, OpSlot]:
 
 
 def _replacements(function: Any, name: str, slot: OpSlot, depth: int = 0) -> dict[str, Any]:
-    """What ``function`` must see in place of its globals, so that it and what it calls find ``slot`` as ``name``."""
+    """The globals to replace in ``function``, so that it and the functions it calls find ``slot`` under ``name``."""
     replaced: dict[str, Any] = {}
     for each, value in _globals_of(function):
         if isinstance(value, OpSlot):
@@ -120,7 +120,7 @@ def _replacements(function: Any, name: str, slot: OpSlot, depth: int = 0) -> dic
 
 
 def _may_reach(value: Any, depth: int) -> bool:
-    """Whether ``value`` is a function of a module that declares slots; reading any other would cost and find none."""
+    """Whether ``value`` is a function of a module that declares slots; others can't reach one, so they are not read."""
     if not isinstance(value, FunctionType) or depth >= _DEEPEST:
         return False
     return any(isinstance(each, OpSlot) for layer in code_layers(value) for each in layer.__globals__.values())

@@ -1,8 +1,8 @@
 """Logits inside a graph that ``torch.compile`` traces.
 
-A graph can't hold a tensor that decides later whether it is computed. So while the model's forward is traced, a plain
-object stands for ``scale * head(hidden)``. A cross entropy of it calls the kernel; anything else gets the real logits.
-It never leaves the forward.
+A graph can't hold a tensor of which only later code decides whether it is computed. So while the model's forward is
+traced, a plain object stands for ``scale * head(hidden)``. A cross entropy of it calls the kernel; any other operation
+computes the real logits. The object never leaves the forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TracedLogits:
         self.softcap: Any = None
 
     def materialize(self) -> Tensor:
-        """The logits, by the head's own operator."""
+        """The real logits, computed with the head's own operator."""
         logits = F.linear(self.hidden, self.weight, self.bias)
         if self.capped:
             cap = 1.0 if self.softcap is None else self.softcap
@@ -71,7 +71,7 @@ class TracedLogits:
         return self if stays else self.materialize().to(*args, **kwargs)
 
     def view(self, *shape: Any) -> Any:
-        """Another shape of the positions; one that splits the vocabulary needs the logits."""
+        """Reshapes the positions; a shape that splits the vocabulary's dimension needs the real logits."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if sizes[-1] == self.shape[-1]:
             return self._over(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))

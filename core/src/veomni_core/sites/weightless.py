@@ -1,6 +1,6 @@
-"""Parts of layers that hold no attention, run on the meta device: what they give is zeros of the right shape anyway.
+"""Runs parts of layers that hold no attention on the meta device: only the shapes of their results are needed.
 
-Scans of state-space models and linear attention would take most of a probe's time.
+On the CPU, the scans of state-space models and of linear attention would take most of a probe's time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from veomni_core.sites.hollow_twin import hollow_twin
 
 
 def run_on_meta(twin: nn.Module, attention: Collection[str]) -> None:
-    """Let the children of ``twin``'s listed layers compute nothing, but for those that hold ``attention``."""
+    """Run the children of the layers in ``twin``'s module lists on meta, except for those that hold ``attention``."""
     for path, layers in list(twin.named_modules()):
         for index, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
             for name, child in layer.named_children():
@@ -30,9 +30,9 @@ def _is_listed(child: nn.Module) -> bool:
 
 
 def _without_numbers(child: nn.Module) -> Callable[..., Any]:
-    """A forward that runs ``child`` on meta, once for each form of its arguments; as it is where that fails."""
+    """A forward that runs ``child`` on meta, once for each form of its arguments; on the CPU where that fails."""
     run = child.forward
-    on_meta: list[nn.Module] = []  # made when it is called: most layers repeat an earlier one, and are not
+    on_meta: list[nn.Module] = []  # made at the first call: most layers repeat an earlier one and are never called
     given: dict[Hashable, Any] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Whether ``module`` has weights of three dimensions; what experts give has the shape of what they are given."""
+    """Whether ``module`` has weights of three dimensions, as experts do. Their output has the shape of their input."""
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return not isinstance(module, nn.modules.conv._ConvNd) and any(weight.dim() > 2 for weight in weights)
 
