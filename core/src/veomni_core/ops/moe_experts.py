@@ -72,7 +72,8 @@ def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
     """Its samples with biases, every other one with an interleaved projection.
 
     Of ``many`` elements some would come so near the limit that float32 moves them over it, and some would miss the
-    tolerances by rounding alone: there the limit is out of reach, and hidden states and biases are small.
+    tolerances by rounding alone: there the limit is out of reach, and hidden states and biases are small. Of the second
+    of these only the biases' sums over many rows are new, so its projections are frozen.
     """
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -80,6 +81,8 @@ def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
             hidden, *others = sample.args
             gate_up, draw = others[2], Draw(device, dtype, seed=number + 1)
             hidden = leaf(hidden.detach() / 2) if many else hidden
+            if many and number:
+                others[2:] = (projection.detach() for projection in others[2:])
             experts, width = gate_up.shape[:2]
             shapes, scale = ((experts, width), (experts, hidden.shape[1])), 0.25 if many else 1.0
             biases = (leaf(draw.normal(*shape, scale=scale)) for shape in shapes)
