@@ -101,8 +101,8 @@ class _Angles:
         width, turned = x.shape[-1], 2 * self.pairs
         if width % _UNIT or turned % _UNIT or width > _WIDEST_HEAD:
             raise ValueError(
-                f"quack needs heads of at most {_WIDEST_HEAD} dimensions, and head and rotary widths that are multiples "
-                f"of {_UNIT}; this head has {width} dimensions, {turned} of them rotated. Choose another "
+                f"quack needs heads of at most {_WIDEST_HEAD} dimensions, and head and rotary widths that are "
+                f"multiples of {_UNIT}; this head has {width} dimensions, {turned} of them rotated. Choose another "
                 "rotary_pos_emb kernel."
             )
         if self.whole and turned != width:
