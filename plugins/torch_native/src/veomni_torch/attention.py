@@ -1,6 +1,6 @@
 """attention by ``torch.nn.functional.scaled_dot_product_attention``, as transformers calls it.
 
-transformers' function passes over what it doesn't compute; here that is an error.
+transformers' function silently ignores arguments that it doesn't implement; this kernel raises for them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from veomni_core.ops.attention import refuse
 from veomni_core.ops.memory_layout import ALIGNMENT, aligned, begins_aligned
 
-_MOVES_16_BYTES = ("cuda",)  # device types whose kernels load so, and don't look at addresses or rows first
-_COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # in the versions whose T5 calls it, position_bias too
+_MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
+# Contains position_bias in the versions of transformers whose T5 passes it.
+_COMPUTED = inspect.signature(sdpa_attention_forward).parameters
 
 
 def sdpa(
@@ -35,19 +36,25 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
 
-    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]``, and a mask ``[B, 1 or Hq, S, L]``, boolean or
-    added, which also holds a sliding window and keeps packed sequences apart; and ``position_bias[1 or B, Hq, S, L]``.
-    Gradients reach query, key, value and the bias.
+    Gradients reach query, key, value and position_bias.
+
+    Args:
+        query: ``[B, Hq, S, D]``.
+        key: ``[B, Hk, L, D]``.
+        value: ``[B, Hk, L, Dv]``.
+        attention_mask: ``[B, 1 or Hq, S, L]``, boolean or additive. A sliding window, and the separation of packed
+            sequences, must be part of it.
+        options: Among others ``position_bias[1 or B, Hq, S, L]``.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds; or keys
-            that sparse attention chose, or sinks of one query each.
+        ValueError: a softcap, sinks or a padding mask ``[B, L]`` is requested; a window or packed sequences come
+            without a mask; or an option chooses keys by sparse attention, or sinks per query.
     """
     masked = attention_mask is not None
     refused = {
         "a softcap": softcap is not None,
         "sinks": s_aux is not None,
-        "a mask of two dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
+        "a mask of other than 4 dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
         "packed sequences without a mask": cu_seq_lens_q is not None and not masked,
     }
@@ -66,7 +73,10 @@ def sdpa(
 
 
 def _mask_of_last_queries(module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:
-    """What fewer causal queries than keys see: torch's own ``is_causal`` lets the first see the first key alone."""
+    """The causal mask ``[B, 1, S, L]`` for fewer queries than keys, aligned at the last key; ``None`` if not needed.
+
+    torch's own ``is_causal`` aligns the mask at the first key instead.
+    """
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or queries in (1, keys):
@@ -84,7 +94,7 @@ def _on_a_gpu(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The call with all of its tensors, and later the incoming gradient, where torch's kernels can read them."""
+    """Call transformers' function with operands aligned for torch's kernels; align the incoming gradient too."""
     if position_bias is not None:
         options["position_bias"] = _readable_mask(position_bias, query.dtype)
     query, key, value = map(_readable, (query, key, value))
@@ -97,7 +107,10 @@ def _on_a_gpu(
 
 
 def _backends(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) -> AbstractContextManager[None]:
-    """All, but for a bias that alone wants a gradient: torch's fused ones (2.11) keep nothing for that and raise."""
+    """Only the math backend if a mask or bias alone requires a gradient, else all backends.
+
+    In that case torch's fused backends (2.11) save nothing for backward, and raise.
+    """
     wants = [each is not None and each.requires_grad for each in added]
     if any(wants) and not any(each.requires_grad for each in (query, key, value)):
         return sdpa_kernel(SDPBackend.MATH)
@@ -105,15 +118,16 @@ def _backends(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) 
 
 
 def _readable(heads: Tensor) -> Tensor:
-    """``heads``, or a copy of them; torch pads those of odd widths itself, which copies them too."""
+    """``heads``, or an aligned copy. Heads of odd widths stay as they are: torch pads them, which copies them too."""
     return heads if heads.shape[-1] * heads.element_size() % ALIGNMENT else aligned(heads, expanded=True)
 
 
 def _readable_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """``mask`` in ``dtype``, or a copy where its address is wrong; torch pads rows, and takes boolean ones, itself.
+    """``mask`` in ``dtype``, copied if its address is not aligned. torch itself pads rows and handles boolean masks.
 
-    Its fused kernels (2.11) take a float32 mask beside bfloat16 queries and read it as bfloat16. The lowest float32,
-    which stands for what no query sees, stays finite, so that a row of nothing else is a mean and not NaN.
+    The cast is needed because torch's fused kernels (2.11) accept a float32 mask with bfloat16 queries, but read its
+    memory as bfloat16. Finite values are clamped to the dtype's range: the lowest float32 means "masked", and must stay
+    finite, so that a row in which everything is masked gives a mean and not NaN.
     """
     if not mask.is_floating_point():
         return mask
@@ -124,10 +138,10 @@ def _readable_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _zeros_or_nan(query: Tensor, key: Tensor) -> Tensor:
-    """``[B, S, Hq, 1]``: NaN where a query, or a key of its sequence, is not finite.
+    """``[B, S, Hq, 1]``: NaN where the query, or any key of its sequence, is not finite; 0 elsewhere.
 
-    torch's CPU kernel (2.13) gives zeros for a query of NaN, and finite numbers for an infinite key: without this a
-    step that is broken would pass for a good one.
+    torch's CPU kernel (2.13) returns zeros for a NaN query and finite numbers for an infinite key. Without this term a
+    diverged model would look healthy.
     """
     queries = (query * 0.0).sum(dim=-1, keepdim=True).transpose(1, 2)
     return queries + (key * 0.0).sum(dim=(1, 2, 3)).view(-1, 1, 1, 1)
