@@ -1,4 +1,4 @@
-"""``veomni train JOB.yaml``: the command line. What trains is imported only when it runs."""
+"""``veomni train JOB.yaml``: the command line. The training code is imported only when the command runs."""
 
 from __future__ import annotations
 
