@@ -106,5 +106,5 @@ def test_the_first_call_is_announced_once(caplog):
             with first_call("a product", torch.bfloat16, 64):
                 pass
     before, after = (record.getMessage() for record in caplog.records)
-    assert before.startswith("QuACK: first call of a product (torch.bfloat16, 64): compiled now")
+    assert before.startswith("QuACK: first call of a product (torch.bfloat16, 64): compiling takes")
     assert after.startswith("QuACK: a product (torch.bfloat16, 64) ready after")

@@ -88,15 +88,18 @@ def _dense(
         # Scaled here: the documentation contradicts itself on whether the operator scales the added mask too.
         query = query * options["scale"]
         options |= {"pse": mask.to(query.dtype).expand(*query.shape[:3], key.shape[2]), "scale": 1.0}
+    # [B, H, S, D] to [B, S, H, D]
     return _attend([heads.transpose(1, 2) for heads in (query, key, value)], "BSND", options)
 
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, causal: bool, options: Any
 ) -> Tensor:
+    # Reads the boundaries on the host; without the leading 0, they are the end of each sequence.
     options |= {"actual_seq_qlen": query_starts[1:].tolist(), "actual_seq_kvlen": key_starts[1:].tolist()}
     if causal:
         options |= _causal(query.device)
+    # [1, H, T, D] to [T, H, D]
     return _attend([heads[0].transpose(0, 1) for heads in (query, key, value)], "TND", options).unsqueeze(0)
 
 

@@ -48,7 +48,7 @@ def causal(
     divisor: Any = num_items_in_batch
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)
-    differentiate = torch.is_grad_enabled()  # asked here: inside a Function, grad mode is always off
+    differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
     total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
     return total / divisor  # type: ignore[no-any-return]
 

@@ -40,7 +40,9 @@ def veomni_kernels() -> list[KernelSpec]:
         *_kernels("npu", "rotary_pos_emb", ("full", "partial"), "npu_rotary_mul; saves only cos and sin"),
         *_kernels("npu", "rotary_pos_emb_vision", ("full",), "npu_rotary_mul in float32; saves only cos and sin"),
         *_kernels("npu", "swiglu_mlp", ("standard",), "npu_swiglu, after a copy of gate and up into one tensor"),
-        *_kernels("npu", "cross_entropy_loss", ("causal",), "one chunk of tokens at a time, differentiated at once"),
+        *_kernels(
+            "npu", "cross_entropy_loss", ("causal",), "logits and their gradient for one chunk of tokens at a time"
+        ),
         *_kernels("fused_npu", "moe_experts", ("standard",), "npu_moe_token_permute, npu_grouped_matmul, npu_swiglu"),
         *_kernels("npu_fusion_attention", "attention", ("standard",), "dense, causal and packed", False, _FEATURES),
     ]

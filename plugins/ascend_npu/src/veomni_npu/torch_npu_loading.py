@@ -36,7 +36,7 @@ def load_torch_npu() -> Any:
         with _without_autoload():
             importlib.import_module("torch")
             return importlib.import_module("torch_npu")
-    except Exception as error:  # whatever the library raises while it is imported is a reason to report
+    except Exception as error:  # an import may raise anything; report it
         raise TorchNpuError(_explained(error)) from error
 
 

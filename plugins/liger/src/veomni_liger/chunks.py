@@ -21,6 +21,6 @@ def chunk_multiple(tokens: int, width: int, vocabulary: int, element_size: int) 
     """
     rows = LOGITS_BYTES // (vocabulary * element_size)
     if tokens <= rows:
-        return vocabulary  # one chunk, whatever the width
+        return vocabulary  # large enough for a single chunk at any width
     chunks = math.ceil(tokens / (1 << max(rows, 1).bit_length() - 1))
     return max(1, (vocabulary - 1) // (width * (chunks - 1)))

@@ -23,7 +23,7 @@ def part(name: str, attribute: str) -> Any:
     """
     try:
         return getattr(importlib.import_module(f"liger_kernel.ops.{name}"), attribute)
-    except Exception as error:  # whatever the library raises while it is imported is a reason to report
+    except Exception as error:  # an import may raise anything; report it
         raise ImportError(_explained(error)) from error
 
 

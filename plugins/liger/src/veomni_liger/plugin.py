@@ -22,7 +22,13 @@ def veomni_kernels() -> list[KernelSpec]:
     norms = ("standard", "cast_after", "offset", "unweighted")
     return [
         *_kernels("liger_kernel", "rms_norm", norms, _ROWS, "one pass forward and one backward, not in place"),
-        *_kernels("liger_kernel", "rotary_pos_emb", ("full", "partial", "half_width"), _ROWS, "in place, on a copy"),
+        *_kernels(
+            "liger_kernel",
+            "rotary_pos_emb",
+            ("full", "partial", "half_width"),
+            _ROWS,
+            "Liger's in-place rotation, on a copy",
+        ),
         *_kernels("liger_kernel", "swiglu_mlp", ("standard", "gelu_tanh"), _ROWS, "saves only its inputs"),
         *_kernels("liger_kernel", "cross_entropy_loss", ("causal",), _HEAD, "one chunk of tokens at a time"),
         *_kernels("liger_kernel", "cross_entropy_loss", ("seq_cls",), _HEAD, "in float32, on a copy of the logits"),
@@ -32,7 +38,7 @@ def veomni_kernels() -> list[KernelSpec]:
             variant="standard",
             factory="veomni_liger.moe_experts:standard",
             hardware=_GPU,
-            description="gather, product and activation in one, in pinned configurations",
+            description="gather, GEMM and activation in one kernel, with pinned configurations",
             preference=_EXPERTS,
             deterministic=False,  # the routing weights' gradients are summed by atomics
             dtypes=("bfloat16", "float16"),  # float32 is multiplied as TF32, which misses the contract

@@ -31,9 +31,9 @@ def first_call(kernel: str, *parameters: object) -> Iterator[None]:
     if key in _called:
         yield
         return
-    where = f"kept in {get_cache_path()}" if CACHE_ENABLED else "not kept, since QUACK_CACHE_ENABLED is not 1"
+    where = f"cached in {get_cache_path()}" if CACHE_ENABLED else "not cached, since QUACK_CACHE_ENABLED is not 1"
     shown = ", ".join(map(str, parameters))
-    logger.info("QuACK: first call of %s (%s): compiled now, in seconds, unless it is cached; %s", kernel, shown, where)
+    logger.info("QuACK: first call of %s (%s): compiling takes seconds, unless it is cached; %s", kernel, shown, where)
     started = time.perf_counter()
     yield
     _called.add(key)

@@ -51,14 +51,16 @@ _ROTATIONS = (
 def veomni_kernels() -> list[KernelSpec]:
     """All kernels. Each is deterministic in forward and backward."""
     return [
-        *_kernels("quack", "rms_norm", ("cast_after", "offset", "unweighted"), "one pass each way", 50),
-        *_kernels("quack", "rms_norm", ("standard",), "QuACK's norm, then the weight in a pass of its own", 40),
+        *_kernels(
+            "quack", "rms_norm", ("cast_after", "offset", "unweighted"), "one kernel forward and one backward", 50
+        ),
+        *_kernels("quack", "rms_norm", ("standard",), "QuACK's norm, then a separate pass for the weight", 40),
         *_kernels("quack", "rotary_pos_emb", _ROTATIONS, "one pass per tensor, not in place", 50),
         *_kernels(
             "quack",
             "cross_entropy_loss.kernel",
             ("causal",),
-            "logits and their gradient a chunk of tokens at a time",
+            "logits and their gradient for one chunk of tokens at a time",
             50,
             _HALF,
         ),
@@ -66,7 +68,7 @@ def veomni_kernels() -> list[KernelSpec]:
             "fused_quack",
             "moe_experts.kernel",
             ("standard",),
-            "gather and SwiGLU inside the grouped products",
+            "gather and SwiGLU inside the grouped GEMMs",
             55,
             _HALF,
         ),

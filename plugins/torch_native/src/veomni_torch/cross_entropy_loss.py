@@ -50,7 +50,7 @@ def causal(
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)
     hidden, weight, bias = product_operands("chunk_loss", hidden=hidden, weight=weight, bias=bias)
-    differentiate = torch.is_grad_enabled()  # asked here: inside a Function, grad mode is always off
+    differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
     total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
     return total / divisor  # type: ignore[no-any-return]
 
@@ -80,7 +80,7 @@ class _SumOfLosses(Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden.shape[0], weight.shape[0], hidden.device):
             states, counts = hidden[rows], labels[rows] != ignore_index  # [rows, H], [rows]
-            targets = torch.where(counts, labels[rows], 0)
+            targets = torch.where(counts, labels[rows], 0)  # any valid index: ignored rows are zeroed below
             logits, slope = _logits(F.linear(states, weight, bias), softcap, scale)
             losses, dlogits = _losses(logits, targets, hidden.dtype, any(wanted))
             del logits

@@ -49,7 +49,7 @@ def veomni_kernels() -> list[KernelSpec]:
             op_name="cross_entropy_loss",
             variant="causal",
             factory="veomni_torch.cross_entropy_loss:causal",
-            description="projects and differentiates one chunk of tokens at a time",
+            description="logits and their gradient for one chunk of tokens at a time",
             preference=_PREFERENCE,
         ),
         *(

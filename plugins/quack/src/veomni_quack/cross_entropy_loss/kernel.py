@@ -37,7 +37,7 @@ def causal(
     """
     hidden, weight, bias = product_operands("quack", hidden=hidden, weight=weight, bias=bias)
     check_dtypes("quack", hidden, weight)
-    # Asked here: inside the operator grad mode is off.
+    # Read here: inside the operator, grad mode is off.
     learns = torch.is_grad_enabled()
     wants_hidden = learns and hidden.requires_grad
     wants_weights = learns and (weight.requires_grad or (bias is not None and bias.requires_grad))

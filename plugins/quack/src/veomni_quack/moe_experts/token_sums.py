@@ -19,7 +19,9 @@ from veomni_quack.moe_experts.routing import Routing
 
 
 def _weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """``[T, H]`` from ``rows[N + 1, H]``, the row of each route ``places[T, K]`` and ``weights[T, K]``."""
     wide = torch.promote_types(rows.dtype, torch.float32)
+    # K terms [T, H], added in the order of k.
     terms = (rows[places[:, k]].to(wide) * weights[:, k, None].to(wide) for k in range(places.shape[1]))
     return sum(terms, start=rows.new_zeros((), dtype=wide)).to(rows.dtype)
 
