@@ -88,7 +88,7 @@ def test_keys_behind_the_mask_are_a_static_caches_and_not_read(kernel):
         here = [each[row : row + 1] for each in (query[:, :, 5:6], key[:, :, first:6], value[:, :, first:6])]
         alone, _ = kernel(AttentionModule(2), *here, None)
         torch.testing.assert_close(found[row], alone[0], rtol=1e-2, atol=1e-2)
-    with pytest.raises(ValueError, match="padding by a mask of 10 positions"):
+    with pytest.raises(ValueError, match="a padding mask of 10 positions for 9 queries and 9 keys"):
         kernel(AttentionModule(2), query, key, value, torch.ones(2, 10))
 
 
@@ -151,7 +151,7 @@ def test_what_a_library_can_not_compute_is_refused_with_what_it_was(kernel):
     ):
         kernel(module, *inputs, torch.ones(1, 1, 12, 12))
     bounds = torch.tensor([0, 12])
-    with pytest.raises(ValueError, match="batch of one, this one has 2"):
+    with pytest.raises(ValueError, match="need batch size 1, this batch has 2"):
         kernel(module, *heads(batch=2), None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     with pytest.raises(ValueError, match="heads of 264"):
         kernel(module, *heads(width=264), None)

@@ -51,14 +51,14 @@ def test_angles_of_their_own_for_each_sequence():
 
 def test_a_head_of_odd_width_is_refused_before_anything_runs():
     x, angles = torch.randn(1, 2, 5, 12, device="cuda"), torch.zeros(1, 5, 12, device="cuda")
-    with pytest.raises(ValueError, match=r"multiples of 8; this head has 12 dimensions, 12 of them turned"):
+    with pytest.raises(ValueError, match=r"multiples of 8; this head has 12 dimensions, 12 of them rotated"):
         spec_of("rotary_pos_emb", "full").load()(x, x, angles, angles)
 
 
 def test_angles_of_the_wrong_width_and_other_layouts_are_refused():
     full = spec_of("rotary_pos_emb", "full").load()
     x, narrow, wide = (torch.randn(*shape, device="cuda") for shape in ((1, 2, 5, 32), (1, 5, 16), (1, 5, 32)))
-    with pytest.raises(ValueError, match="cos turns 16 of a head's 32 dimensions"):
+    with pytest.raises(ValueError, match="cos covers 16 of a head's 32 dimensions"):
         full(x, x, narrow, narrow)
     with pytest.raises(ValueError, match="unsqueeze_dim is 0, expected 1 or 2"):
         full(x, x, wide, wide, unsqueeze_dim=0)

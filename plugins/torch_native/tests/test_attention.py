@@ -27,7 +27,7 @@ def heads():
     [
         (None, {"softcap": 50.0}, "sdpa does not compute a softcap; choose flash_attention_2, 3 or 4"),
         (None, {"s_aux": torch.zeros(2)}, "sdpa does not compute sinks"),
-        (torch.ones(1, 9, dtype=torch.bool), {}, "a mask of two dimensions"),
+        (torch.ones(1, 9, dtype=torch.bool), {}, "a mask of other than 4 dimensions"),
         (None, {"sliding_window": 8}, "a sliding window without a mask"),
         (None, {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "packed sequences without a mask"),
         (None, {"softcap": 50.0, "s_aux": torch.zeros(2)}, "a softcap and sinks"),

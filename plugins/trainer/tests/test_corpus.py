@@ -102,7 +102,7 @@ def test_validation_sequences_are_spread_and_not_trained_on(tmp_path: Path) -> N
 def test_too_little_text_is_named(folder: Path) -> None:
     with pytest.raises(JobFileError, match="6 tokens are fewer than one sequence of 64"):
         read_corpus(DataSection(files=str(folder), sequence_length=64), ByteTokenizer())
-    with pytest.raises(JobFileError, match=r"0.01 of 3 sequences leaves one side without any"):
+    with pytest.raises(JobFileError, match=r"0.01 of 3 sequences leaves none to train on or none to validate"):
         read_corpus(DataSection(files=str(folder), sequence_length=2, validation_fraction=0.01), ByteTokenizer())
 
 
@@ -128,7 +128,7 @@ def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
 def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match=r"there is no file byte\. Write bytes, .* Did you mean 'bytes'\?"):
         load_tokenizer("byte")
-    with pytest.raises(JobFileError, match="none of the usual is there"):
+    with pytest.raises(JobFileError, match="it has none of the usual ones"):
         load_tokenizer(str(_tokenizer_file(tmp_path)))
     with pytest.raises(JobFileError, match=r"has no token '<eoss>'. Did you mean '<eos>'\?"):
         load_tokenizer(str(_tokenizer_file(tmp_path)), "<eoss>")

@@ -79,7 +79,7 @@ def test_weights_alone_name_a_model(job_data: dict[str, Any]) -> None:
         ("data", "validation_fraction", 0.9, "data.validation_fraction: must be less than or equal to 0.5, got 0.9"),
         ("model", "config", 3, "model.config: must be text or a mapping, got 3 (integer)"),
         ("model", "config", None, "model: needs config (a mapping with model_type, a path, or a Hub id), or weights"),
-        ("train", "validate_every", 2, "train.validate_every has nothing to validate on without data.validation_fr"),
+        ("train", "validate_every", 2, "train.validate_every needs sequences to validate on; set data.validation_fr"),
         ("train", "warmup", 5, "train.warmup is 5 steps, but train.steps is 4"),
         ("model", "dtype", "float8", "model.dtype: must be 'float32', 'bfloat16' or 'float16', got 'float8' (text)"),
         ("model", "dtype", "float16", "model.dtype: float16 holds nothing below 6e-8, so weights"),

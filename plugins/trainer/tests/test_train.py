@@ -194,7 +194,7 @@ def test_a_run_that_is_complete_says_so(
     train(job_data, "train.steps=6", resume=True)
     assert "changed since: train.steps: 4 -> 6" in capsys.readouterr().out
     assert len(losses(run)) == 6
-    with pytest.raises(ConfigError, match=r"train\.steps is 3, but .*checkpoint-6 is further already"):
+    with pytest.raises(ConfigError, match=r"train\.steps is 3, but .*checkpoint-6 is already past that"):
         train(job_data, "train.steps=3", resume=True)
 
 

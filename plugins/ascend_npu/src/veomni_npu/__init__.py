@@ -1,1 +1,1 @@
-"""Ascend NPU kernels; ``plugin`` describes them, ``device`` sees the NPU, one file per op holds its kernels."""
+"""Ascend NPU kernels: ``plugin`` declares them, ``device`` detects the NPU, each op has its own file."""

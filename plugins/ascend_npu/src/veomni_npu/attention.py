@@ -1,7 +1,7 @@
-"""attention by ``npu_fusion_attention``: dense, causal, and over packed sequences of several lengths.
+"""attention by ``npu_fusion_attention``: dense, causal and packed (varlen) sequences.
 
-Limits: at most 256 query heads, a multiple of the key heads; heads of at most 768, equally wide in queries and keys.
-The operator takes its mask with the masked positions true, and a causal one as a triangle of 2048 x 2048 at any length.
+Limits: at most 256 query heads, a multiple of the key heads; heads at most 768 wide, with queries as wide as keys. In
+the operator's mask, True means masked. For causal attention of any length it takes a 2048 x 2048 triangle as the mask.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from veomni_core.ops.autocast import cast_as_autocast
 from veomni_npu.operators import npu
 
 _TRIANGLE = 2048
-# The operator's sparse_mode: the whole mask is given, or it is causal, the last positions aligned.
+# The operator's sparse_mode: a whole mask is given, or attention is causal and the last query is at the last key.
 _WHOLE_MASK, _CAUSAL = 1, 3
-_ROWS_MAY_BE_MASKED = 2  # its inner_precise: exact also where a whole row of the mask is true
+_ROWS_MAY_BE_MASKED = 2  # inner_precise: also exact for rows in which every position is masked
 _NOT_COMPUTED = ("softcap", "s_aux")
 
 
@@ -39,32 +39,40 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, D]``, and ``None`` for the weights.
 
-    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, D]``; under autocast they take its dtype. A boolean
-    mask keeps what is true; another one is added, and takes ``[B, Hq, S, L]`` of memory. Without a mask the attention
-    is causal where ``is_causal``, or else the module, says so. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int,
-    ``[sequences + 1]``, from 0) say where packed sequences begin, and take the mask's place; the operator wants them on
-    the host, so handing them over there saves a wait for the device in every layer. Gradients reach query, key and
-    value.
+    Gradients reach query, key and value. Under autocast these are cast to its dtype.
+
+    Args:
+        query: ``[B, Hq, S, D]``.
+        key: ``[B, Hk, L, D]``.
+        value: ``[B, Hk, L, D]``.
+        attention_mask: ``[B, 1 or Hq, S, L]``. A boolean mask is True where attention is allowed. Any other mask is
+            added to the scores, and takes the memory of ``[B, Hq, S, L]``.
+        is_causal: Whether attention without a mask is causal; by default ``module.is_causal``.
+        cu_seq_lens_q: Boundaries of packed sequences, ``[sequences + 1]`` integers that begin with 0. They replace the
+            mask. The operator needs them on the host: pass CPU tensors, or every layer waits for the device.
+        cu_seq_lens_k: As ``cu_seq_lens_q``.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask are asked for; a sliding window that no mask holds; or packed
-            sequences with a sliding window, or in a batch.
+        ValueError: a softcap, sinks or a padding mask are requested; a sliding window comes without a mask; or packed
+            sequences come with a sliding window or a batch size other than 1.
     """
     refuse("npu_fusion_attention", kwargs)
     query, key, value = map(cast_as_autocast, (query, key, value))
     asked = [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]
     if asked:
-        raise ValueError(f"npu_fusion_attention does not compute {' and '.join(asked)}")
+        raise ValueError(f"npu_fusion_attention does not compute {' and '.join(asked)}; choose eager")
     causal = module.is_causal if is_causal is None else is_causal
     options = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "keep_prob": 1.0 - dropout}
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         if attention_mask is not None and attention_mask.dim() != 4:
             raise ValueError(f"npu_fusion_attention takes a mask of 4 dimensions, not {attention_mask.dim()}")
         if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
-            raise ValueError("npu_fusion_attention takes a sliding window in its mask, and there is none")
+            raise ValueError("npu_fusion_attention computes a sliding window only by a mask; pass a mask with it")
         return _dense(query, key, value, attention_mask, causal, options), None
     if sliding_window is not None or query.shape[0] != 1:
-        raise ValueError("packed sequences are computed in a batch of one and without a sliding window")
+        raise ValueError(
+            "npu_fusion_attention computes packed sequences only in a batch of one and without a sliding window"
+        )
     return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, causal, options), None
 
 
@@ -77,23 +85,26 @@ def _dense(
     elif mask.dtype == torch.bool:
         options |= {"atten_mask": ~mask, "sparse_mode": _WHOLE_MASK, "inner_precise": _ROWS_MAY_BE_MASKED}
     else:
-        # Scaled here, since the documentation has it both ways whether the operator scales what is added.
+        # Scaled here: the documentation contradicts itself on whether the operator scales the added mask too.
         query = query * options["scale"]
         options |= {"pse": mask.to(query.dtype).expand(*query.shape[:3], key.shape[2]), "scale": 1.0}
+    # [B, H, S, D] to [B, S, H, D]
     return _attend([heads.transpose(1, 2) for heads in (query, key, value)], "BSND", options)
 
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, causal: bool, options: Any
 ) -> Tensor:
+    # Reads the boundaries on the host; without the leading 0, they are the end of each sequence.
     options |= {"actual_seq_qlen": query_starts[1:].tolist(), "actual_seq_kvlen": key_starts[1:].tolist()}
     if causal:
         options |= _causal(query.device)
+    # [1, H, T, D] to [T, H, D]
     return _attend([heads[0].transpose(0, 1) for heads in (query, key, value)], "TND", options).unsqueeze(0)
 
 
 def _attend(heads: list[Tensor], layout: str, options: dict[str, Any]) -> Tensor:
-    """The result for query, key and value of ``[..., heads, D]``."""
+    """The output for query, key and value, each ``[..., heads, D]``: ``[B, S, H, D]`` or, packed, ``[T, H, D]``."""
     result = npu.npu_fusion_attention(*heads, heads[0].shape[-2], layout, **options)
     return result[0]  # type: ignore[no-any-return]
 
@@ -104,6 +115,7 @@ def _causal(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _triangle(device: torch.device) -> Tensor:
-    """True above the diagonal; 4 MiB, kept for the process."""
-    with torch.inference_mode(False):  # or training that follows an evaluation could not keep it for backward
+    """The causal mask: True above the diagonal. 4 MiB, cached for the process."""
+    # Not an inference tensor, which autograd could not save if training follows an evaluation.
+    with torch.inference_mode(False):
         return torch.ones(_TRIANGLE, _TRIANGLE, dtype=torch.bool, device=device).triu(1)

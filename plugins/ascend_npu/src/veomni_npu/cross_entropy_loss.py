@@ -1,7 +1,9 @@
-"""Causal cross entropy, one chunk of tokens at a time, so that the logits of all tokens never exist together.
+"""Causal linear cross entropy, one chunk of tokens at a time: not all logits exist at once.
 
-A chunk's gradients are taken while its logits are there; backward only scales them. ``labels`` arrive shifted, so the
-loss of a sequence classifier, whose labels do not, is another variant and stays eager.
+Forward computes a chunk's gradients while its logits exist; backward only scales them. ``labels`` are already shifted.
+A sequence classifier's loss, whose labels are not shifted, is another variant and stays eager.
+
+Shapes: T tokens, H hidden size, V vocabulary, rows = tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 
 IGNORED = -100
-# Bytes of float32 logits held at a time; not tuned, for no NPU was at hand.
+# Bytes of float32 logits held at a time. Not tuned: no NPU was available.
 CHUNK_BYTES = 1 << 30
 _FEWEST_ROWS = 128
 
@@ -34,10 +36,10 @@ def causal(
 ) -> Tensor:
     """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
 
-    Logits are multiplied by ``scale``, then bounded by ``softcap * tanh(logits / softcap)``, in float32. With
-    ``num_items_in_batch`` the sum is divided by it. Where no label counts, the loss and its gradients are zero.
-    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32. Under autocast
-    the logits are computed in its dtype.
+    Logits are multiplied by ``scale``, then replaced by ``softcap * tanh(logits / softcap)``, in float32. If
+    ``num_items_in_batch`` is given, the sum of the losses is divided by it instead of by the number of labels. If every
+    label is ignored, the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of
+    weight and bias are summed in float32. Under autocast the logits are computed in its dtype.
 
     Raises:
         TypeError: hidden, weight and bias differ in dtype, and autocast is off.
@@ -46,7 +48,7 @@ def causal(
     divisor: Any = num_items_in_batch
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)
-    differentiate = torch.is_grad_enabled()  # of no use inside a Function, where it is always off
+    differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
     total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
     return total / divisor  # type: ignore[no-any-return]
 
@@ -77,7 +79,7 @@ class _SumOfLosses(Function):
             total += losses.sum()
             if not any(wanted):
                 continue
-            dlogits *= slope
+            dlogits *= slope  # chain rule through scale and softcap
             if dbias is not None:
                 dbias += dlogits.sum(dim=0)
             dlogits = dlogits.to(hidden.dtype)
@@ -100,7 +102,7 @@ class _SumOfLosses(Function):
 
 
 def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple[Tensor, Tensor | float]:
-    """The logits after scale and softcap, and their derivative by the projection."""
+    """The logits after scale and softcap, and their derivative by the unscaled logits."""
     slope: Tensor | float = 1.0 if scale is None else scale
     logits = logits * slope
     if softcap is None:
@@ -110,10 +112,11 @@ def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Each row's loss, zero where the label does not count, and the derivative of their sum by the logits."""
+    """Each row's loss, 0 for an ignored label, and the gradient of the losses' sum by ``logits[rows, V]``."""
     counts = (labels != ignore_index).unsqueeze(1)
     targets = torch.where(counts, labels.unsqueeze(1), 0)
     log_probabilities = torch.log_softmax(logits, dim=-1)
     picked = log_probabilities.gather(1, targets)
+    # softmax - 1 at the label, computed as expm1 of the log probability, which is accurate near 0.
     dlogits = log_probabilities.exp().scatter(1, targets, picked.expm1())
     return torch.where(counts, -picked, 0.0), torch.where(counts, dlogits, 0.0)

@@ -1,4 +1,4 @@
-"""The device type ``npu``: what torch_npu sees of it on this machine."""
+"""Detects the NPUs of this machine by torch_npu."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from veomni_npu.torch_npu_loading import load_torch_npu
 
 
 def detect() -> Hardware | None:
-    """The NPUs here, with the product's name as CANN spells it (``Ascend910B3``); ``None`` where there is none.
+    """The NPUs of this machine, named as CANN names them (``Ascend910B3``); ``None`` if there are none.
 
     Raises:
-        TorchNpuError: torch_npu is installed and can't be loaded.
+        TorchNpuError: torch_npu is installed but can't be loaded.
     """
     torch_npu = load_torch_npu()
     count = 0 if torch_npu is None else torch_npu.npu.device_count()

@@ -1,4 +1,4 @@
-"""torch_npu's operators, ``torch.ops.npu``. Empty where torch_npu is not installed, so that kernels can be imported."""
+"""torch_npu's operators, ``torch.ops.npu``. Empty without torch_npu, so that the kernels can be imported anyway."""
 
 from __future__ import annotations
 

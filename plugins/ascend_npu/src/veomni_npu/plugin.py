@@ -1,4 +1,4 @@
-"""Describes the kernels and the device to veomni-core. Imports neither torch nor torch_npu."""
+"""Declares the kernels and the device to veomni-core. Imports neither torch nor torch_npu."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ _PRESET = {
 
 @hookimpl
 def veomni_devices() -> list[DeviceSpec]:
-    """The device type ``npu``, with the training products of two generations, and ``preset: npu``."""
+    """The device type ``npu``, with the training NPUs of two generations by name, and ``preset: npu``."""
     named = {
         "ascend-910b": Hardware("npu", name="Ascend 910B"),
         "ascend-910_93": Hardware("npu", name="Ascend 910_93"),
@@ -32,15 +32,17 @@ def veomni_devices() -> list[DeviceSpec]:
 
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
-    """Every kernel calls operators of torch_npu; their documented limits stand in the kernels' docstrings."""
+    """The kernels, which call torch_npu's operators; the kernels' docstrings state the operators' documented limits."""
     norms = ("standard", "cast_after", "offset", "unweighted")
     return [
-        # CANN documents aclnnRmsNormGrad as not deterministic by default, and promises nothing of the attention's.
+        # CANN documents aclnnRmsNormGrad as not deterministic by default. For attention it promises nothing.
         *_kernels("npu", "rms_norm", norms, "npu_rms_norm", deterministic=False),
         *_kernels("npu", "rotary_pos_emb", ("full", "partial"), "npu_rotary_mul; saves only cos and sin"),
         *_kernels("npu", "rotary_pos_emb_vision", ("full",), "npu_rotary_mul in float32; saves only cos and sin"),
         *_kernels("npu", "swiglu_mlp", ("standard",), "npu_swiglu, after a copy of gate and up into one tensor"),
-        *_kernels("npu", "cross_entropy_loss", ("causal",), "one chunk of tokens at a time, differentiated at once"),
+        *_kernels(
+            "npu", "cross_entropy_loss", ("causal",), "logits and their gradient for one chunk of tokens at a time"
+        ),
         *_kernels("fused_npu", "moe_experts", ("standard",), "npu_moe_token_permute, npu_grouped_matmul, npu_swiglu"),
         *_kernels("npu_fusion_attention", "attention", ("standard",), "dense, causal and packed", False, _FEATURES),
     ]

@@ -1,8 +1,8 @@
 """rms_norm by ``npu_rms_norm``, which multiplies by ``gamma`` in float32 and rounds once.
 
-So it gives ``cast_after`` and ``offset`` in one pass, while ``standard``, which rounds before the weight, multiplies by
-the weight in a pass of its own. ``gamma`` has x's dtype or float32: CANN documents both for ``aclnnRmsNorm`` and
-``aclnnRmsNormGrad`` on Atlas A2 and A3. ``x`` has up to 8 dimensions, strided or not.
+So ``cast_after`` and ``offset`` are one pass. ``standard`` rounds before it multiplies by the weight, so that product
+is a separate pass. ``gamma`` is in x's dtype or float32: CANN documents both for ``aclnnRmsNorm`` and
+``aclnnRmsNormGrad`` on Atlas A2 and A3. ``x`` has up to 8 dimensions and any strides.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
 
 
 def _scaled(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    rows = x if x.dim() > 1 else x.unsqueeze(0)  # the operator takes no single dimension
+    rows = x if x.dim() > 1 else x.unsqueeze(0)  # the operator doesn't take one-dimensional tensors
     return npu.npu_rms_norm(rows, gamma, eps)[0].view(x.shape)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Rotations by ``npu_rotary_mul``, whose backward is a rotation too: only ``cos`` and ``sin`` are saved.
+"""Rotations by ``npu_rotary_mul``. Backward is a rotation too, so only ``cos`` and ``sin`` are saved.
 
 Limits without ``jit_compile``: heads of an even width below 896; batch and heads below 1000 each; ``cos`` and ``sin``
-within [-1, 1] (which those of YaRN, scaled by its attention factor, exceed).
+within [-1, 1] (YaRN's exceed that, because its attention factor scales them).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from veomni_npu.operators import npu
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin`` in the wider of the dtypes of ``x`` and ``cos``, rounded to x's.
+    """``x * cos + rotate_half(x) * sin``, computed in the wider dtype of ``x`` and ``cos``, rounded to x's dtype.
 
-    ``x[B, N, S, D]`` with ``cos[B or 1, 1, S, D]``, or ``x[B, S, N, D]`` with ``cos[B or 1, S, 1, D]``. The gradient
-    reaches ``x`` alone.
+    ``x[B, N, S, D]`` with ``cos[B or 1, 1, S, D]``, or ``x[B, S, N, D]`` with ``cos[B or 1, S, 1, D]``; N heads. Only
+    ``x`` gets a gradient.
     """
     return _Rotation.apply(x, cos.detach(), sin.detach())  # type: ignore[no-any-return]
 
@@ -35,6 +35,7 @@ class _Rotation(Function):
     @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        # The transposed rotation: sin's halves swapped, with the opposite sign.
         return _rotate(dy, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
 
 

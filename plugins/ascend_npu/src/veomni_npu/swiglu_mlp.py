@@ -1,6 +1,6 @@
 """swiglu_mlp by ``npu_swiglu``, which takes gate and up as the halves of one tensor, gate first.
 
-A model that computes them by two linears pays one copy into that layout; backward keeps the copy and nothing else.
+If a model computes gate and up by two linears, they are copied into that layout. Only the copy is saved for backward.
 """
 
 from __future__ import annotations

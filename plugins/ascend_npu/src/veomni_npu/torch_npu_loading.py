@@ -1,7 +1,7 @@
-"""Loads torch_npu, and says what is wrong with its installation where it can't be loaded. Imports no torch by itself.
+"""Imports torch_npu; if that fails, the error says what is wrong. Importing this module doesn't import torch.
 
-PyTorch loads an installed torch_npu when it is imported, and fails as a whole where torch_npu does, with a message that
-names no cause. So torch is imported here without that, and torch_npu after it.
+``import torch`` automatically loads an installed torch_npu. If torch_npu fails to load, ``import torch`` fails too,
+with a message that names no cause. So this module imports torch with autoload turned off, and then torch_npu.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class TorchNpuError(ImportError):
-    """torch_npu is installed and can't be loaded; the message says why, and what to do."""
+    """torch_npu is installed but can't be loaded; the message says why and what to do."""
 
 
 def load_torch_npu() -> Any:
-    """Import torch_npu and give the module, or ``None`` where it is not installed.
+    """Import torch_npu and return the module, or ``None`` if it is not installed.
 
     Raises:
-        TorchNpuError: it is made for another version of torch, CANN is missing, or its import failed otherwise.
+        TorchNpuError: torch_npu is built for another version of torch, CANN is missing, or the import failed otherwise.
     """
     if importlib.util.find_spec("torch_npu") is None:
         return None
@@ -36,18 +36,18 @@ def load_torch_npu() -> Any:
         with _without_autoload():
             importlib.import_module("torch")
             return importlib.import_module("torch_npu")
-    except Exception as error:  # whatever the library raises while it is imported is a reason to report
+    except Exception as error:  # an import may raise anything; report it
         raise TorchNpuError(_explained(error)) from error
 
 
 def _check_torch_version() -> None:
-    """Each release of torch_npu is built for the release of torch that has its number."""
+    """Raise unless torch and torch_npu have the same release number: torch_npu is built for exactly that torch."""
     torch_version, own_version = (importlib.metadata.version(name) for name in ("torch", "torch-npu"))
     if Version(torch_version).release[:3] != (release := Version(own_version).release[:3]):
         number = ".".join(map(str, release))
         raise TorchNpuError(
-            f"torch_npu {own_version} is built for torch {number}, but torch {torch_version} is installed: give both "
-            "one number"
+            f"torch_npu {own_version} is built for torch {number}, but torch {torch_version} is installed: install "
+            "the same version of both"
         )
 
 

@@ -1,7 +1,11 @@
-"""What the FlashAttention libraries have in common: no mask, but lengths. From transformers' call to theirs, and back.
+"""Shared by the FlashAttention adapters: turns transformers' attention call into a dense or a varlen call, and back.
 
-A library gives two calls: one for a batch ``[B, S, H, D]`` of full sequences, and one for sequences of several lengths
-one after the other, ``[T, H, D]``, with their bounds.
+FlashAttention takes no mask. A library has two entry points: dense, for a batch ``[B, S, H, D]`` of equally long
+sequences, and varlen, for packed sequences ``[T, H, D]`` with their boundaries (``cu_seqlens``). A padding mask becomes
+a varlen call without the padding.
+
+Shapes: B batch, S queries and L keys per sequence, T queries and U keys in total, Hq query heads, Hk key heads, D width
+of query and key heads, Dv width of value heads.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ _WIDEST = 256
 
 @dataclass(frozen=True)
 class Options:
-    """What the scores go through. ``window`` is how many keys to each side a query sees, or ``None`` for all."""
+    """The options of one call. ``window``: how many keys a query sees to each side of its own; ``None`` for all."""
 
     scaling: float
     causal: bool
@@ -34,7 +38,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where sequences begin and end: int32 ``[sequences + 1]`` from 0, contiguous; and the longest or a bound of it."""
+    """Boundaries of packed sequences: ``cu_seqlens`` of queries and keys, and an upper bound on their lengths.
+
+    ``queries`` and ``keys`` are contiguous int32 ``[sequences + 1]`` that begin with 0.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -43,20 +50,20 @@ class Bounds:
 
 
 class Library(Protocol):
-    """One FlashAttention package. ``refuses`` gives sentences on what it can't compute of a call."""
+    """One FlashAttention package."""
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """The kernel's name in the config."""
 
     def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
-        """Why not; empty where it can."""
+        """What the library can't compute in this call, one phrase each; empty if it can compute the call."""
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """``[B, S, Hq, D]``, ``[B, L, Hk, D]``, ``[B, L, Hk, Dv]`` to ``[B, S, Hq, Dv]``."""
+        """Dense: ``[B, S, Hq, D]``, ``[B, L, Hk, D]``, ``[B, L, Hk, Dv]`` to ``[B, S, Hq, Dv]``."""
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
-        """``[T, Hq, D]``, ``[U, Hk, D]``, ``[U, Hk, Dv]`` to ``[T, Hq, Dv]``."""
+        """Varlen: ``[T, Hq, D]``, ``[U, Hk, D]``, ``[U, Hk, Dv]`` to ``[T, Hq, Dv]``."""
 
 
 def attend(
@@ -79,20 +86,36 @@ def attend(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The op's call (:mod:`veomni_core.ops.attention`) by ``library``.
+    """Compute the attention op (:mod:`veomni_core.ops.attention`) with ``library``.
 
-    Under autocast, queries, keys and values (which a rotary embedding in float32 leaves in float32) take its dtype.
-    With ``cu_seq_lens_q`` and ``cu_seq_lens_k`` nothing waits for the device. Without them, sequences whose
-    ``position_ids [B, S]`` restart are packed too, which takes a look in every layer; and a padding mask is looked at.
+    Under autocast, queries, keys and values are cast to its dtype (a rotary embedding computed in float32 leaves them
+    in float32). With ``cu_seq_lens_q`` and ``cu_seq_lens_k`` the host never waits for the device. Without them, each
+    layer checks on the host whether ``position_ids`` restart, which means packed sequences; a padding mask is read on
+    the host too.
+
+    Args:
+        query: ``[B, Hq, S, D]``.
+        key: ``[B, Hk, L, D]``.
+        value: ``[B, Hk, L, Dv]``.
+        attention_mask: Padding mask ``[B, L]``, or None. It may be shorter than L, see :func:`_padded`.
+        cu_seq_lens_q: ``[sequences + 1]``; then ``B`` is 1.
+        cu_seq_lens_k: ``[sequences + 1]``.
+        max_length_q: The longest sequence. If it is missing or not an int, ``S`` serves as an upper bound.
+        position_ids: ``[B, S]``.
+
+    Returns:
+        ``[B, S, Hq, Dv]``, and ``None`` for the attention weights.
 
     Raises:
-        ValueError: the library can't compute what is asked for.
+        ValueError: the library can't compute the call.
     """
     refuse(library.name, others)
+    # [B, H, S, D] to [B, S, H, D]
     query, key, value = (cast_as_autocast(each.transpose(1, 2)) for each in (query, key, value))
     options = Options(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=module.is_causal if is_causal is None else is_causal,
+        # transformers counts the query's own position in the window, FlashAttention doesn't.
         window=None if sliding_window is None or sliding_window >= key.shape[1] else sliding_window - 1,
         softcap=softcap or 0.0,
         dropout=dropout,
@@ -101,7 +124,7 @@ def attend(
     given = packing(query, cu_seq_lens_q, cu_seq_lens_k)
     if given is not None and attention_mask is not None:
         raise ValueError(
-            f"{library.name} takes a padding mask or packed sequences, not both; leave the padding out of the packing"
+            f"{library.name} takes a padding mask or packed sequences, not both; pack without padding and pass no mask"
         )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
@@ -126,7 +149,7 @@ def attend(
 
 
 def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
-    """Why no FlashAttention takes them: they are 8 to 256 wide, in multiples of 8, in bfloat16 or float16."""
+    """Problems for any FlashAttention: it takes widths of 8 to 256 in multiples of 8, in bfloat16 or float16."""
     widths = (query.shape[-1], value.shape[-1])
     problems = []
     if any(width % 8 or width > _WIDEST for width in widths):
@@ -138,44 +161,59 @@ def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
 
 
 def equally_wide(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Zeros after the narrower ones, for kernels of one width: no score changes, and the output's heads are to be cut
-    again. Latent attention (DeepSeek's) has values narrower than its queries."""
+    """Pad the narrower heads with zeros, for kernels that need one width for queries, keys and values.
+
+    The scores don't change; the caller slices the output back to Dv. DeepSeek's latent attention has values narrower
+    than its queries.
+    """
     width = max(each.shape[-1] for each in heads)
     return tuple(each if each.shape[-1] == width else pad(each, (0, width - each.shape[-1])) for each in heads)
 
 
 def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:
-    """Without its padding a batch is packed sequences. Queries are the last keys' own where they are causal.
+    """Remove the padding, compute the remaining tokens as packed sequences, and scatter the result back.
 
-    The mask may end before the keys: what follows in a static cache has not been written yet.
+    Queries at padded positions give zeros. If attention is causal, queries are the last of the ``kept.shape[1]``
+    positions; otherwise no query is padding.
+
+    Args:
+        query: ``[B, S, Hq, D]``.
+        key: ``[B, L, Hk, D]``.
+        value: ``[B, L, Hk, Dv]``.
+        kept: ``[B, positions]``, False at padding. It may have fewer positions than there are keys: the keys after it
+            are the part of a static cache that has not been written yet.
     """
     batch, queries = query.shape[:2]
     length = kept.shape[1]
     if length > key.shape[1] or (options.causal and queries > length):
         raise ValueError(
-            f"{library.name} can't tell which of {queries} queries and {key.shape[1]} keys are padding by a mask of "
-            f"{length} positions"
+            f"{library.name} got a padding mask of {length} positions for {queries} queries and {key.shape[1]} keys; "
+            "pass one with a position for each key"
         )
     kept_queries = kept[:, -queries:] if options.causal else kept.new_ones(batch, queries)
+    # Indices (batch, position) of the tokens that remain.
     of_query, of_key = (each.nonzero(as_tuple=True) for each in (kept_queries, kept))
     bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, length)
+    # Gathered: [T, Hq, D], [U, Hk, D], [U, Hk, Dv]
     output = library.packed(query[of_query], key[of_key], value[of_key], bounds, options)
     return output.new_zeros(batch, queries, *output.shape[1:]).index_put(of_query, output)
 
 
 def _bounds(kept: Tensor) -> Tensor:
+    """``cu_seqlens`` of the True positions of ``kept[B, positions]``: int32 ``[B + 1]``."""
     return pad(kept.sum(dim=-1).cumsum(0), (1, 0)).int()
 
 
 def _restarts(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Bounds | None:
-    """Bounds where positions go back, over all sequences of the batch; ``None`` where none does.
+    """Boundaries where ``position_ids`` do not increase, over all rows of the batch; ``None`` if they always increase.
 
-    Positions that jump forward are one sequence's, as in transformers.
+    Positions that jump forward belong to one sequence, as in transformers.
     """
     flat = position_ids is not None and position_ids.dim() == 2 and position_ids.shape == query.shape[:2]
     if not flat or query.shape[1] != key.shape[1] or query.shape[1] < 2:
         return None
     assert position_ids is not None
+    # Position 0 of each row begins a sequence; so does every position that is not above the one before it.
     back = torch.diff(position_ids, dim=1) < 1
     if not back.any():
         return None
@@ -185,5 +223,5 @@ def _restarts(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Bounds
 
 
 def _longest(given: Any, most: int) -> int:
-    """The longest sequence's length; one that is still on the device is not waited for, as any upper bound does."""
+    """``given`` if it is an int, else the upper bound ``most``: reading a tensor would wait for the device."""
     return given if isinstance(given, int) else most

@@ -1,4 +1,4 @@
-"""attention by FlashAttention 2 (the package flash-attn), which is traced by ``torch.compile`` as it is."""
+"""attention by FlashAttention 2 (the package flash-attn), whose functions ``torch.compile`` can trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, 
 
 
 class FlashAttention2:
-    """Heads of 8 to 256 in multiples of 8; bfloat16 and float16. Its log-sum-exp has no gradient, so no sinks."""
+    """Heads of 8 to 256 in multiples of 8; bfloat16 and float16. No sinks: its log-sum-exp has no gradient."""
 
     name = "flash_attention_2"
 
@@ -41,7 +41,7 @@ class FlashAttention2:
 
 
 def _readable(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Of one width, and where loads of 16 bytes can read them; the library itself looks at the last stride alone."""
+    """Heads padded to one width, and aligned to 16 bytes; the library itself only checks the last stride."""
     return tuple(aligned(each, expanded=True) for each in equally_wide(*heads))
 
 
@@ -57,7 +57,7 @@ def _keywords(options: Options) -> dict[str, Any]:
 
 
 class _FirstDerivatives(torch.autograd.Function):
-    """What it is given, and a gradient that the library can read.
+    """The identity; its backward aligns the incoming gradient for the library, and raises for second derivatives.
 
     Autograd can't differentiate the library's own backward (2.8.3).
     """
@@ -80,7 +80,7 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
-    Options, and what is raised: :func:`veomni_flash_attn.by_lengths.attend`.
+    Options and errors: :func:`veomni_flash_attn.by_lengths.attend`.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
 

@@ -1,8 +1,8 @@
 """attention by FlashAttention 3 (the package flash-attn-3), on SM90.
 
-Its two operators are called, not its Python functions: those tell ``torch.compile`` nothing of the operators (3.0.0b1),
-whose schemas, as they write into what they return, it can't take either. So each is wrapped in one that it can; and
-there what the GPU's copy engine, which moves 16 bytes at once, can't read where it lies is copied.
+``torch.compile`` can't trace the package (3.0.0b1): its operators have no fake implementations, and their schemas
+return tensors that they mutate. So this file wraps its two operators, forward and backward, in custom operators that
+``torch.compile`` accepts. Inside them, operands that TMA can't read (it needs 16-byte alignment) are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, 
 
 
 class FlashAttention3:
-    """Heads of 8 to 256 in multiples of 8; bfloat16 and float16. Its log-sum-exp has no gradient, so no sinks."""
+    """Heads of 8 to 256 in multiples of 8; bfloat16 and float16. No sinks: its log-sum-exp has no gradient."""
 
     name = "flash_attention_3"
 
@@ -99,7 +99,7 @@ def _keywords(
     window: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """The library's names of :data:`_SETTINGS`. The window reaches to both sides, unless the call is causal."""
+    """:data:`_SETTINGS` under the library's argument names. The window is two-sided, unless the call is causal."""
     return {
         "cu_seqlens_q": query_bounds,
         "cu_seqlens_k": key_bounds,
@@ -118,7 +118,7 @@ def _unfilled_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # or zeros would be made for the log-sum-exp
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros as the log-sum-exp's gradient
     query, key, value, query_bounds, key_bounds, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, query_bounds, key_bounds)
 
@@ -140,7 +140,7 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
-    Options, and what is raised: :func:`veomni_flash_attn.by_lengths.attend`.
+    Options and errors: :func:`veomni_flash_attn.by_lengths.attend`.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
 

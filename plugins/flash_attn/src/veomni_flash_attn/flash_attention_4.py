@@ -1,12 +1,12 @@
-"""attention by FlashAttention 4 (the package flash-attn-4, in CuTe DSL), forward and backward as opaque operators.
+"""attention by FlashAttention 4 (the package flash-attn-4, in CuTe DSL), forward and backward as custom operators.
 
-The library compiles a kernel at the first call of each shape class, which ``torch.compile`` can't trace; so both passes
-are operators of their own with fake implementations, and a graph that holds them doesn't break. There what CuTe can't
-read where it lies is copied.
+The library compiles a kernel at the first call of each shape class, which ``torch.compile`` can't trace. So forward and
+backward are custom operators with fake implementations, and the graph doesn't break. Inside them, operands that CuTe
+can't read because of their alignment are copied.
 
-Sinks are exact through the library's log-sum-exp, which has a gradient: a sink ``b`` in a row's softmax takes
-``exp(b) / (exp(b) + exp(lse))`` of its weight, so the output is multiplied by ``sigmoid(lse - b)``. The library's own
-``learnable_sink`` gives ``b`` no gradient (4.0.0b13).
+Sinks are applied exactly, through the library's log-sum-exp, which is differentiable: a sink ``b`` takes the share
+``exp(b) / (exp(b) + exp(lse))`` of a row's softmax, so the output is multiplied by ``sigmoid(lse - b)``. The library's
+own ``learnable_sink`` gives ``b`` no gradient (4.0.0b13).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FlashAttention4:
     def refuses(self, query: Tensor, value: Tensor, options: Options, packed: bool) -> list[str]:
         problems = ["dropout"] if options.dropout else []
         if options.softcap and packed:
-            problems.append("a softcap over packed or padded sequences, whose gradient the library doesn't have")
+            problems.append("a softcap over packed or padded sequences, for which the library has no backward")
         return problems + unsupported_heads(query, value)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
@@ -50,16 +50,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...],
 
 
 def _widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """As they are where each query has its own key; backward takes groups of one width alone (4.0.0b13)."""
+    """Unchanged unless heads are grouped (GQA): backward then needs equally wide heads (4.0.0b13)."""
     return (query, key, value) if query.shape[-2] == key.shape[-2] else equally_wide(query, key, value)
 
 
 def _with_sinks(output: Tensor, lse: Tensor, options: Options) -> Tensor:
-    """``output[..., S, H, D]`` and ``lse[..., S, H]``."""
+    """``output[..., S, Hq, Dv]`` after sinks ``[Hq]``, by ``lse[..., S, Hq]``."""
     if options.sinks is None:
         return output
     sinks = options.sinks.float()
-    # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflown.
+    # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflowed.
     kept = torch.sigmoid(lse - (sinks + 0.0 * sinks))
     return (output * kept.unsqueeze(-1)).to(output.dtype)
 
@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
         output, lse = _forward(query, key, value, *settings)
         query_bounds, key_bounds, *ctx.numbers = settings
         ctx.save_for_backward(query, key, value, output, lse, query_bounds, key_bounds)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the log-sum-exp has a gradient only with sinks
         return output, lse
 
     @staticmethod
@@ -149,9 +149,9 @@ def _keywords(
     causal: bool,
     window: int,
 ) -> dict[str, Any]:
-    """The library's names of :data:`_SETTINGS`, without the softcap.
+    """:data:`_SETTINGS` without the softcap, under the library's argument names.
 
-    The window reaches to both sides; a causal call has none to the right, whatever is said here.
+    The window is two-sided; a causal call ignores its right side.
     """
     reach = None if window < 0 else window
     keywords = {
@@ -179,7 +179,7 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
 
-    Options, and what is raised: :func:`veomni_flash_attn.by_lengths.attend`. Gradients reach query, key, value, sinks.
+    Options and errors: :func:`veomni_flash_attn.by_lengths.attend`. Gradients reach query, key, value, sinks.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
 

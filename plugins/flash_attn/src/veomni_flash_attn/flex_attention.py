@@ -18,10 +18,10 @@ from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
 _MOST_VARIANTS = 256
-# Fewer than 128 queries would get a kernel for generating, which takes over 400 s to compile in float32 and 128 wide
-# (PyTorch 2.11, Triton 3.6).
+# For fewer than 128 queries PyTorch would choose its decoding kernel, which takes over 400 s to compile for float32
+# heads of 128 (PyTorch 2.11, Triton 3.6).
 _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-# (batch, head, query, key) of positions to whether the query sees the key.
+# A mask_mod: maps indices (batch, head, query, key) to whether the query sees the key.
 Keeps = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -41,16 +41,24 @@ def standard(
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]`` to ``[B, S, Hq, Dv]``, and no weights.
+    """Attention of ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]``; D is at least 16.
 
-    ``attention_mask`` is the ``BlockMask`` that transformers builds for this interface, which holds the window and what
-    position ids say of packing; or a mask ``[B, 1 or Hq, S, L]``, boolean or added; or one of padding, ``[B, L]``.
-    Gradients reach query, key, value and sinks, not an added mask. D is at least 16. Under autocast query, key and
-    value take its dtype.
+    Gradients reach query, key, value and sinks, not an additive mask. Under autocast query, key and value are cast to
+    its dtype.
+
+    Args:
+        attention_mask: The ``BlockMask`` that transformers builds for FlexAttention, which already contains the window
+            and the packing that position ids state; or a mask ``[B, 1 or Hq, S, L]``, boolean or additive; or a padding
+            mask ``[B, L]``; or None.
+        s_aux: Sinks, ``[Hq]``.
+        cu_seq_lens_q: Boundaries of packed sequences, ``[sequences + 1]``; then ``B`` is 1.
+
+    Returns:
+        ``[B, S, Hq, Dv]``, and ``None`` for the attention weights.
 
     Raises:
-        ValueError: dropout is asked for, or a bias or choice that is no part of the contract; packed sequences come in
-            a batch, or with lengths of queries or keys alone.
+        ValueError: dropout is requested, or a bias or key selection that the contract doesn't have; packed sequences
+            have a batch size other than 1, or only one of ``cu_seq_lens_q`` and ``cu_seq_lens_k``.
     """
     if dropout:
         raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
@@ -93,41 +101,44 @@ def standard(
         kernel_options=_KERNEL_OPTIONS,
         return_aux=AuxRequest(lse=True),
     )
-    _may_be_gone_through_twice(output)
+    _allow_second_backward(output)
     output = output.transpose(1, 2)
-    if s_aux is not None:  # one more score in each row's softmax; its share is taken off
+    if s_aux is not None:
+        # A sink adds exp(sink) to the denominator of each row's softmax: multiply by sigmoid(lse - sink).
         sinks = s_aux.float()
-        # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflown.
-        kept = torch.sigmoid(aux.lse.transpose(1, 2) - (sinks + 0.0 * sinks))
+        # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflowed.
+        kept = torch.sigmoid(aux.lse.transpose(1, 2) - (sinks + 0.0 * sinks))  # [B, S, Hq]
         output = (output * kept.unsqueeze(-1)).to(output.dtype)
-    if padding is not None and causal:
+    if padding is not None and causal:  # zeros for padded queries, as FlashAttention gives
         output = output * padding[:, -output.shape[1] :, None, None]
     return output.contiguous(), None
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, compiled once for all; in a graph that is being compiled it is traced into that.
+    """``function`` compiled, once per process; within a graph that is being compiled, it is traced instead.
 
-    It is compiled anew for every kind of mask and for new sizes. After eight torch would run ``function`` as it is,
-    which holds every pair of positions; with ``fullgraph`` it raises instead, and the limit is ours.
+    torch recompiles it for every kind of mask and for new sizes. After eight recompilations torch would by default run
+    ``function`` eagerly, which materialises every (query, key) pair. With ``fullgraph`` it raises instead, and we set
+    the limit to ``_MOST_VARIANTS``.
     """
     compiled = torch.compile(function, fullgraph=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        # A backward that gives its buffers away can't run a second time.
+        # With donated buffers, backward frees saved tensors, and a second backward over the same graph fails.
         with dynamo_config.patch(recompile_limit=_MOST_VARIANTS), functorch_config.patch(donated_buffer=False):
             return compiled(*args, **kwargs)
 
     return call
 
 
-def _may_be_gone_through_twice(output: Tensor) -> None:
-    """Let ``retain_graph=True`` through to a graph that was compiled without donated buffers.
+def _allow_second_backward(output: Tensor) -> None:
+    """Let the compiled graph of ``output``, which has no donated buffers, run backward with ``retain_graph=True``.
 
-    PyTorch (2.11, 2.13) notes the indices of donated buffers only where there may be some, and takes no note for some.
+    Compiled with ``donated_buffer=False``, a graph keeps ``None`` instead of an empty list of donated buffers, and
+    PyTorch (2.11, 2.13) then raises as if there were some.
     """
     graph = getattr(getattr(output.grad_fn, "_forward_cls", None), "metadata", None)
     if graph is not None and getattr(graph, "bw_donated_idxs", ()) is None:
@@ -135,7 +146,11 @@ def _may_be_gone_through_twice(output: Tensor) -> None:
 
 
 def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tensor) -> BlockMask:
-    """For as many sequences and heads as differ. Compiled, or it would write out int64 positions for every pair."""
+    """The ``BlockMask`` of all ``keeps`` together.
+
+    ``batch`` and ``heads`` are 1 unless the mask differs by sequence or head. Compiled: the eager function materialises
+    an int64 index per (query, key) pair.
+    """
 
     def kept(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         result = keeps[0](batch, head, q, k)
@@ -148,14 +163,14 @@ def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tens
 
 
 def _by_position(causal: bool, window: int | None, query: Tensor, key: Tensor) -> Keeps:
-    """The last query stands at the last key."""
-    # A tensor, since Inductor (2.13) takes no number here that is computed from dynamic sizes.
+    """Causality and window by position; the last query has the position of the last key."""
+    # A tensor: Inductor (2.13) doesn't accept a number computed from dynamic sizes here.
     standing = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
     return lambda batch, head, q, k: _reaches(standing[q] - k, causal, window)
 
 
 def _in_sequence(causal: bool, window: int | None, bounds: tuple[Tensor, Tensor], query: Tensor, key: Tensor) -> Keeps:
-    """Of one sequence, whose last query stands at its last key."""
+    """Attention within each packed sequence; a sequence's last query has the position of its last key."""
     (of_query, query_left), (of_key, key_left) = (
         _numbered(each.long(), heads.shape[2]) for each, heads in zip(bounds, (query, key), strict=True)
     )
@@ -167,15 +182,15 @@ def _in_sequence(causal: bool, window: int | None, bounds: tuple[Tensor, Tensor]
 
 
 def _reaches(behind: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether a query sees a key that is so many positions behind it."""
+    """Whether a query sees a key that is ``behind`` positions before it."""
     kept = behind >= 0 if causal else behind == behind
     return kept if window is None else kept & (behind.abs() < window)
 
 
 def _numbered(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """For each position: the number of its sequence, and how many positions of that are left from it on."""
+    """For each position: the index of its sequence, and the number of positions from it to the sequence's end."""
     positions = torch.arange(length, device=bounds.device)
-    # Of the bounds whole, since Inductor 2.11 can't take a slice of them here.
+    # Uses all of `bounds`: Inductor 2.11 doesn't accept a slice of it here.
     numbers = torch.bucketize(positions, bounds, right=True) - 1
     return numbers, bounds[numbers + 1] - positions
 

@@ -1,4 +1,4 @@
-"""What a call says of packed sequences, checked."""
+"""Checks the packed-sequence arguments (``cu_seq_lens``) of an attention call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from torch import Tensor
 
 
 def packing(query: Tensor, of_queries: Tensor | None, of_keys: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Where the sequences in ``query`` ``[B, ...]`` and its keys begin and end; ``None`` where it isn't said.
+    """The ``cu_seq_lens`` of queries and keys; ``None`` if the sequences are not packed.
+
+    Args:
+        query: ``[B, ...]``.
+        of_queries: ``cu_seq_lens_q``, ``[sequences + 1]``, or None.
+        of_keys: ``cu_seq_lens_k``, ``[sequences + 1]``, or None.
 
     Raises:
-        ValueError: only one of them is given, or the batch is not of one.
+        ValueError: only one of the two is given, or the batch size is not 1.
     """
     if of_queries is None and of_keys is None:
         return None
@@ -17,5 +22,5 @@ def packing(query: Tensor, of_queries: Tensor | None, of_keys: Tensor | None) ->
         missing = "cu_seq_lens_q" if of_queries is None else "cu_seq_lens_k"
         raise ValueError(f"packed sequences need cu_seq_lens_q and cu_seq_lens_k; {missing} is missing")
     if query.shape[0] != 1:
-        raise ValueError(f"packed sequences come in a batch of one, this one has {query.shape[0]}")
+        raise ValueError(f"packed sequences need batch size 1, this batch has {query.shape[0]}; join its rows")
     return of_queries, of_keys

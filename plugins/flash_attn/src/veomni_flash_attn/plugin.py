@@ -1,4 +1,4 @@
-"""Describes the kernels to veomni-core. Imports neither torch nor a FlashAttention package."""
+"""Declares the kernels to veomni-core. Imports neither torch nor a FlashAttention package."""
 
 from veomni_core import HardwareRequirement, KernelSpec, hookimpl
 
@@ -11,10 +11,10 @@ _BY_LENGTHS = (*_COMPUTED, "flash_attention_mask")
 
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
-    """One kernel per library, for attention alone; each in a file of its name.
+    """One attention kernel per library, each in the file of its name.
 
     Preferences follow the measurements on an H200: FlashAttention 3, 4, 2, torch's sdpa (10), FlexAttention. For full
-    sequences sdpa is faster there than FlashAttention 2, which however needs no mask for packed and padded ones.
+    sequences sdpa is faster there than FlashAttention 2, but for packed and padded sequences sdpa needs a mask.
     """
     return [
         _kernel(
@@ -68,7 +68,7 @@ def _kernel(
         hardware=hardware,
         description=description,
         preference=preference,
-        deterministic=False,  # FlashAttention adds dQ with atomics; FlexAttention was not tested for equal bits
+        deterministic=False,  # FlashAttention sums dQ by atomics; FlexAttention's determinism was not tested
         dtypes=dtypes,
         features=features,
     )

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism under any attention kernel. It lives in veomni-core, where all of them can use it."""
+"""Ulysses sequence parallelism for any attention kernel; re-exported from veomni-core."""
 
 from veomni_core.sequence_parallel import (
     apply_ulysses,

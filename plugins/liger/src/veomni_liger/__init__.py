@@ -1,1 +1,1 @@
-"""Liger-Kernel's kernels; ``plugin`` describes them, ``loading`` loads the library, one file per op calls it."""
+"""Liger-Kernel's kernels: ``plugin`` declares them, ``loading`` imports the library, each op has its own file."""

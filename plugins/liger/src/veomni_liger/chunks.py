@@ -1,7 +1,7 @@
-"""How many tokens Liger's linear cross entropy projects at a time: as many as fit a budget of memory for logits.
+"""The chunk size of Liger's linear cross entropy: as many tokens as fit a memory budget for their logits.
 
-Left alone, Liger takes so few that their logits need no more memory than the hidden states. For a vocabulary 74 times
-as wide as the hidden states that is 128 of 8192 tokens, and products of so few rows leave a GPU's matrix units idle.
+By default, Liger chooses chunks whose logits need no more memory than the hidden states. For a vocabulary 74 times as
+wide as the hidden states that is 128 of 8192 tokens, and GEMMs with so few rows leave the tensor cores idle.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ LOGITS_BYTES = 640 << 20
 
 
 def chunk_multiple(tokens: int, width: int, vocabulary: int, element_size: int) -> int:
-    """Liger's ``chunk_mem_const`` for ``tokens`` of ``width``, with ``vocabulary`` logits of ``element_size`` each.
+    """Liger's ``chunk_mem_const`` for hidden states ``[tokens, width]`` and logits ``[tokens, vocabulary]``.
 
-    The library takes ``ceil(vocabulary / (multiple * width))`` chunks or fewer, of a power of two of tokens. The
-    multiple is the largest with which a chunk's logits fit ``LOGITS_BYTES``, but at least 1: from then on the library
-    holds twice as many logits as hidden states at most.
+    With ``chunk_mem_const=multiple`` the library uses at most ``ceil(vocabulary / (multiple * width))`` chunks; the
+    number of tokens per chunk is a power of two. Returns the largest multiple with which a chunk's logits fit
+    ``LOGITS_BYTES``, but at least 1; with 1, the library holds at most twice as many logits as hidden states.
     """
     rows = LOGITS_BYTES // (vocabulary * element_size)
     if tokens <= rows:
-        return vocabulary  # one chunk, whatever the width
+        return vocabulary  # large enough for a single chunk at any width
     chunks = math.ceil(tokens / (1 << max(rows, 1).bit_length() - 1))
     return max(1, (vocabulary - 1) // (width * (chunks - 1)))

@@ -1,9 +1,14 @@
 """cross_entropy_loss by Liger: the causal loss one chunk of tokens at a time, the classifier's on a copy of its logits.
 
-Both take their gradients in forward, over the logits that they then no longer need, and as sums: backward multiplies a
-copy of them by the incoming gradient over the number of items. Liger itself scales in place, so that a second backward
-would scale twice, and asks the host whether it must. Forward reads the number of labels on the host
-(so no CUDA graph holds it); nothing here needs that number, but the library's functions take it.
+Both compute their gradients in forward, in the memory of the logits, which are no longer needed then. They compute the
+gradients of the sum of the losses; backward multiplies a copy of them by the incoming gradient, which contains the
+division by the number of items. Liger's own backward scales in place, so a second backward would scale twice, and it
+synchronizes with the host to find out whether it has to scale.
+
+Forward can't be captured in a CUDA graph: the library's functions read the number of labels on the host, although
+nothing here needs it.
+
+Shapes: T tokens, H hidden size, V vocabulary; B sequences and C classes of a classifier.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ _linear_cross_entropy = part("fused_linear_cross_entropy", "fused_linear_cross_e
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")
 _multiply_in_place = part("utils", "element_mul_kernel")
 _WIDEST_BLOCK = 32768
-# Liger sums the weight's gradient in its dtype, and float16 ends at 65504: the sum of as many numbers of 32 each.
+# Liger sums the weight's gradient in the weight's dtype. float16 overflows at 65504, about 2048 summands of 32 each; so
+# at most this many tokens are summed in float16.
 _FLOAT16_TOKENS = 2048
 IGNORED = -100
 
@@ -41,15 +47,17 @@ def causal(
 ) -> Tensor:
     """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
 
-    Logits are multiplied by ``scale`` (which is applied to ``hidden`` and ``bias``, and rounded there), then bounded by
-    ``softcap * tanh(logits / softcap)``. With ``num_items_in_batch`` the sum is divided by it. Where no label counts,
-    the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias
-    are summed over chunks in their own dtype, as by Liger, of float16 over 2048 tokens and then in float32. Under
-    autocast, hidden, weight and bias take its dtype.
+    Logits are multiplied by ``scale`` (applied to ``hidden`` and ``bias``, and rounded there), then replaced by
+    ``softcap * tanh(logits / softcap)``. If ``num_items_in_batch`` is given, the sum of the losses is divided by it
+    instead of by the number of labels. If every label is ignored, the loss and its gradients are zero.
+
+    Gradients reach ``hidden``, ``weight`` and ``bias``. Those of weight and bias are summed over chunks in their own
+    dtype, as Liger does; in float16 over at most 2048 tokens, and these partial sums in float32. Under autocast,
+    hidden, weight and bias are cast to its dtype.
 
     Raises:
         TypeError: hidden, weight and bias differ in dtype, and autocast is off.
-        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
+        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next synchronization.
     """
     if scale is not None:
         hidden, bias = hidden * scale, None if bias is None else bias * scale
@@ -60,7 +68,7 @@ def causal(
 
 
 def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Mean cross entropy of ``logits[B, C]`` against ``labels[B]``, in float32; 0 where no label counts.
+    """Mean cross entropy of ``logits[B, C]`` against ``labels[B]``, in float32; 0 if every label is ignored.
 
     Raises:
         AssertionError: a label is neither a class nor ``ignore_index``.
@@ -85,7 +93,7 @@ class _CausalSum(Function):
         softcap: float | None,
         learns: bool,
     ) -> Tensor:
-        # What needs a gradient is said of the inputs under no_grad too.
+        # needs_input_grad is True under no_grad too, hence `learns`.
         ctx.wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
         train = any(ctx.wanted)
         total, *gradients = _causal_sum(hidden, weight, bias, labels, ignore_index, softcap, train, ctx.wanted[1])
@@ -116,7 +124,7 @@ class _ClassSum(Function):
         return (dlogits * dtotal).to(ctx.dtype), None, None, None
 
 
-# Operators that ``torch.compile`` keeps whole. They can't give ``None``: what isn't wanted is an empty tensor.
+# Custom operators, opaque to ``torch.compile``. They can't return ``None``: a gradient that isn't requested is empty.
 _LIBRARY = library.Library("veomni_liger", "FRAGMENT")
 _LIBRARY.define(
     "causal_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float? softcap, "
@@ -139,10 +147,12 @@ def _causal_sum_of(
     train_weight: bool,
 ) -> tuple[Tensor, ...]:
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    # Checked on the device: the host doesn't wait.
     known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
     torch._assert_async(known.all(), f"a label is neither in [0, {vocabulary}) nor {ignore_index}")
-    if not tokens:  # Liger divides by the size of its chunks, of which there are none
+    if not tokens:  # Liger would divide by a chunk size of zero
         return tuple(x.zero_() for x in _causal_sum_like(hidden, weight, bias, labels, 0, None, train, train_weight))
+    # float16: split the tokens, so that Liger's sums over them don't overflow. See _FLOAT16_TOKENS.
     at_once = min(tokens, _FLOAT16_TOKENS) if hidden.dtype == torch.float16 else tokens
     parts = []
     with torch.no_grad(), torch.cuda.device_of(hidden):
@@ -164,7 +174,7 @@ def _causal_sum_of(
 
 
 def _together(parts: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The loss and the gradients of all parts of the tokens; of float16 the sums of weight and bias are float32."""
+    """Combines the results of all token splits; in float16, sums the gradients of weight and bias in float32."""
     totals, dhidden, dweight, dbias = zip(*parts, strict=True)
     if dtype != torch.float16:
         return parts[0]
@@ -189,9 +199,9 @@ def _causal_sum_like(
 
 def _class_sum_of(logits: Tensor, labels: Tensor, ignore_index: int, train: bool) -> tuple[Tensor, Tensor]:
     dlogits = logits.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if not len(logits):  # Liger asks for the largest label
+    if not len(logits):  # Liger takes the maximum of the labels, which fails on no labels
         return dlogits.new_zeros(()), dlogits
-    dlogits.requires_grad_(train)  # asks for the gradient, which takes the copy's place
+    dlogits.requires_grad_(train)  # makes Liger compute the gradient, which it writes over this copy
     with torch.no_grad(), torch.cuda.device_of(logits):
         total, *_ = _cross_entropy(dlogits, labels, None, ignore_index, 0.0, 0.0, "sum", None, False)
     return total, dlogits.detach()
@@ -203,10 +213,10 @@ def _class_sum_like(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_of(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The product in float32, rounded once.
+    """``gradient * factor``, multiplied in float32 and rounded once; by Liger's kernel, on a copy.
 
-    torch rounds a factor without dimensions to the gradient's dtype, and for one with a dimension it leaves its
-    vectorized kernel.
+    ``torch.mul`` would round a zero-dimensional factor to the gradient's dtype, and with a one-dimensional factor it
+    would not use its vectorized kernel.
     """
     product = gradient.clone(memory_format=torch.contiguous_format)
     rows, width = product.numel() // max(product.shape[-1], 1), product.shape[-1]

@@ -1,4 +1,4 @@
-"""Liger's own autograd functions, made to refuse what they would get wrong."""
+"""Liger's autograd functions, changed to raise for second derivatives, which they would compute wrongly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 
 
 def first_derivative_of(function: Any) -> Any:
-    """A subclass of an ``autograd.Function`` of Liger's that raises where a second derivative is asked for."""
+    """A subclass of Liger's ``autograd.Function`` whose backward raises if a second derivative is requested."""
 
     class Once(function):  # type: ignore[misc]
-        # The function itself, not a call through its class, which torch.compile can't trace (2.13).
+        # Wraps the function itself: torch.compile (2.13) can't trace a call through the class.
         backward = staticmethod(first_derivatives_only(function.backward))
 
     return Once

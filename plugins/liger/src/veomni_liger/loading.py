@@ -1,8 +1,8 @@
-"""Loads parts of Liger-Kernel, and says what is wrong with its installation where they can't be loaded.
+"""Imports functions of Liger-Kernel; if that fails, the error says what to do about the installation.
 
-Parts are taken from the submodules of ``liger_kernel.ops``. The package itself gives other objects under the same names
-when ``LIGER_KERNEL_IMPL`` names another implementation, and ``liger_kernel.functional`` asks the environment at every
-call; its submodules hold the Triton kernels, whatever the environment says.
+Functions are imported from the submodules of ``liger_kernel.ops``, which hold the Triton kernels whatever the
+environment says. The package ``liger_kernel.ops`` itself exports other objects under the same names if
+``LIGER_KERNEL_IMPL`` is set, and ``liger_kernel.functional`` reads the environment at every call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def part(name: str, attribute: str) -> Any:
     """``attribute`` of ``liger_kernel.ops.<name>``.
 
     Raises:
-        ImportError: it can't be imported or isn't there; the message says what to do.
+        ImportError: the module can't be imported or has no such attribute; the message says what to do.
     """
     try:
         return getattr(importlib.import_module(f"liger_kernel.ops.{name}"), attribute)
-    except Exception as error:  # whatever the library raises while it is imported is a reason to report
+    except Exception as error:  # an import may raise anything; report it
         raise ImportError(_explained(error)) from error
 
 

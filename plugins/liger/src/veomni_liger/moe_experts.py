@@ -1,11 +1,11 @@
-"""moe_experts by ``LigerFusedMoEFunction``, in pinned configurations instead of a search of minutes at first use.
+"""moe_experts by ``LigerFusedMoEFunction``, with pinned configurations instead of minutes of autotuning at first use.
 
-Liger knows no route to nowhere, and would write outside of its buffers for one. So a dropped route goes to expert 0
-with a weight of zero: it adds nothing to the result or to any gradient while expert 0 stays finite for that token
-(where that overflows, zero times infinity is no number), and costs what a route costs.
+Liger doesn't support dropped routes, and would write outside of its buffers for an index outside ``[0, E)``. So a
+dropped route is sent to expert 0 with a weight of zero. It costs as much as any route, and adds nothing to the result
+or to a gradient, provided that expert 0's output for that token is finite (zero times infinity is NaN).
 
-Inputs are made contiguous; transposed weights are copied whole. The number of tiles is read on the host, so a step
-waits for the routing, no CUDA graph holds it, and ``torch.compile`` breaks the graph here.
+Inputs are made contiguous; transposed weights are copied whole. Liger reads the number of tiles on the host. So a step
+waits for the routing, can't be captured in a CUDA graph, and breaks the graph of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def standard(
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``, gate before up in ``gate_up_proj``.
 
     ``hidden[T, H]``, ``top_k_index[T, K]``, ``top_k_weights[T, K]``, ``gate_up_proj[E, 2I, H]``,
-    ``down_proj[E, H, I]`` give ``[T, H]`` of hidden's dtype, summed over experts in float32. An index outside
-    ``[0, E)`` is dropped. Gradients reach everything but the index; those of the routing weights are summed by
-    atomics in hidden's dtype, so their last bits change from run to run. Under autocast all of this is in its dtype,
-    but for the result's.
+    ``down_proj[E, H, I]``; returns ``[T, H]`` in hidden's dtype. T tokens, H hidden size, K experts per token, E
+    experts, I intermediate size. Sums over experts are float32. An index outside ``[0, E)`` is dropped. Gradients reach
+    all inputs but the index; those of the routing weights are summed by atomics in hidden's dtype, so their last bits
+    change from run to run. Under autocast, hidden and the projections are cast to its dtype, and the result back to
+    hidden's.
 
     Raises:
         TypeError: hidden and the projections are not all bfloat16, or all float16, and autocast is off.
@@ -40,6 +41,7 @@ def standard(
     rows, gate_up, down = product_operands(
         "fused_liger", dtypes=_EXACT, hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj
     )
+    # Dropped routes: expert 0 with a weight of zero.
     kept = (top_k_index >= 0) & (top_k_index < gate_up_proj.shape[0])
     index = torch.where(kept, top_k_index, 0).int()
     weights = torch.where(kept, top_k_weights, 0)

@@ -1,9 +1,9 @@
-"""Liger's experts with one configuration per kernel, for us alone.
+"""Liger's experts with one fixed configuration per kernel, in a private copy of Liger's module.
 
-Liger's kernels search over 16 to 40 configurations each at the first call of a shape, unless
-``LIGER_FUSED_MOE_AUTOTUNE=0`` was set before the library was imported. Neither may decide what a plan's kernel does.
-So the module that launches them is run a second time under no name, and its kernels are replaced there: the copy is
-ours, while whoever imports ``liger_kernel`` finds it as it is, search and all.
+Liger autotunes each kernel over 16 to 40 configurations at the first call of a shape, unless
+``LIGER_FUSED_MOE_AUTOTUNE=0`` was set before the library was imported. What a planned kernel does must depend on
+neither. So the module that launches the kernels is executed a second time, without an entry in ``sys.modules``, and the
+kernels are replaced in that copy. Other code that imports ``liger_kernel`` gets the original, with autotuning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from veomni_liger.loading import part
 
 Configuration = Mapping[str, int]
-# What Liger's own search finds on an H200 for Qwen3-30B-A3B, T = 16384 (`benchmarks/liger_adapters.py --search`).
+# Found by Liger's own autotuning on an H200 for Qwen3-30B-A3B, T = 16384 (`benchmarks/liger_adapters.py --search`).
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
     "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
@@ -29,7 +29,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
 
 
 class _Pinned:
-    """Launches an autotuned kernel in one configuration."""
+    """Launches an autotuned kernel's underlying kernel with one configuration."""
 
     def __init__(self, autotuner: Any, configuration: Configuration) -> None:
         self._kernel, self._configuration = autotuner.fn, configuration
@@ -39,12 +39,12 @@ class _Pinned:
 
 
 def pinned_experts(configurations: Mapping[str, Configuration] = CONFIGURATIONS) -> Any:
-    """``LigerFusedMoEFunction`` of a copy of its module, whose kernels are launched in ``configurations``.
+    """``LigerFusedMoEFunction`` from a copy of its module, whose kernels are launched with ``configurations``.
 
     Raises:
-        ImportError: the library can't be imported, or its kernels are others than those that are pinned.
+        ImportError: the library can't be imported, or its autotuned kernels are not the ones in ``configurations``.
     """
-    part("fused_moe", "LigerFusedMoEFunction")  # says what is wrong where it can't be imported
+    part("fused_moe", "LigerFusedMoEFunction")  # raises with instructions if it can't be imported
     spec = importlib.util.find_spec("liger_kernel.ops.fused_moe")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -52,7 +52,9 @@ def pinned_experts(configurations: Mapping[str, Configuration] = CONFIGURATIONS)
     searching = {name for name, value in vars(module).items() if hasattr(value, "configs")}
     if searching != configurations.keys():
         different = ", ".join(sorted(searching ^ configurations.keys()))
-        raise ImportError(f"liger-kernel's experts have other kernels than those that are pinned: {different}")
+        raise ImportError(
+            f"liger-kernel autotunes other kernels than veomni-liger pins; the two differ in: {different}"
+        )
     for name, configuration in configurations.items():
         setattr(module, name, _Pinned(getattr(module, name), configuration))
     return module.LigerFusedMoEFunction

@@ -1,12 +1,12 @@
 """rms_norm by ``LigerRMSNormFunction``, with the casting mode and the offset that match each variant.
 
-``llama`` rounds ``x / rms(x)`` to x's dtype before the weight, ``gemma`` multiplies in float32 and rounds once: so
-``cast_after`` is ``gemma`` without an offset. Liger's own table takes ``llama`` for OLMo 2 and gpt-oss, whose norms
-are ``cast_after``. Never in place: that would write into a gradient that the residual stream reads too.
+Casting mode ``llama`` rounds ``x / rms(x)`` to x's dtype before it multiplies by the weight; ``gemma`` multiplies in
+float32 and rounds once. So ``cast_after`` is ``gemma`` without an offset. (Liger's own patches use ``llama`` for OLMo 2
+and gpt-oss, whose norms are ``cast_after``.) Never in place: in-place backward would overwrite the incoming gradient,
+which the residual stream reads too.
 
-``x [..., H]`` has float32, bfloat16 or float16 and any strides, ``H`` is at most 65536, and a wider row raises
-``RuntimeError``. Gradients reach ``x`` and the weight, in their dtypes. Saved are ``x``, the weight and one float32 per
-row.
+``x[..., H]`` is float32, bfloat16 or float16, with any strides; ``H`` is at most 65536 (otherwise ``RuntimeError``).
+Gradients reach ``x`` and the weight, in their dtypes. Saved for backward: ``x``, the weight and one float32 per row.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _IN_PLACE = False
 def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))``, with ``x / rms(x)`` rounded to x's dtype first.
 
-    The result has the dtype that PyTorch promotes those of ``x`` and ``weight`` to.
+    The result has the promoted dtype of ``x`` and ``weight``.
     """
     if torch.promote_types(x.dtype, weight.dtype) != x.dtype:
-        # Liger's result always has x's dtype; a wider weight multiplies what Liger normalised and rounded.
+        # Liger's result always has x's dtype. So with a wider weight, Liger only normalises, and the weight is
+        # multiplied here.
         return weight * _apply(x, None, eps, 0.0, "llama", _IN_PLACE)  # type: ignore[no-any-return]
     return _apply(x, weight, eps, 0.0, "llama", _IN_PLACE)  # type: ignore[no-any-return]
 

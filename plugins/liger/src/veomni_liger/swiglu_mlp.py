@@ -1,9 +1,12 @@
-"""swiglu_mlp by Liger's kernels, whose backward writes the gradients over gate and up.
+"""swiglu_mlp by Liger's kernels, whose backward overwrites gate and up with their gradients.
 
-The kernels take one pointer for a value and its gradient, so backward hands them copies: as tensors that become the
-gradients they cost no memory more than the gradients themselves, and a pass over gate and up in time. Saved are gate
-and up alone. Shapes ``[..., I]`` with any strides and ``I`` of at most 65536 (``RuntimeError``). The kernels write all
-results in gate's dtype; so gate and up of two dtypes are promoted first, as eager code promotes their product.
+Backward passes copies of gate and up to the kernel, so that the saved tensors stay intact. The copies become the
+gradients: they take no more memory than the gradients themselves, and cost a pass over gate and up. Only gate and up
+are saved for backward.
+
+Shapes are ``[..., I]`` with any strides and ``I`` of at most 65536 (otherwise ``RuntimeError``). The kernels write
+every result in gate's dtype, so if the dtypes of gate and up differ, both are promoted first, as eager code promotes
+their product.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class _GatedActivation(Function):
         return *_gradients(dy, *ctx.saved_tensors, ctx.activation), None
 
 
-# Operators that ``torch.compile`` keeps whole; through a ``Library``, for ``custom_op`` puts more Python around them.
+# Custom operators, opaque to ``torch.compile``. Defined by a ``Library``: ``custom_op`` adds Python code to each call.
 _LIBRARY = library.Library("veomni_liger", "FRAGMENT")
 _LIBRARY.define("gated_activation(Tensor gate, Tensor up, str activation) -> Tensor")
 _LIBRARY.define(

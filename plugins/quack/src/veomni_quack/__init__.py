@@ -1,1 +1,1 @@
-"""QuACK's kernels for veomni-core. :mod:`veomni_quack.plugin` describes them; each op has a module of its own."""
+"""QuACK's kernels for veomni-core. :mod:`veomni_quack.plugin` declares them; each op has its own module."""

@@ -1,7 +1,7 @@
-"""What QuACK asks of the place of its operands, and operators in which that can be looked at.
+"""Copies operands that QuACK's vector loads can't read, and defines custom operators inside which addresses are known.
 
-QuACK 0.4 compiles its kernels for the widest loads that a row's width allows, of 16 bytes at most, and CuTe's calls
-raise ("Misaligned Tensor data", "Invalid strides") where an address or a stride doesn't fit these.
+QuACK 0.4 compiles its kernels for the widest loads that a row's width allows, at most 16 bytes. CuTe raises
+("Misaligned Tensor data", "Invalid strides") if an operand's address or stride is no multiple of that width.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LIBRARY = library.Library("veomni_quack", "FRAGMENT")
 
 
 def readable(operand: Tensor) -> Tensor:
-    """``operand``, or a copy of it where QuACK's loads of its width can't read it."""
+    """``operand``, or an aligned copy if QuACK's vector loads for its row width can't read it."""
     return aligned(operand, math.gcd(ALIGNMENT, operand.shape[-1] * operand.element_size()))
 
 
 def operator(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that ``torch.compile`` keeps whole, so that its operands' addresses are known where it runs.
+    """A custom operator, opaque to ``torch.compile``: its implementation always sees real tensors with addresses.
 
-    QuACK's own operators have fakes, so the implementation takes fake tensors as well.
+    The implementation also serves as the fake implementation, since QuACK's own operators accept fake tensors.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)

@@ -1,8 +1,7 @@
-"""QuACK compiles its kernels when they are first called: for which GPU and dtypes, and a word to the user.
+"""QuACK compiles a kernel at its first call: logs that, and checks the target GPU and the dtypes.
 
-QuACK keeps compiled kernels below ``QUACK_CACHE_DIR``, or below the temporary directory where that is not set, so that
-a machine compiles each of them once. None of our calls searches for configurations; what is compiled depends on dtypes,
-widths and the GPU alone.
+QuACK caches compiled kernels in ``QUACK_CACHE_DIR``, or in the temporary directory if that is not set, so a machine
+compiles each kernel once. Our calls never autotune: what is compiled depends only on dtypes, widths and the GPU.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _called: set[tuple[object, ...]] = set()
 
 @contextmanager
 def first_call(kernel: str, *parameters: object) -> Iterator[None]:
-    """Log the first call with these parameters, before and after it: it compiles the kernel, or loads it from disk."""
+    """Log before and after the first call with these parameters, which compiles the kernel or loads it from disk."""
     key = (kernel, *parameters)
     if key in _called:
         yield
         return
-    where = f"kept in {get_cache_path()}" if CACHE_ENABLED else "not kept, since QUACK_CACHE_ENABLED is not 1"
+    where = f"cached in {get_cache_path()}" if CACHE_ENABLED else "not cached, since QUACK_CACHE_ENABLED is not 1"
     shown = ", ".join(map(str, parameters))
-    logger.info("QuACK: first call of %s (%s): compiled now, in seconds, unless it is cached; %s", kernel, shown, where)
+    logger.info("QuACK: first call of %s (%s): compiling takes seconds, unless it is cached; %s", kernel, shown, where)
     started = time.perf_counter()
     yield
     _called.add(key)
@@ -42,7 +41,7 @@ def first_call(kernel: str, *parameters: object) -> Iterator[None]:
 
 
 def check_dtypes(kernel: str, *operands: Tensor) -> None:
-    """Raise where QuACK's products are not exact: they would take float32 operands in TF32.
+    """Raise for dtypes that QuACK's GEMMs don't multiply exactly: float32 operands would be multiplied in TF32.
 
     Raises:
         TypeError: the operands are not all bfloat16, or all float16.
@@ -51,24 +50,24 @@ def check_dtypes(kernel: str, *operands: Tensor) -> None:
     if len(dtypes) > 1 or not dtypes <= _PRODUCT_DTYPES:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise TypeError(
-            f"{kernel} computes bfloat16 or float16, all operands alike; these are {found}: run it under "
-            "autocast, or with weights in bfloat16"
+            f"{kernel} needs all operands in bfloat16, or all in float16, but got {found}: run the model under "
+            "autocast, or load its weights in bfloat16"
         )
 
 
 def check_target() -> None:
-    """Raise where the environment makes QuACK compile for another GPU than the one that is here.
+    """Raise if an environment variable makes QuACK compile for a GPU other than the current one.
 
     Raises:
         RuntimeError: ``QUACK_ARCH`` or ``CUTE_DSL_ARCH`` names another compute capability.
     """
-    if not torch.cuda.is_available():  # compiling ahead for a GPU that is elsewhere
+    if not torch.cuda.is_available():  # ahead-of-time compilation on a machine without a GPU
         return
     major, minor = torch.cuda.get_device_capability()
     for switch in _TARGET_SWITCHES:
         target = os.environ.get(switch)
         if target and re.sub(r"\D", "", target) != f"{major}{minor}":
             raise RuntimeError(
-                f"{switch}={target} makes QuACK compile for another GPU than this one, which has compute capability "
-                f"{major}.{minor}: unset {switch}"
+                f"{switch}={target} makes QuACK compile for a GPU other than the current one, which has compute "
+                f"capability {major}.{minor}: unset {switch}"
             )

@@ -6,8 +6,8 @@ from veomni_core import HardwareRequirement, KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
-# Below 0.5 because 0.5 put an argument into the middle of cross_entropy_fwd_out, and 0.6 took gemm_gated_tuned,
-# gemm_dgated_tuned and default_config away: these calls, not only their results, are what is tested here.
+# Below 0.5: 0.5 inserted an argument in the middle of cross_entropy_fwd_out's signature, and 0.6 removed
+# gemm_gated_tuned, gemm_dgated_tuned and default_config. The plugin calls all four.
 _HOPPER = HardwareRequirement(
     "cuda", min_compute_capability=90, packages=("quack-kernels>=0.4,<0.5", "nvidia-cutlass-dsl>=4.4.2")
 )
@@ -49,16 +49,18 @@ _ROTATIONS = (
 
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
-    """Every kernel, deterministic in forward and backward."""
+    """All kernels. Each is deterministic in forward and backward."""
     return [
-        *_kernels("quack", "rms_norm", ("cast_after", "offset", "unweighted"), "one pass each way", 50),
-        *_kernels("quack", "rms_norm", ("standard",), "QuACK's norm, then the weight in a pass of its own", 40),
+        *_kernels(
+            "quack", "rms_norm", ("cast_after", "offset", "unweighted"), "one kernel forward and one backward", 50
+        ),
+        *_kernels("quack", "rms_norm", ("standard",), "QuACK's norm, then a separate pass for the weight", 40),
         *_kernels("quack", "rotary_pos_emb", _ROTATIONS, "one pass per tensor, not in place", 50),
         *_kernels(
             "quack",
             "cross_entropy_loss.kernel",
             ("causal",),
-            "logits and their gradient a chunk of tokens at a time",
+            "logits and their gradient for one chunk of tokens at a time",
             50,
             _HALF,
         ),
@@ -66,7 +68,7 @@ def veomni_kernels() -> list[KernelSpec]:
             "fused_quack",
             "moe_experts.kernel",
             ("standard",),
-            "gather and SwiGLU inside the grouped products",
+            "gather and SwiGLU inside the grouped GEMMs",
             55,
             _HALF,
         ),

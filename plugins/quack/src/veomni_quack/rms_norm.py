@@ -1,9 +1,11 @@
-"""RMSNorm by QuACK: forward and backward one kernel each, statistics in float32.
+"""RMSNorm by QuACK: forward and backward are one kernel each, with float32 statistics.
 
-QuACK multiplies by the weight in float32 and rounds once, which is ``cast_after``; without a weight it is
-``unweighted``, and with ``1 + weight`` handed over in float32 it is ``offset``. ``standard`` rounds before the weight:
-in 16 bits the weight is a multiplication after QuACK's norm, and only its backward is one kernel. The gradient of a
-weight is a sum of float32 partial sums in a fixed order.
+QuACK multiplies by the weight in float32 and rounds once. That is ``cast_after``; without a weight it is
+``unweighted``; with ``1 + weight`` in float32 as the weight it is ``offset``. ``standard`` rounds before it multiplies
+by the weight: in 16 bits, forward is QuACK's kernel without a weight followed by a multiplication, and only backward is
+one kernel. The weight's gradient adds float32 partial sums in a fixed order.
+
+Shapes: M rows (all dimensions of x but the last), H hidden size.
 """
 
 from __future__ import annotations
@@ -46,24 +48,24 @@ def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
 
 
 def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The result, and what backward needs of each row."""
+    """The normalised ``x``, in its shape and dtype, and ``1 / rms(x)`` per row, which backward needs."""
     inside = None if weight is None else readable(weight)
     result, _, rstd = rmsnorm_fwd(_rows(x), inside, out_dtype=x.dtype, eps=eps, store_rstd=True)
     return result.reshape(x.shape), rstd
 
 
 def _gradients(dresult: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``x`` and of the weight; the latter is empty where there is none."""
+    """The gradients of ``x`` and of the weight; the latter is empty if there is no weight."""
     inside = None if weight is None else readable(weight)
     dx, dweight, *_ = rmsnorm_bwd(_rows(x), inside, _rows(dresult), rstd)
     return dx.to(x.dtype).reshape(x.shape), x.new_empty(0) if dweight is None else dweight
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``x`` as rows ``[M, H]``, where it lies unless QuACK can't read it there.
+    """``x`` as rows ``[M, H]``; a copy only if QuACK can't read ``x`` in place.
 
-    QuACK reads at least four bytes at a time, so rows of an odd number of 16-bit values are handed over in float32,
-    which holds them exactly; everything is computed in float32 anyway.
+    QuACK loads at least four bytes at a time, so rows of an odd number of 16-bit values are cast to float32. The cast
+    is exact, and the kernel computes in float32 anyway.
     """
     rows = x.reshape(-1, x.shape[-1])
     return readable(rows.float() if x.shape[-1] % 2 and x.element_size() == 2 else rows)
@@ -78,6 +80,7 @@ _backward = operator(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:
+        # For `standard` in 16 bits the kernel rounds x / rms(x), and the weight is multiplied below.
         normalised, rstd = _forward(x, None if round_before_weight else weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         result: Tensor = weight * normalised if round_before_weight else normalised

@@ -1,7 +1,11 @@
-"""Rotary position embedding by QuACK: one kernel per tensor, in float32, rounded once; backward turns the other way.
+"""Rotary position embedding by QuACK: one kernel per tensor, computed in float32 and rounded once.
 
-QuACK takes one table of angles, each pair's entry once, and an offset into it per sequence. Angles that differ by
-sequence, ``cos[B, S, R]``, are such a table of ``B * S`` positions.
+Backward is the same kernel with the opposite rotation (``conjugate``). QuACK takes one cos/sin table
+``[positions, pairs]`` with one entry per rotated pair of dimensions, where transformers stores each entry twice, and
+for each sequence an offset into that table. Angles that differ by sequence, ``cos[B, S, R]``, become a table of
+``B * S`` positions with the offsets ``0, S, 2S, ...``.
+
+Shapes: B batch, S sequence length, H heads (Hq of queries, Hk of keys), D head width, R rotary width, P = pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from veomni_quack.compiling import check_target
 check_target()
 
 Pick = Callable[[Tensor], Tensor]
-_UNIT = 8  # values: what QuACK asks head widths and their turned parts to be multiples of
+_UNIT = 8  # QuACK needs the head width and the rotary width to be multiples of this many values
 _WIDEST_HEAD = 512
 
 
@@ -39,17 +43,25 @@ def _all(angles: Tensor) -> Tensor:
 def _rotation(
     pick: Pick, neighbours: bool = False, backwards: bool = False, whole: bool = True
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A variant: which entries of ``cos`` and ``sin`` count, whether neighbours are pairs, the direction, and whether
-    whole heads are turned.
+    """The kernel of one variant.
+
+    Args:
+        pick: Selects the entries of ``cos`` and ``sin`` that QuACK needs, one per pair.
+        neighbours: Pairs are ``(2i, 2i + 1)`` instead of ``(i, i + R/2)``.
+        backwards: Rotate by the negative angle.
+        whole: The rotary width must be the head width.
     """
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        """``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` turned by ``cos[B, S, R]`` and ``sin``; in ``[B, S, H, D]`` where
-        ``unsqueeze_dim`` is 2. Dimensions beyond the turned ones pass through. Angles get no gradient.
+        """``q[B, Hq, S, D]`` and ``k[B, Hk, S, D]`` rotated by ``cos[B, S, R]`` and ``sin[B, S, R]``.
+
+        The layout is ``[B, S, H, D]`` if ``unsqueeze_dim`` is 2. Dimensions beyond the rotary width pass through
+        unchanged. ``cos`` and ``sin`` get no gradient.
 
         Raises:
-            ValueError: a head's width, or its turned part, is no multiple of 8, or it is wider than 512; ``cos`` turns
-                only a part where the variant turns whole heads; ``unsqueeze_dim`` is neither 1 nor 2.
+            ValueError: the head width or the rotary width is no multiple of 8; the head is wider than 512; ``cos``
+                covers only a part of the head where the variant rotates all of it; ``unsqueeze_dim`` is neither 1
+                nor 2.
         """
         angles = _Angles(pick(cos), pick(sin), neighbours, backwards, whole)
         return angles.turn(q, unsqueeze_dim), angles.turn(k, unsqueeze_dim)
@@ -74,28 +86,31 @@ def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tenso
 
 
 class _Angles:
-    """``cos`` and ``sin`` ``[B or 1, S, pairs]`` as QuACK reads them."""
+    """``cos`` and ``sin`` ``[B or 1, S, P]`` as QuACK's tables ``[B * S, P]``, with each sequence's offset."""
 
     def __init__(self, cos: Tensor, sin: Tensor, neighbours: bool, backwards: bool, whole: bool) -> None:
         batch, length, self.pairs = cos.shape
-        # Copied here if at all: two tensors are turned by one table, and back again.
+        # A copy that alignment requires is made here, once: q, k and both backward calls share the table.
         self.cos, self.sin = (readable(angles.detach().reshape(batch * length, self.pairs)) for angles in (cos, sin))
+        # [B]: the table row of each sequence's first position. None if all sequences share one table.
         self.starts = length * torch.arange(batch, dtype=torch.int32, device=cos.device) if batch > 1 else None
         self.neighbours, self.backwards, self.whole = neighbours, backwards, whole
 
     def turn(self, x: Tensor, unsqueeze_dim: int) -> Tensor:
-        """``x``, turned; in the layout in which it came."""
+        """``x`` rotated, in the layout that ``unsqueeze_dim`` states."""
         width, turned = x.shape[-1], 2 * self.pairs
         if width % _UNIT or turned % _UNIT or width > _WIDEST_HEAD:
             raise ValueError(
-                f"quack turns heads whose width, at most {_WIDEST_HEAD}, and turned part are multiples of {_UNIT}; "
-                f"this head has {width} dimensions, {turned} of them turned. Choose another rotary_pos_emb kernel."
+                f"quack needs heads of at most {_WIDEST_HEAD} dimensions, and head and rotary widths that are "
+                f"multiples of {_UNIT}; this head has {width} dimensions, {turned} of them rotated. Choose another "
+                "rotary_pos_emb kernel."
             )
         if self.whole and turned != width:
-            raise ValueError(f"cos turns {turned} of a head's {width} dimensions; this variant turns all of them")
+            raise ValueError(f"cos covers {turned} of a head's {width} dimensions; this variant rotates all of them")
         if unsqueeze_dim not in (1, 2):
             raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
         heads_first = unsqueeze_dim == 1
+        # QuACK reads [B, S, H, D]; the transpose is a view.
         by_position = x.transpose(1, 2) if heads_first else x
         result: Tensor = _Turn.apply(by_position, self.cos, self.sin, self.starts, self.neighbours, self.backwards)
         return result.transpose(1, 2) if heads_first else result
@@ -132,5 +147,6 @@ class _Turn(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, starts = ctx.saved_tensors
+        # The transpose of a rotation is the rotation by the negative angle.
         gradient = _turn(dresult, cos, sin, starts, ctx.neighbours, not ctx.backwards)
         return gradient, None, None, None, None, None

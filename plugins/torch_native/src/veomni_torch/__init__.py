@@ -1,1 +1,1 @@
-"""Kernels in plain PyTorch; ``plugin`` describes them, one file per op holds them."""
+"""Kernels in plain PyTorch: ``plugin`` declares them, each op has its own file."""

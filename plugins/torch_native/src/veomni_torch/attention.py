@@ -1,6 +1,6 @@
 """attention by ``torch.nn.functional.scaled_dot_product_attention``, as transformers calls it.
 
-transformers' function passes over what it doesn't compute; here that is an error.
+transformers' function silently ignores arguments that it doesn't implement; this kernel raises for them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from veomni_core.ops.attention import refuse
 from veomni_core.ops.memory_layout import ALIGNMENT, aligned, begins_aligned
 
-_MOVES_16_BYTES = ("cuda",)  # device types whose kernels load so, and don't look at addresses or rows first
-_MOST_PAIRS = 2**32  # past it a fused kernel reads a mask's rows elsewhere (pytorch issue 187227)
-_COMPUTED = inspect.signature(sdpa_attention_forward).parameters  # in the versions whose T5 calls it, position_bias too
+_MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
+_MOST_PAIRS = 2**32  # above it a fused kernel computes a mask row's offset in 32 bits, and wraps (pytorch issue 187227)
+# Contains position_bias in the versions of transformers whose T5 passes it.
+_COMPUTED = inspect.signature(sdpa_attention_forward).parameters
 
 
 def sdpa(
@@ -37,19 +38,26 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
 
-    ``query[B, Hq, S, D]``, ``key[B, Hk, L, D]``, ``value[B, Hk, L, Dv]``, and a mask ``[B, 1 or Hq, S, L]``, boolean or
-    added, which also holds a sliding window and keeps packed sequences apart; and ``position_bias[1 or B, Hq, S, L]``.
-    Gradients reach query, key, value and the bias.
+    Gradients reach query, key, value and position_bias.
+
+    Args:
+        query: ``[B, Hq, S, D]``.
+        key: ``[B, Hk, L, D]``.
+        value: ``[B, Hk, L, Dv]``.
+        attention_mask: ``[B, 1 or Hq, S, L]``, boolean or additive. A sliding window, and the separation of packed
+            sequences, must be part of it.
+        options: Among others ``position_bias[1 or B, Hq, S, L]``.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask are asked for, or a window or packing that no mask holds; or keys
-            that sparse attention chose, or sinks of one query each; or, on a GPU, a mask of more than 2**32 pairs.
+        ValueError: a softcap, sinks or a padding mask ``[B, L]`` is requested; a window or packed sequences come
+            without a mask; an option chooses keys by sparse attention, or sinks per query; or, on a GPU, a mask covers
+            more than 2**32 pairs of positions.
     """
     masked = attention_mask is not None
     refused = {
         "a softcap": softcap is not None,
         "sinks": s_aux is not None,
-        "a mask of two dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
+        "a mask of other than 4 dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
         "packed sequences without a mask": cu_seq_lens_q is not None and not masked,
     }
@@ -72,7 +80,7 @@ def sdpa(
 
 
 def _seen_by_last_queries(query: Tensor, key: Tensor) -> Tensor:
-    """``[B, 1, S, L]``; torch's own ``is_causal`` lets the first query see the first key alone, however many keys."""
+    """The causal mask ``[B, 1, S, L]``, aligned at the last key. torch's own ``is_causal`` aligns it at the first."""
     queries, keys = query.shape[2], key.shape[2]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     return seen.expand(query.shape[0], 1, queries, keys)
@@ -88,7 +96,7 @@ def _with_bias(bias: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
 def _on_a_gpu(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> Tensor:
-    """The call with all of its tensors, and later the incoming gradient, where torch's kernels can read them."""
+    """Call transformers' function with operands aligned for torch's kernels; align the incoming gradient too."""
     query, key, value = map(_readable, (query, key, value))
     mask = attention_mask
     if mask is not None:
@@ -108,10 +116,10 @@ def _on_a_gpu(
 
 
 def _whole_rows(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With keys that nobody sees, up to a multiple of eight.
+    """Append keys that no query sees, up to a multiple of eight, so that each row of the mask starts aligned.
 
-    torch pads the rows of a bias itself, but what it saves of it for backward is a slice, of which hooks on saved
-    tensors (``save_on_cpu``) make something dense, which its backward (2.11) can't read in 16 bits.
+    torch pads the mask itself, but saves a slice of the padded mask for backward. Hooks on saved tensors
+    (``save_on_cpu``) make that slice dense, and the fused backward (2.11) then reads misaligned rows in 16 bits.
     """
     missing = -key.shape[2] % 8
     if not missing:
@@ -121,25 +129,29 @@ def _whole_rows(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 
 
 def _backends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
-    """All, but for a bias that alone wants a gradient: torch's fused ones (2.11) keep nothing for that and raise."""
+    """Only the math backend if the mask alone requires a gradient, else all backends.
+
+    In that case torch's fused backends (2.11) save nothing for backward, and raise.
+    """
     if mask is not None and mask.requires_grad and not any(each.requires_grad for each in (query, key, value)):
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
 
 
 def _readable(heads: Tensor) -> Tensor:
-    """``heads``, or a copy of them; torch pads those of odd widths itself, which copies them too.
+    """``heads``, or an aligned copy. Heads of odd widths stay as they are: torch pads them, which copies them too.
 
-    Heads that repeat by a stride of zero are copied: of them a fused kernel gave wrong results (pytorch issue 191937).
+    Expanded heads (a stride of zero) are copied: a fused kernel gave wrong results for them (pytorch issue 191937).
     """
     return heads if heads.shape[-1] * heads.element_size() % ALIGNMENT else aligned(heads)
 
 
 def _readable_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """``mask`` in ``dtype``, or a copy where its address is wrong; torch pads rows, and takes boolean ones, itself.
+    """``mask`` in ``dtype``, copied if its address is not aligned. torch itself pads rows and handles boolean masks.
 
-    Its fused kernels (2.11) take a float32 mask beside bfloat16 queries and read it as bfloat16. The lowest float32,
-    which stands for what no query sees, stays finite, so that a row of nothing else is a mean and not NaN.
+    The cast is needed because torch's fused kernels (2.11) accept a float32 mask with bfloat16 queries, but read its
+    memory as bfloat16. Finite values are clamped to the dtype's range: the lowest float32 means "masked", and must stay
+    finite, so that a row in which everything is masked gives a mean and not NaN.
     """
     if not mask.is_floating_point():
         return mask
@@ -150,10 +162,10 @@ def _readable_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _zeros_or_nan(query: Tensor, key: Tensor) -> Tensor:
-    """``[B, S, Hq, 1]``: NaN where a query, or a key of its sequence, is not finite.
+    """``[B, S, Hq, 1]``: NaN where the query, or any key of its sequence, is not finite; 0 elsewhere.
 
-    torch's CPU kernel (2.13) gives zeros for a query of NaN, and finite numbers for an infinite key: without this a
-    step that is broken would pass for a good one.
+    torch's CPU kernel (2.13) returns zeros for a NaN query and finite numbers for an infinite key. Without this term a
+    diverged model would look healthy.
     """
     queries = (query * 0.0).sum(dim=-1, keepdim=True).transpose(1, 2)
     return queries + (key * 0.0).sum(dim=(1, 2, 3)).view(-1, 1, 1, 1)

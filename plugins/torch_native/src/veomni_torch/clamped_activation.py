@@ -1,4 +1,4 @@
-"""gpt-oss's activation between an expert's projections, in float32; its input alone is kept for the backward."""
+"""gpt-oss's activation between an expert's projections, in float32; saves only its input for backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 
 
 def clamped_activation(both: Tensor, alpha: float, limit: float, interleaved: bool, up_offset: float) -> Tensor:
-    """``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``: ``[N, I]`` of ``both[N, 2I]``.
+    """``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, of ``both[N, 2I]``: ``[N, I]``.
 
-    Gate and up are halves of the columns, or every other one where ``interleaved``. Computed and given in float32 (in
-    float64 of float64): rounded at each step to bfloat16, the gradients would miss the contract's tolerance.
+    Computed and returned in float32 (float64 for float64 inputs): with every step rounded to bfloat16, the gradients
+    would miss the contract's tolerance.
+
+    Args:
+        both: Gate and up, ``[N, 2I]``: the two halves of the columns, or alternating columns if ``interleaved``.
+        limit: Gate is clamped to at most ``limit``, up to ``[-limit, limit]``.
     """
     result: Tensor = _ClampedActivation.apply(both.to(compute_dtype(both)), alpha, limit, interleaved, up_offset)
     return result
@@ -40,13 +44,14 @@ class _ClampedActivation(torch.autograd.Function):
         sigmoid = torch.sigmoid(bounded * alpha)
         dgate = upstream * (up.clamp(-limit, limit) + up_offset) * sigmoid * (1 + alpha * bounded * (1 - sigmoid))
         dup = upstream * bounded * sigmoid
-        # Nothing passes where a value was clamped.
+        # No gradient where the value was clamped.
         dgate, dup = torch.where(gate <= limit, dgate, 0.0), torch.where(up.abs() <= limit, dup, 0.0)
         dboth = torch.stack((dgate, dup), dim=-1).flatten(-2) if interleaved else torch.cat((dgate, dup), dim=-1)
         return dboth, None, None, None, None
 
 
 def _halves(both: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up, views of ``both[N, 2I]``, each ``[N, I]``."""
     if interleaved:
         return both[..., ::2], both[..., 1::2]
     gate, up = both.chunk(2, dim=-1)

@@ -1,6 +1,9 @@
-"""Causal cross entropy, one chunk of tokens at a time: the logits of all tokens never exist together.
+"""Causal linear cross entropy, one chunk of tokens at a time: not all logits exist at once.
 
-Each chunk's gradients are taken while its logits are there, so backward only scales them; nothing is projected twice.
+Forward computes each chunk's gradients while its logits exist, so no logits are computed twice. Backward only scales
+the gradients.
+
+Shapes: T tokens, H hidden size, V vocabulary, rows = tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 IGNORED = -100
 # Bytes of float32 logits held at a time. On a CPU (benchmarks/chunk_sizes.py: 2 cores, T=2048, H=256, V=32000) 16, 32,
 # 64 and 128 MiB took 0.71, 0.65, 0.63 and 0.70 of the time of transformers' loss, and 11, 17, 30 and 54 % of its
-# memory. A GPU needs more rows to fill its matrix units: 1 GiB holds 1766 of 151936 logits.
+# memory. A GPU needs more rows to fill its tensor cores: 1 GiB holds 1766 rows of 151936 logits.
 CPU_CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 32 << 20, 1 << 30
 _FEWEST_ROWS = 128
 
@@ -35,10 +38,10 @@ def causal(
 ) -> Tensor:
     """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
 
-    Logits are multiplied by ``scale``, then bounded by ``softcap * tanh(logits / softcap)``. With
-    ``num_items_in_batch`` the sum is divided by it. Where no label counts, the loss and its gradients are zero.
-    Gradients reach ``hidden``, ``weight`` and ``bias``; those of weight and bias are summed in float32. Under autocast
-    the logits are computed in its dtype.
+    Logits are multiplied by ``scale``, then replaced by ``softcap * tanh(logits / softcap)``. If
+    ``num_items_in_batch`` is given, the sum of the losses is divided by it instead of by the number of labels. If every
+    label is ignored, the loss and its gradients are zero. Gradients reach ``hidden``, ``weight`` and ``bias``; those of
+    weight and bias are summed in float32. Under autocast the logits are computed in its dtype.
 
     Raises:
         TypeError: hidden, weight and bias differ in dtype, and autocast is off.
@@ -47,15 +50,15 @@ def causal(
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)
     hidden, weight, bias = product_operands("chunk_loss", hidden=hidden, weight=weight, bias=bias)
-    differentiate = torch.is_grad_enabled()  # of no use inside a Function, where it is always off
+    differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
     total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
     return total / divisor  # type: ignore[no-any-return]
 
 
 class _SumOfLosses(Function):
-    """Gradients are kept of the sum, whose numbers are of the size of the inputs'.
+    """The sum of the losses. Forward saves the gradients of the sum, not of the mean.
 
-    Those of the mean over 131072 tokens would lie below what float16 can hold, before a loss scale could lift them.
+    The gradients of the mean over 131072 tokens would underflow in float16 before a loss scaler could scale them.
     """
 
     @staticmethod
@@ -76,15 +79,15 @@ class _SumOfLosses(Function):
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden.shape[0], weight.shape[0], hidden.device):
-            states, counts = hidden[rows], labels[rows] != ignore_index
-            targets = torch.where(counts, labels[rows], 0)
+            states, counts = hidden[rows], labels[rows] != ignore_index  # [rows, H], [rows]
+            targets = torch.where(counts, labels[rows], 0)  # any valid index: ignored rows are zeroed below
             logits, slope = _logits(F.linear(states, weight, bias), softcap, scale)
             losses, dlogits = _losses(logits, targets, hidden.dtype, any(wanted))
             del logits
             total += torch.where(counts, losses, 0.0).sum()
             if dlogits is None:
                 continue
-            if slope is not None:
+            if slope is not None:  # chain rule through scale and softcap
                 dlogits *= slope
             if dbias is not None:
                 dbias += (dlogits * counts.unsqueeze(1)).sum(dim=0, dtype=torch.float32)
@@ -92,7 +95,7 @@ class _SumOfLosses(Function):
                 dhidden[rows] = (dlogits @ weight) * counts.unsqueeze(1)
             if dweight is not None:
                 _add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
-            del dlogits  # or it would still be there while the next chunk's logits are made
+            del dlogits  # otherwise it would exist until the next chunk's logits are computed
         ctx.save_for_backward(dhidden, _kept_for_backward(dweight, weight), _kept_for_backward(dbias, bias))
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -108,9 +111,9 @@ class _SumOfLosses(Function):
 
 
 def _kept_for_backward(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
-    """A float32 sum over all tokens in the dtype of its tensor; in float32 still where that is float16.
+    """``gradient``, a float32 sum over all tokens, in the dtype of the tensor ``of``; but in float32 for float16.
 
-    float16 ends at 65504, which the sum over 131072 tokens may pass, whatever its mean is.
+    The sum over 131072 tokens may exceed 65504, where float16 overflows, even if the mean is small.
     """
     if gradient is None or of is None or of.dtype == torch.float16:
         return gradient
@@ -118,7 +121,10 @@ def _kept_for_backward(gradient: Tensor | None, of: Tensor | None) -> Tensor | N
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in float32, rounded once; a GPU rounds a factor without dimensions to the gradient's dtype first."""
+    """``gradient * factor``, computed in float32 and rounded once to ``dtype``.
+
+    The factor is reshaped to ``[1]``: on a GPU, a zero-dimensional factor would first be rounded to gradient's dtype.
+    """
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -129,7 +135,10 @@ def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
 
 
 def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple[Tensor, Tensor | float | None]:
-    """The logits after scale and softcap (then in float32), and their derivative by the projection (``None``: 1)."""
+    """The logits after scale and softcap, and their derivative by the unscaled logits; ``None`` stands for 1.
+
+    With a scale or a softcap the result is float32.
+    """
     slope: Tensor | float | None = scale
     if scale is not None:
         logits = logits.float() * scale
@@ -141,14 +150,15 @@ def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple
 
 
 def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-    """Each row's loss in float32 and, if wanted, its derivative by the logits in ``dtype``."""
+    """Each row's loss in float32; and its gradient by ``logits[rows, V]`` in ``dtype``, if ``differentiate``."""
     targets = targets.unsqueeze(1)
     log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     picked = log_probabilities.gather(1, targets)
     if not differentiate:
         return -picked.squeeze(1), None
-    # In two passes, since exp with an out of another dtype makes a float32 tensor of this size for itself.
+    # Two passes: exp with an `out` of another dtype would allocate a float32 temporary of this size.
     dlogits = log_probabilities.exp_().to(dtype)
+    # softmax - 1 at the label, computed as expm1 of the log probability, which is accurate near 0.
     return -picked.squeeze(1), dlogits.scatter_(1, targets, picked.expm1().to(dtype))
 
 
@@ -156,9 +166,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b`` with ``total`` in float32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:  # one pass over the total where the sum of two tensors would take three
+    elif a.is_cuda:  # reads and writes the total once; a separate addition would also write and read the product
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # in which a sum over a chunk's tokens may overflow
+    elif a.dtype == torch.float16:  # a sum over a chunk's tokens may overflow in float16
         total.addmm_(a.float(), b.float())
     else:
         total += a @ b

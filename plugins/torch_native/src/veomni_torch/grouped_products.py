@@ -1,8 +1,9 @@
-"""Matrix products of rows that lie in groups, one after the other, with one matrix per group.
+"""Grouped GEMMs: consecutive groups of rows, each multiplied by its own matrix.
 
-``ends[E]``, int32, says where each group's rows end; further rows may lie behind the last one. Where the device
-multiplies groups in one call (``torch.nn.functional.grouped_mm``, bf16 on CUDA from SM80) it does; elsewhere each group
-is one product.
+``ends[E]``, int32, is the end row of each group; there may be further rows after the last group. With bf16 on CUDA from
+SM80 on, one call multiplies all groups (``torch.nn.functional.grouped_mm``); elsewhere, each group is one ``torch.mm``.
+
+Shapes: N rows, E groups (experts), A columns of the left operand, B columns of the right one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def _has_grouped_mm(rows: Tensor) -> bool:
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """``[N, B]``: each group of ``rows[N, A]`` times its own of the ``matrices[E, A, B]``.
+    """``[N, B]``: each group of ``rows[N, A]`` times its matrix in ``matrices[E, A, B]``.
 
-    Rows behind the last end hold anything.
+    Rows after the last group are uninitialised.
     """
     if _has_grouped_mm(rows):
         return _grouped_mm(rows, matrices, ends)
@@ -40,7 +41,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """``[E, A, B]``: each group of ``left[N, A]``, transposed, times that of ``right[N, B]``; zeros if empty."""
+    """``[E, A, B]``: per group, ``left[N, A]`` transposed times ``right[N, B]``; zeros for an empty group."""
     if _has_grouped_mm(left):
         return _grouped_mm(left.t(), right, ends)
     product = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
@@ -50,17 +51,17 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """The device's own. It pads the rows of a result whose width is no multiple of 16 bytes."""
+    """``F.grouped_mm``, made contiguous: it pads the rows of a result whose width is no multiple of 16 bytes."""
     return F.grouped_mm(_taken(left), _taken(right), offs=ends).contiguous()
 
 
 def _taken(matrix: Tensor) -> Tensor:
-    """``matrix``, or a copy where neither its rows nor its columns lie as the device's product takes them."""
+    """``matrix``, or an aligned copy if ``F.grouped_mm`` takes it neither row-major nor column-major."""
     return matrix if is_aligned(matrix) or is_aligned(matrix.mT) else aligned(matrix)
 
 
 def _groups(ends: Tensor) -> list[tuple[int, slice]]:
-    """The number and slice of every group that has rows; reads the ends on the host."""
+    """The index and row slice of every group that isn't empty; reads ``ends`` on the host."""
     stops = ends.tolist()
     starts = [0, *stops[:-1]]
     return [(g, slice(a, b)) for g, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]
@@ -68,9 +69,10 @@ def _groups(ends: Tensor) -> list[tuple[int, slice]]:
 
 @library.custom_op("veomni_torch::grouped_linear", mutates_args=())
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """:func:`grouped_product` with the transpose of each group's ``weight[E, B, A]``: ``[N, B]``.
+    """Differentiable :func:`grouped_product` with transposed weights: ``rows[N, A] @ weight[E, B, A].mT``, ``[N, B]``.
 
-    Gradients reach rows and weight: zeros for the rows behind the last end, and for the weight of an empty group.
+    Gradients reach ``rows`` and ``weight``; they are zero for rows after the last group, and for the weight of an empty
+    group.
     """
     return grouped_product(rows, weight.transpose(1, 2), ends)
 
@@ -98,6 +100,7 @@ def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
     drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)
+    # grouped_product leaves the rows after the last group uninitialised; their gradient is zero.
     covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
     return torch.where(covered, drows, 0.0), dweight, None
 

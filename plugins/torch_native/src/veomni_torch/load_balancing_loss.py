@@ -1,7 +1,10 @@
-"""load_balancing_loss in plain PyTorch: one pass per layer, no one-hot tensor, and only the given logits are saved.
+"""load_balancing_loss in plain PyTorch: one pass per layer, no one-hot tensor; saves only the given logits.
 
-With ``r`` the share of routes per expert, the loss is ``E · Σ r_e · p_e`` where ``p_e`` is the mean probability, so the
-gradient of a token's probabilities is the same vector ``E · r / tokens`` for every token that counts.
+The loss is ``E · Σ r_e · p_e``, where ``r_e`` is the number of routes to expert ``e`` per token, and ``p_e`` the mean
+probability of the expert. So the gradient by a token's probabilities is the same vector ``E · r / tokens`` for every
+token that the mask doesn't leave out.
+
+Shapes: T tokens, E experts; B sequences of S tokens; K experts per token.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 def standard(
     gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> Tensor | int:
-    """The auxiliary loss over all layers' ``[T, E]`` logits, in float32; ``attention_mask[B, S]`` leaves tokens out.
+    """The auxiliary loss over all layers' logits ``[T, E]``, in float32; ``attention_mask[B, S]`` leaves tokens out.
 
-    The gradient has the logits' dtype. Results do not depend on the order of additions: routes are whole numbers.
-    As in transformers, the result is the number 0 where ``gate_logits`` is no tuple of logits, or an empty one. Where
-    autocast takes softmax in float32, probabilities are not rounded to the logits' dtype.
+    The gradient has the logits' dtype. Atomic additions don't make the result vary: they only count routes, and sums of
+    whole numbers are exact in any order. As in transformers, the result is the number 0 if ``gate_logits`` is not a
+    tuple, or an empty one. Where autocast computes softmax in float32, probabilities are not rounded to the logits'
+    dtype.
     """
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
@@ -38,9 +42,13 @@ def product_keys(
     top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Tensor | float:
-    """:func:`standard` for experts that are pairs of keys, of all layers' ``[2, T, num_keys]``; the share is of routes.
+    """:func:`standard` for product keys: an expert is a pair of keys, and its logit the sum of their two scores.
 
-    The pairs' scores ``[T, num_keys²]`` of every layer are kept for backward.
+    Divided by ``top_k``: here ``r_e`` is the expert's fraction of all routes. Saves the pairs' scores
+    ``[T, num_keys²]`` of every layer for backward.
+
+    Args:
+        gate_logits: Per layer ``[2, T, num_keys]``.
     """
     if not isinstance(gate_logits, tuple):
         return 0
@@ -49,9 +57,9 @@ def product_keys(
 
 
 def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
-    """Switch Transformers' loss of probabilities ``[B, S, E]`` and the experts chosen, ``[B, S]`` or ``[B, S, K]``.
+    """Switch Transformers' loss of ``router_probs[B, S, E]`` and the chosen ``expert_indices[B, S]`` or ``[B, S, K]``.
 
-    The gradient has the probabilities' dtype and is the same for every token of a batch entry.
+    The gradient has the probabilities' dtype and is the same for every token of a sequence.
     """
     batch, length, experts = router_probs.shape
     routed = torch.zeros(batch, length, experts, dtype=torch.float32, device=router_probs.device)
@@ -71,17 +79,18 @@ class _LoadBalancing(Function):
         per_layer = gate_logits[0].shape[0] if counted is None else counted.sum()
         for logits in gate_logits:
             torch.softmax(logits, dim=-1, out=probabilities)
-            # Unsorted: only the set counts, and sorting it costs a CPU a tenth of the whole loss.
+            # Unsorted: only the set of experts matters, and on a CPU sorting it takes a tenth of the loss's time.
             chosen = probabilities.topk(top_k, dim=-1, sorted=False).indices.flatten()
             if counted is None:
                 routes.scatter_add_(0, chosen, routes.new_ones(()).expand(chosen.numel()))
                 probability += probabilities.sum(dim=0, dtype=torch.float32)
             else:
                 routes.scatter_add_(0, chosen, counted.repeat_interleave(top_k))
-                # Not a product with a matrix: autocast would round that to 16 bits.
+                # Not a matrix product, which autocast would round to 16 bits.
                 probability += (probabilities * counted[:, None]).sum(dim=0, dtype=torch.float32)
         tokens = per_layer * len(gate_logits)
         share = routes / tokens
+        # The gradient by every token's probabilities, [E]; `counted` is 1 for tokens that the mask keeps, [T].
         ctx.save_for_backward(num_experts * share / tokens, counted, *gate_logits)
         return num_experts * (share * (probability / tokens)).sum()
 
@@ -98,6 +107,7 @@ class _LoadBalancing(Function):
                 gradients.append(None)
                 continue
             torch.softmax(logits.float(), dim=-1, out=probabilities)
+            # Backward of softmax, with probabilities recomputed in float32.
             inner = (probabilities * dprobability).sum(dim=-1, keepdim=True)
             dlogits = (dprobability - inner).mul_(probabilities)
             if counted is not None:

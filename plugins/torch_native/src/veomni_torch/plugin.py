@@ -1,10 +1,10 @@
-"""Describes the kernels to veomni-core. Imports no torch."""
+"""Declares the kernels to veomni-core. Doesn't import torch."""
 
 from veomni_core import KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
-# A library's fused kernel is declared at 50 and more, so these are what `auto` takes where no such kernel runs.
+# Most fused kernels declare a higher preference, so `auto` takes these where no such kernel can run.
 _PREFERENCE = 10
 
 
@@ -49,7 +49,7 @@ def veomni_kernels() -> list[KernelSpec]:
             op_name="cross_entropy_loss",
             variant="causal",
             factory="veomni_torch.cross_entropy_loss:causal",
-            description="projects and differentiates one chunk of tokens at a time",
+            description="logits and their gradient for one chunk of tokens at a time",
             preference=_PREFERENCE,
         ),
         *(

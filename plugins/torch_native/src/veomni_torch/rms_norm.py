@@ -1,4 +1,4 @@
-"""rms_norm in plain PyTorch: saves ``x``, the weight and one reciprocal root per row; rounds where the variant does.
+"""rms_norm in plain PyTorch: saves ``x``, the weight and ``1 / rms(x)`` per row; rounds where the variant does.
 
 With ``n = x / rms(x)`` and ``g`` the factor of the variant (``w``, ``1 + w`` or ``1``), the gradient of ``x`` is
 ``(g·dy - n · mean(g·dy · n)) / rms(x)`` and that of ``w`` the sum over rows of ``dy · n``, all in float32.
@@ -85,14 +85,14 @@ class _Weighted(Function):
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` in ``dtype``.
+    """``values`` in ``dtype``, without a cast if they already have it.
 
-    Without a cast where there is nothing to round: PyTorch 2.11 compiles a forward that ends in one to a function whose
-    gradients are all zero.
+    PyTorch 2.11 compiles a forward that ends in a cast to the same dtype to a function whose gradients are all zero.
     """
     return values if values.dtype == dtype else values.to(dtype)
 
 
 def _input_gradient(dnormalised: Tensor, normalised: Tensor, reciprocal: Tensor) -> Tensor:
+    """The gradient of ``x`` from that of ``x / rms(x)``; the formula at the top of this file."""
     projection = (dnormalised * normalised).mean(-1, keepdim=True)
     return (dnormalised - normalised * projection) * reciprocal

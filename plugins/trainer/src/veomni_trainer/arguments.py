@@ -1,4 +1,4 @@
-"""Turns a job's ``train`` section into transformers' ``TrainingArguments``, which also set up the processes."""
+"""Turns a job's ``train`` section into transformers' ``TrainingArguments``, which also initialise torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from veomni_trainer.job import TrainSection
 
 
 def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
-    """The arguments; under torchrun this also joins the process group, so that ranks can agree on their plan.
+    """The arguments. Under torchrun this also joins the process group, so that ranks can compare their plans.
 
     Raises:
-        HostError: the device that the job asks for isn't here, or FSDP was asked for where it can't be had.
+        HostError: the requested device is not available, or FSDP is requested where it can't run.
     """
     if train.device == "cuda" and not torch.cuda.is_available():
         raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
@@ -27,13 +27,13 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if train.fsdp and not is_distributed:
         raise HostError(
-            "train.fsdp shards the model over processes, and this is a single one. Start it as "
+            "train.fsdp shards the model over processes, but this job has only one. Start it as "
             "`torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml`, or write train.fsdp: false"
         )
     if train.fsdp and on_cpu:
         raise HostError(
             "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
-            "sharding it, without a word. Write train.fsdp: false"
+            "sharding it, without a warning. Write train.fsdp: false"
         )
     if train.bf16 and not on_cpu and not is_torch_bf16_gpu_available():
         raise HostError("train.bf16 needs an accelerator that computes in bfloat16. Write train.bf16: false")
@@ -54,14 +54,14 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         ddp_backend="gloo" if on_cpu and is_distributed else None,
         logging_strategy="steps",
         logging_steps=train.log_every,
-        logging_nan_inf_filter=False,  # a loss that is not a number must be seen, not averaged away
+        logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out
         save_strategy="no",  # veomni_trainer.checkpoints decides when
         eval_strategy="no",
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
-        # Each process divides by its own labels, of which all have equally many, since batches are full and no label
-        # is ignored. Dividing by those of all processes, Trainer multiplies the loss by the number of processes again,
-        # and the experts' load-balancing loss, which it has not divided, with it.
+        # Each process divides by its own number of labels. All processes have the same number, since batches are full
+        # and no label is ignored. If Trainer divided by the labels of all processes, it would then multiply the loss by
+        # the number of processes, and with it the experts' load-balancing loss, which it had not divided.
         average_tokens_across_devices=False,
         bf16=train.bf16,
         torch_compile=train.torch_compile,
@@ -76,7 +76,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
 
 
 def _checkpointing(train: TrainSection) -> dict[str, Any]:
-    """Gradient checkpointing, by the name that this version of transformers has for it."""
+    """Gradient checkpointing, under the argument name of this version of transformers."""
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     return {name: train.gradient_checkpointing}

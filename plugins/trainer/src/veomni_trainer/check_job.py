@@ -1,4 +1,4 @@
-"""What ``veomni plan`` asks about a job: whether ``veomni train`` would take what its file says."""
+"""Called by ``veomni plan``: checks whether ``veomni train`` would accept a job file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from veomni_trainer.tokens import load_tokenizer
 
 
 def check_job(path: Path) -> JobConditions:
-    """Raise what `train` would raise for the job in ``path``, in the order in which it would; else under what it plans.
+    """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
 
-    Read are the file, the model's config and the tokenizer. What only the machine that trains can tell is left to it:
-    whether the text, the devices and a free output folder are there.
+    Reads the job file, the model's config and the tokenizer. Doesn't check what depends on the machine that trains: the
+    text files, the devices and the output folder.
 
     Raises:
         VeOmniError: the job must be corrected.

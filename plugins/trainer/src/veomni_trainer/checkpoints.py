@@ -1,4 +1,4 @@
-"""When checkpoints are written, that they appear whole, and under which plan one may be resumed."""
+"""Writes checkpoints atomically when they are due, and checks that one is resumed with the plan it was trained with."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from veomni_trainer.run_folder import RunFolder
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves (and validates) when the job says so.
+    """Triggers saving and validation at the steps that the job names.
 
-    ``Trainer`` writes into the staging folder; what it wrote is completed with the plan there, and moved to its place
-    in one step.
+    ``Trainer`` writes a checkpoint into the staging folder. This callback adds the plan, and moves the checkpoint to
+    its final path atomically.
     """
 
     def __init__(self, folder: RunFolder, plan: Plan, train: TrainSection, validates: bool) -> None:
@@ -42,7 +42,7 @@ class CheckpointCallback(TrainerCallback):
             written = self._folder.staging / f"checkpoint-{state.global_step}"
             place = self._folder.path / written.name
             write_whole(written / "plan.json", self._plan.to_json())
-            if place.exists():  # an incomplete one from elsewhere, or one that a resumed run has passed again
+            if place.exists():  # an incomplete checkpoint, or one of an earlier run that a resumed run reaches again
                 shutil.rmtree(place)
             publish_folder(written, place)
             self._folder.drop_checkpoints(self._train.keep_checkpoints)
@@ -50,10 +50,10 @@ class CheckpointCallback(TrainerCallback):
 
 
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
-    """How ``plan`` differs from the one that the checkpoint was trained under, if that is accepted.
+    """The differences between ``plan`` and the plan that the checkpoint was trained with.
 
     Raises:
-        PlanMismatchError: it differs, and ``accept_change`` is false.
+        PlanMismatchError: the plans differ, and ``accept_change`` is false.
         CheckpointError: the checkpoint's plan can't be read.
     """
     path = checkpoint / "plan.json"
@@ -68,6 +68,7 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         listed = "\n".join(f"  - {change}" for change in changes)
         raise PlanMismatchError(
             f"{checkpoint} was trained with other kernels than this job would use now:\n{listed}\n"
-            "Restore the job's ops_implementation (and the plugins' versions), or consent with --accept-plan-change"
+            "Restore the job's ops_implementation (and the plugins' versions), or accept the change with "
+            "--accept-plan-change"
         )
     return changes

@@ -1,4 +1,4 @@
-"""How long steps take, without the pauses in which checkpoints are written or the model is validated."""
+"""Measures step times, without the pauses for writing checkpoints and for validation."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import time
 
 
 class StepClock:
-    """Adds up seconds, steps and tokens between two readings."""
+    """Sums seconds, steps and tokens between two calls of :meth:`read`."""
 
     def __init__(self) -> None:
         self._mark: float | None = None
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
 
     def start(self) -> None:
-        """A step begins; only the first call matters, as later steps begin where the one before ends."""
+        """Mark the beginning of the first step. Later calls do nothing: a step begins when the last one ends."""
         if self._mark is None:
             self._mark = time.perf_counter()
 
     def count(self, tokens: int) -> None:
-        """Some tokens were trained on."""
+        """Add tokens that were trained on."""
         self._tokens += tokens
 
     def end_step(self) -> None:
-        """A step is done."""
+        """Mark the end of a step."""
         self._steps += 1
         self._advance()
 
     def forget_pause(self) -> None:
-        """What happened since the last step belongs to no step."""
+        """Leave out the time since the last step: it belongs to no step."""
         self._mark = time.perf_counter()
 
     def read(self) -> dict[str, float]:
-        """Seconds per step and tokens per second since the last reading, which begins anew."""
+        """Seconds per step and tokens per second since the last call; resets the sums."""
         self._advance()
         seconds, steps, tokens = self._seconds, self._steps, self._tokens
         self._seconds, self._steps, self._tokens = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""``veomni train JOB.yaml``: the command line. What trains is imported only when it runs."""
+"""``veomni train JOB.yaml``: the command line. The training code is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(
         typer.Option("--overwrite", help="Replace an earlier run in train.output_dir, after the first step."),
     ] = False,
     accept_plan_change: Annotated[
-        bool, typer.Option("--accept-plan-change", help="Resume although other kernels would run than before.")
+        bool, typer.Option("--accept-plan-change", help="Resume even if other kernels would run than before.")
     ] = False,
 ) -> None:
     """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""

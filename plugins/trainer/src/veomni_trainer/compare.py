@@ -1,4 +1,4 @@
-"""Trains the same job all-eager in a process of its own, and puts the two runs side by side."""
+"""Trains the same job all-eager in a separate process, and compares the two runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL_EAGER = "{preset: eager}"
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a run relates to the all-eager one of the same seed and data; ratios above 1 are to this run's credit."""
+    """A run compared with the all-eager run of the same seed and data; ratios above 1 mean that this run is better."""
 
     steps: int
     largest_loss_difference: float
@@ -26,14 +26,14 @@ class Comparison:
     memory_ratio: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The fields as a dictionary."""
         return asdict(self)
 
 
 def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
     """Run ``folder``'s job with everything eager into ``folder/eager``; returns the process's exit code.
 
-    A separate process shares nothing with this one: not its allocator, not its peak of memory, not its compiled code.
+    In a separate process, the allocator, the peak memory and the compiled code of this run don't affect the eager one.
     An eager run that was interrupted before is resumed.
     """
     eager = folder.compared("eager")
@@ -42,19 +42,20 @@ def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
     command += ["--set", f"train.output_dir={json.dumps(str(eager.path))}"]
     command += ["--resume"] if eager.checkpoints() else ["--overwrite"]
     command += ["--accept-plan-change"] if accept_plan_change else []
-    # In a group of its own the child gets each Ctrl-C once, from here, whether it came from a terminal or from kill.
+    # In its own process group, the child doesn't get the terminal's Ctrl-C. This process forwards each signal, once.
     child = subprocess.Popen(command, process_group=0)
     with receiving(lambda number, _: child.send_signal(number)):
         return child.wait()
 
 
 def compare_rows(rows: list[Row], eager_rows: list[Row]) -> Comparison | None:
-    """The comparison, or ``None`` where the two have no step in common."""
+    """The comparison, or ``None`` if the two runs have no step in common."""
     losses = {row["step"]: row["loss"] for row in training_rows(rows)}
     eager = {row["step"]: row["loss"] for row in training_rows(eager_rows)}
     differences = {step: abs(loss - eager[step]) for step, loss in losses.items() if step in eager}
     if not differences:
         return None
+    # A NaN difference counts as the largest.
     worst = max(differences, key=lambda step: (differences[step] != differences[step], differences[step]))
     mine, theirs = figures(rows), figures(eager_rows)
     return Comparison(

@@ -1,4 +1,4 @@
-"""A job's text as equally long sequences of tokens, held in memory, and split into training and validation."""
+"""A job's text as token sequences of equal length, held in memory and split into training and validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from veomni_trainer.tokens import Tokenizer, Tokens
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Rows of a token table, as a causal language model takes them; the model itself shifts the labels."""
+    """The rows of a token table as inputs of a causal language model; the model itself shifts the labels."""
 
     def __init__(self, rows: Tokens) -> None:
         self._rows = rows
@@ -30,7 +30,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was read. ``unused`` tokens at the end were too few for one more sequence."""
+    """The sequences that were read. ``unused``: the number of tokens at the end, too few for one more sequence."""
 
     training: Sequences
     validation: Sequences
@@ -48,10 +48,12 @@ class Corpus:
 
 
 def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
-    """Read, tokenize, join (each document closed by the tokenizer's end) and cut everything that ``data`` names.
+    """Read and tokenize the documents that ``data`` names, join them, and split them into sequences.
+
+    Each document is followed by the tokenizer's ``end``.
 
     Raises:
-        JobFileError: nothing to read, something unreadable, or fewer tokens than one sequence.
+        JobFileError: there is nothing to read, a file is unreadable, or there are fewer tokens than one sequence.
     """
     reading = Reading()
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
@@ -73,10 +75,12 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
 
 
 def _held_out(count: int, fraction: float) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which rows are kept for validation: evenly spaced, so that every part of the text is in both."""
+    """A mask ``[count]`` of the rows for validation: evenly spaced, so that every part of the text is in both sets."""
     mask = np.zeros(count, np.bool_)
     chosen = round(count * fraction)
     if fraction and not 0 < chosen < count:
-        raise JobFileError(f"data.validation_fraction: {fraction} of {count} sequences leaves one side without any")
+        raise JobFileError(
+            f"data.validation_fraction: {fraction} of {count} sequences leaves none to train on or none to validate"
+        )
     mask[((np.arange(chosen) + 0.5) * count / max(chosen, 1)).astype(int)] = True
     return mask

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Writes files and folders atomically: a reader finds either nothing new or the complete content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` in one step: a reader finds the old file or the new one, never a part."""
+    """Replace the content of ``path`` with ``text`` atomically: a reader finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -21,7 +21,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def publish_folder(folder: Path, place: Path) -> None:
-    """Move a finished folder to ``place`` in one step, once all of it is on the disk."""
+    """Move a finished folder to ``place`` atomically, after syncing its files to the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             _sync(path)

@@ -1,4 +1,4 @@
-"""Ctrl-C, or a polite kill: the step in hand is finished, a checkpoint written, and training ends."""
+"""On Ctrl-C or SIGTERM, finishes the current step, writes a checkpoint and ends training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from veomni_trainer.signals import receiving
 
 
 class InterruptCallback(TrainerCallback):
-    """Stops training at the end of the step in which a signal arrives; a second signal ends it at once."""
+    """Stops training at the end of the step in which a signal arrives; a second signal stops it immediately."""
 
     def __init__(self) -> None:
         self.requested = False
         self.interrupted = False
 
     def listening(self) -> AbstractContextManager[None]:
-        """Take the signals for as long as training runs."""
+        """Handle the signals while training runs."""
         return receiving(self._receive)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
@@ -36,7 +36,7 @@ class InterruptCallback(TrainerCallback):
         self.requested = True
 
     def _requested_anywhere(self, args: TrainingArguments) -> bool:
-        """Whether any process was asked to stop: all must stop after the same step."""
+        """Whether any process received a signal: all processes must stop after the same step."""
         if args.world_size == 1:
             return self.requested
         flag = torch.tensor(int(self.requested), device=args.device)

@@ -1,6 +1,6 @@
-"""What a training job's YAML may say: its sections, their keys, types and defaults.
+"""The schema of a training job's YAML: its sections, their keys, types and defaults.
 
-The core reads ``model``, as it does for ``veomni plan``.
+The core reads the section ``model``, as it does for ``veomni plan``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def _read_scientific(value: Any) -> Any:
-    """YAML 1.1 takes ``1e-3`` (no point in it) for text; here it is the number that its author meant."""
+    """Read ``1e-3`` as a number: YAML 1.1 takes it for text, since it has no decimal point."""
     return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
@@ -24,16 +24,17 @@ Number = Annotated[float, BeforeValidator(_read_scientific)]
 
 
 class Section(BaseModel):
-    """A part of a job: no unknown keys, no values of another type than the one that is asked for."""
+    """A part of a job. Unknown keys, and values of another type than declared, are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class DataSection(Section):
-    """Which text, cut how.
+    """The training text, and how it is tokenized and split.
 
     ``files`` names files, folders (searched by ``pattern``), globs, or ``python-stdlib``. ``tokenizer`` is ``bytes``
-    or the path of a ``tokenizer.json``, whose ``end_of_document`` token is guessed where it isn't named.
+    or the path of a ``tokenizer.json``. ``end_of_document`` is its token that ends a document; if it isn't named, a
+    token with a usual name is chosen.
     """
 
     files: str | list[str]
@@ -47,9 +48,9 @@ class DataSection(Section):
 class TrainSection(Section):
     """How to train. ``batch_size`` counts sequences per process and per accumulated micro-step.
 
-    Checkpoints are kept every ``save_every`` steps and at the end, only at the ``end``, or ``never``; an interrupt
-    always leaves one. ``keep_checkpoints`` limits how many of the newest stay. With ``bf16``, float32 weights train
-    under autocast to bfloat16. ``sp_size`` processes share each sequence (Ulysses sequence parallelism).
+    ``save_every``: checkpoints are written every so many steps and at the end, only at the ``end``, or ``never``; an
+    interrupt always writes one. ``keep_checkpoints``: how many of the newest are kept. ``bf16``: float32 weights train
+    under autocast to bfloat16. ``sp_size``: so many processes share each sequence (Ulysses sequence parallelism).
     """
 
     output_dir: str = Field(min_length=1)
@@ -75,7 +76,7 @@ class TrainSection(Section):
 
 
 class Job(Section):
-    """A training job, checked and complete."""
+    """A validated training job with all defaults."""
 
     model: Annotated[ModelSection, BeforeValidator(read_model_section)]
     data: DataSection
@@ -94,9 +95,11 @@ class Job(Section):
                 "model.dtype: float32, or leave train.bf16 out"
             )
         if self.train.validate_every is not None and not self.data.validation_fraction:
-            raise ValueError("train.validate_every has nothing to validate on without data.validation_fraction")
+            raise ValueError("train.validate_every needs sequences to validate on; set data.validation_fraction")
         if self.train.warmup > self.train.steps:
-            raise ValueError(f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}")
+            raise ValueError(
+                f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}; lower train.warmup"
+            )
         if self.data.sequence_length % self.train.sp_size:
             raise ValueError(
                 f"train.sp_size: {self.train.sp_size} processes can't share data.sequence_length "

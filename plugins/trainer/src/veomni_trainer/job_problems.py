@@ -1,4 +1,4 @@
-"""Says what is wrong with a job: every problem in one message, with its dotted path and the nearest valid spelling."""
+"""Reports all problems of a job in one message, each with its dotted path and the nearest valid spelling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def explain_problems(error: ValidationError, root: type[BaseModel], source: str)
 
 
 def keys_of(section: type) -> dict[str, Any]:
-    """The keys of a section of the trainer's, or of the core's ``model``, with the types of their values."""
+    """The keys of a section (the trainer's sections, or the core's ``model``), with the types of their values."""
     if issubclass(section, BaseModel):
         return {name: field.annotation for name, field in section.model_fields.items()}
     keys = get_type_hints(section)
@@ -42,7 +42,7 @@ def keys_of(section: type) -> dict[str, Any]:
 
 
 def section_at(root: type, parts: Iterable[str]) -> type | None:
-    """The section class that ``parts`` lead to, or ``None`` where they lead to a value."""
+    """The class of the section at the path ``parts``, or ``None`` if there is a value at that path."""
     section: type | None = root
     for part in parts:
         section = _section_in(keys_of(section).get(part)) if section else None
@@ -50,7 +50,7 @@ def section_at(root: type, parts: Iterable[str]) -> type | None:
 
 
 def known_paths(root: type, prefix: str = "") -> list[str]:
-    """Every dotted path that a job may write."""
+    """Every dotted path that a job may contain."""
     paths = []
     for name, annotation in keys_of(root).items():
         section = _section_in(annotation)
@@ -59,7 +59,7 @@ def known_paths(root: type, prefix: str = "") -> list[str]:
 
 
 def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str, str]]:
-    """The dotted path of each key in question, without pydantic's marks for members of a union, and the problem."""
+    """Pairs of dotted path and problem. Drops the names that pydantic adds to a path for the members of a union."""
     parts: list[str] = []
     section: type | None = root
     for part in detail["loc"]:
@@ -83,7 +83,7 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
 
 
 def _join(problems: list[str]) -> str:
-    """Alternatives of one key in one sentence: ``must be text or a list, got 3 (integer)``."""
+    """Joins the problems of one key: alternatives become one sentence, ``must be text or a list, got 3 (integer)``."""
     wants = [problem.rpartition(", got ") for problem in problems]
     if len(problems) == 1 or not all(separator for _, separator, _ in wants):
         return "; ".join(problems)
@@ -97,7 +97,7 @@ def _section_in(annotation: Any) -> type | None:
 
 
 def is_free_mapping(root: type, parts: list[str]) -> bool:
-    """Whether the value at ``parts`` may be a mapping whose keys the job's schema leaves open."""
+    """Whether the value at the path ``parts`` may be a mapping with arbitrary keys."""
     section = section_at(root, parts[:-1])
     annotation = keys_of(section).get(parts[-1]) if section else None
     return any(_is_mapping(option) for option in [annotation, *get_args(annotation)])

@@ -1,4 +1,4 @@
-"""Reads a job: YAML, then ``--set``, then the schema; relative paths are made absolute once, here."""
+"""Reads a job: parses YAML, applies ``--set``, validates, and makes relative paths absolute."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from veomni_trainer.tokens import BYTES
 
 
 def load_job(path: Path, assignments: Iterable[str] = ()) -> Job:
-    """The job in ``path``, with the changes that ``--set`` makes.
+    """The job in ``path``, with the ``--set`` changes in ``assignments``.
 
-    A relative path in it is looked up beside the job file first, then in the working directory; ``output_dir`` is
-    always in the working directory.
+    A relative path in the job is looked up next to the job file first, then in the working directory; ``output_dir`` is
+    always relative to the working directory.
 
     Raises:
-        JobFileError: the file is missing, isn't YAML, or says something that no job can say.
-        ConfigError: a ``--set`` that leads nowhere.
+        JobFileError: the file is missing, isn't YAML, or isn't a valid job.
+        ConfigError: a ``--set`` path doesn't exist.
     """
     return parse_job(apply_overrides(load_yaml(path), assignments), str(path), path.parent)
 
 
 def parse_job(data: Mapping[str, Any], source: str = "job", folder: Path | None = None) -> Job:
-    """The job in ``data``; ``folder`` is where its relative paths begin."""
+    """The job in ``data``; its relative paths are looked up in ``folder`` first."""
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
@@ -41,12 +41,12 @@ def parse_job(data: Mapping[str, Any], source: str = "job", folder: Path | None 
 
 
 def dump_job(job: Job) -> str:
-    """The job as YAML, complete with every default."""
+    """The job as YAML, with all defaults."""
     return yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False, width=120)
 
 
 def changed_keys(before: Path, job: Job) -> list[str]:
-    """What ``job`` says otherwise than the one dumped at ``before``: ``train.steps: 60 -> 100``."""
+    """How ``job`` differs from the job that was dumped to ``before``, e.g. ``train.steps: 60 -> 100``."""
     try:
         old = _flat(load_yaml(before))
     except JobFileError:

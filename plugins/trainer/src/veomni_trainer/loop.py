@@ -1,4 +1,4 @@
-"""transformers' ``Trainer``, taught to say what each single step cost and gave."""
+"""transformers' ``Trainer``, extended to report loss, time and memory of every single step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Listener = Callable[[Row], None]
 
 
 class JobTrainer(Trainer):
-    """A ``Trainer`` that gives a row of metrics for every logged step to ``on_row``, in the first process.
+    """A ``Trainer`` that calls ``on_row`` in the first process with a row of metrics for every logged step.
 
-    The loss in a row is that of its one step, averaged over processes, and not (as in ``Trainer``) the mean since the
-    row before: so a run that was interrupted and resumed writes the same rows as one that was not.
+    A row's loss is that of its own step, averaged over processes. ``Trainer`` logs the mean since the previous row
+    instead; then an interrupted and resumed run would write other rows than an uninterrupted one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class JobTrainer(Trainer):
             args,
             train_dataset=corpus.training,
             eval_dataset=corpus.validation if len(corpus.validation) else None,
-            callbacks=[*callbacks, _StepCallback(self)],  # last, as it asks what the others decided
+            callbacks=[*callbacks, _StepCallback(self)],  # last, because it reads the other callbacks' decisions
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
@@ -49,7 +49,7 @@ class JobTrainer(Trainer):
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the step before."""
+        """Clear the losses of the previous step."""
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
 
@@ -59,9 +59,10 @@ class JobTrainer(Trainer):
         return SharedBatches(self.train_dataset, self._train_batch_size, self._sp_size, self.args.data_seed or 0)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The mean loss over the validation sequences, each counted once, however they are dealt out in batches."""
+        """The mean loss over the validation sequences; each counts once, however they are distributed over batches."""
         model: Any = self.model
         sequences: Any = self.eval_dataset
+        # The ranks of a sequence-parallel group evaluate the same sequences.
         groups, group = self.args.world_size // self._sp_size, self.args.process_index // self._sp_size
         model.eval()
         total = torch.zeros(2, device=self.args.device)
@@ -91,13 +92,14 @@ class JobTrainer(Trainer):
         tokens = inputs["input_ids"].numel()
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
+            # Tokens of all processes; the ranks of a sequence-parallel group have the same batch.
             self._clock.count(tokens * self.args.world_size // self._sp_size)
             if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
                 self._aux_losses.append(aux_loss.detach())
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Called by ``Trainer`` on every process when it has something to say; turned into rows."""
+        """Called by ``Trainer`` in every process with values to log; turns them into rows."""
         step = self.state.global_step
         if "eval_loss" in logs:
             self._hand_on({"step": step, "validation_loss": logs["eval_loss"]})
@@ -115,10 +117,10 @@ class JobTrainer(Trainer):
             self._on_row(row)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the weights alone, which the core has loaded when it built the model.
+        """Do nothing: the core has already loaded the weights when it built the model.
 
-        ``Trainer`` would load them without undoing the renaming and splitting that ``save_pretrained`` does, and train
-        on with randomly initialised experts.
+        ``Trainer`` would load them without reverting the renaming and splitting that ``save_pretrained`` does, and so
+        continue with randomly initialised experts.
         """
 
     def _mean(self, value: torch.Tensor) -> float:
@@ -126,7 +128,7 @@ class JobTrainer(Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Marks the beginning and the end of every step for the trainer's rows."""
+    """Tells the trainer when each step begins and ends."""
 
     def __init__(self, trainer: JobTrainer) -> None:
         self._trainer = trainer
@@ -140,9 +142,9 @@ class _StepCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **__: Any) -> None:
         if control.should_training_stop:
-            control.should_log = True
+            control.should_log = True  # the last step is logged, whatever log_every is
         if control.should_save or control.should_evaluate:
-            _wait_for(args.device)
+            _wait_for(args.device)  # so that the pause doesn't include work of this step that is still running
         self._trainer._clock.end_step()
 
     def on_save(self, *_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""The most memory that training has held at one time: on an accelerator what torch allocated, else resident memory."""
+"""Peak memory of training: on an accelerator what torch allocated, on a CPU the resident memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget what building the model took, where the system lets us."""
+    """Reset the peak, so that it doesn't include building the model; on a CPU only if the system permits it."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
     else:
@@ -24,10 +24,10 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes."""
+    """The peak in bytes."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
-    # Linux hands ru_maxrss down to a child process, so a run that is compared would report its parent's peak.
+    # Not ru_maxrss: on Linux a child process inherits it, so a comparison's eager run would report its parent's peak.
     with contextlib.suppress(OSError):
         if match := _PEAK.search(_STATUS.read_text(encoding="ascii")):
             return int(match[1]) * 1024

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line per logged step, appended as training goes, without a step ever standing there twice."""
+"""``metrics.jsonl``: one line per logged step, appended during training; each step appears at most once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Every whole line of the file; a line that a killed process left half-written is passed over."""
+    """Every complete line of the file; skips a line that a killed process left incomplete."""
     if not path.exists():
         return []
     rows = []
@@ -38,19 +38,19 @@ def append_metrics(path: Path, row: Row) -> None:
 
 
 def training_rows(rows: list[Row]) -> list[Row]:
-    """The lines of training steps, without those of validation."""
+    """The rows of training steps, without those of validation."""
     return [row for row in rows if "loss" in row]
 
 
 def steady(rows: list[Row]) -> list[Row]:
-    """The steps after the first tenth (two at least, where there are enough), in which caches and compilers warm up."""
+    """The training steps after warm-up, the first tenth (at least two steps); all of them if there are too few."""
     rows = training_rows(rows)
     warm = max(2, len(rows) // 10)
     return rows[warm:] if len(rows) > 2 * warm else rows
 
 
 def figures(rows: list[Row]) -> Row:
-    """A run in a few numbers; time and speed are medians of the steady steps."""
+    """The key figures of a run; time and speed are medians over the :func:`steady` steps."""
     train, warm = training_rows(rows), steady(rows)
     if not train:
         return {}

@@ -1,4 +1,4 @@
-"""Builds a job's model: its config checked against the data, its weights and kernels by the core."""
+"""Builds a job's model. This file checks its config against the data; the core loads weights and binds kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _VOCABULARY_STEP = 64
 
 
 def ops_config(job: Job) -> OpsConfig:
-    """Which kernels the job chooses.
+    """The kernels that the job chooses.
 
     Raises:
-        ConfigError: it doesn't say, or names a field, value or preset that isn't there.
+        ConfigError: the job chooses none, or names a field, value or preset that doesn't exist.
     """
     return OpsConfig.from_dict({"model": {"ops_implementation": job.model.ops_implementation}})
 
 
 def conditions(job: Job) -> JobConditions:
-    """What the job's plan depends on beside its model."""
+    """The conditions, besides the model, that the job's plan depends on: device and autocast."""
     return JobConditions(
         device="cpu" if job.train.device == "cpu" else None, autocast="bfloat16" if job.train.bf16 else None
     )
@@ -35,20 +35,22 @@ def conditions(job: Job) -> JobConditions:
 def build_model(
     job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: torch.device, checkpoint: Path | None = None
 ) -> PreTrainedModel:
-    """The job's model on ``device``, bound, with the weights of ``checkpoint``, of the job, or random ones.
+    """The job's model on ``device``, bound to its kernels.
+
+    The weights are those of ``checkpoint``, otherwise those that the job names, otherwise random.
 
     Raises:
-        ConfigError: the config and the data don't go together, or the config has a key that its model doesn't know.
-        VeOmniError: whatever the core finds wrong with config, kernels or weights.
+        ConfigError: the config doesn't fit the data, or has a key that its model doesn't know.
+        VeOmniError: the core finds an error in config, kernels or weights.
     """
     return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights)
 
 
 def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrainedModel:
-    """The job's model, bound, on the meta device: every module and shape, and not one weight.
+    """The job's model, bound, on the meta device: all modules and shapes, without weights.
 
     Raises:
-        VeOmniError: as :func:`build_model`, but for what is wrong with weights.
+        VeOmniError: as :func:`build_model`, except for errors in weights.
     """
     return _build(job, ops, tokenizer, "meta", None)
 
@@ -68,7 +70,9 @@ def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights:
 
 
 def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
-    """The config of the job's model, its vocabulary the tokenizer's where the job gives neither one nor weights.
+    """The config of the job's model.
+
+    If the job gives neither ``vocab_size`` nor weights, the vocabulary size is the tokenizer's, rounded up.
 
     Raises:
         ConfigError: the model has too few embeddings or positions for the data, or the config can't be read.
@@ -86,6 +90,7 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and job.data.sequence_length > longest:
         raise ConfigError(
-            f"data.sequence_length is {job.data.sequence_length}, but the model's max_position_embeddings is {longest}"
+            f"data.sequence_length is {job.data.sequence_length}, but the model's max_position_embeddings is "
+            f"{longest}; lower data.sequence_length"
         )
     return config

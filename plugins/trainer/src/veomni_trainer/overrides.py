@@ -1,4 +1,4 @@
-"""``--set a.b=c``: changes single values of a job from the command line, as if they stood in its YAML."""
+"""``--set a.b=c``: changes single values of a job from the command line, as if its YAML contained them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from veomni_trainer.job_problems import is_free_mapping, keys_of, known_paths, s
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """``data`` with every ``path=value`` in ``assignments`` written into a copy; values are read as YAML.
+    """A copy of ``data`` with every ``path=value`` of ``assignments`` applied; values are parsed as YAML.
 
     Raises:
-        UnknownNameError: a path that no job has; the message offers the nearest.
-        ConfigError: text without ``=``, or a path that leads into something that isn't a mapping.
-        JobFileError: a value that isn't valid YAML.
+        UnknownNameError: a job has no such path; the message suggests the nearest one.
+        ConfigError: an assignment has no ``=``, or its path goes through a value that isn't a mapping.
+        JobFileError: a value isn't valid YAML.
     """
     job = copy.deepcopy(dict(data))
     for assignment in assignments:

@@ -1,4 +1,4 @@
-"""Draws the report's charts as SVG that takes its colours from the page, so that it suits light and dark."""
+"""Draws the report's charts as SVG that takes its colours from the page, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import matplotlib
 
 from veomni_trainer.metrics import Row, training_rows
 
-# matplotlib wants real colours; these stand for the page's, and are replaced in the finished SVG.
+# matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
 _INK, _GRID, _MINE, _EAGER = "#010101", "#020202", "#030303", "#040404"
 _PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)", _MINE: "var(--mine)", _EAGER: "var(--eager)"}
 _STYLE: dict[str, Any] = {
@@ -39,7 +39,7 @@ Value = Callable[[Row], float]
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing and the words around it."""
+    """A drawing with its title and note."""
 
     title: str
     note: str
@@ -47,7 +47,7 @@ class Chart:
 
 
 def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
-    """Loss, its difference from eager where there is one, step time and peak memory."""
+    """The charts of loss, router loss, difference from eager, step time and peak memory, as far as there is data."""
     mine, eager = training_rows(rows), training_rows(eager_rows)
     validation = [row for row in rows if "validation_loss" in row]
     charts = [Chart("Loss", "per step", _lines("loss", mine, eager, lambda row: row["loss"], validation))]
@@ -70,7 +70,7 @@ def _milliseconds(row: Row) -> float:
 
 
 def _step_time_scale(rows: list[Row]) -> tuple[float | None, int]:
-    """Where the axis ends so that a few slow steps don't flatten all others, and how many those are."""
+    """The end of the axis, so that a few slow steps don't flatten the others; and how many steps are beyond it."""
     times = sorted(_milliseconds(row) for row in rows)
     if not times:
         return None, 0
@@ -86,7 +86,12 @@ def _lines(
     validation: list[Row] | None = None,
     top: float | Literal["free"] | None = "free",
 ) -> str:
-    """One drawing. Unless it is free, the axis begins at zero and ends at ``top``, or (``None``) with the data."""
+    """One drawing as SVG.
+
+    Args:
+        top: The end of the vertical axis, which then begins at zero; ``None``: zero to the largest value; ``"free"``:
+            matplotlib chooses both ends.
+    """
     matplotlib.use("svg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -95,7 +100,7 @@ def _lines(
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(6.4, 3.0), layout="constrained")
         axes = figure.subplots()
-        if eager:  # broad and below, so that two curves that coincide are both seen
+        if eager:  # a wide line below the other one, so that both are visible where they coincide
             steps = [row["step"] for row in eager]
             axes.plot(steps, [value(row) for row in eager], color=_EAGER, linewidth=5, alpha=0.45, label="all eager")
         label = "this job" if eager or validation else None
@@ -115,7 +120,7 @@ def _lines(
 
 
 def _for_page(svg: str, name: str) -> str:
-    """The bare element: it scales with its container, has ids of its own, and takes the page's font and colours."""
+    """The ``<svg>`` element alone. Scales with its container, has unique ids, uses the page's font and colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)

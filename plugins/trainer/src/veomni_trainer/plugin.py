@@ -1,4 +1,4 @@
-"""Describes the plugin: one verb of the `veomni` command line. Imports nothing that trains."""
+"""Declares the `train` command of `veomni`. Imports none of the training code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 
 @hookimpl
 def veomni_commands() -> list[CommandSpec]:
-    """The verb `train`."""
+    """The command `train`."""
     return [
         CommandSpec(
             "train",

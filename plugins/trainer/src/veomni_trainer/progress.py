@@ -1,4 +1,4 @@
-"""Shows how training goes: a bar on a terminal, a line now and then in a log."""
+"""Shows the progress of training: a bar on a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Rows of metrics, made visible."""
+    """Displays rows of metrics."""
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -26,7 +26,7 @@ class Progress:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Show the bar for as long as training runs."""
+        """Show the bar while training runs."""
         if not self._console.is_terminal:
             yield
             return
@@ -44,7 +44,7 @@ class Progress:
         self._bar = None
 
     def show(self, row: Row) -> None:
-        """Take in one row."""
+        """Display one row."""
         line = f"step {row['step']}/{self._total}  {describe(row)}"
         if self._bar is None:
             now = time.monotonic()
@@ -58,7 +58,7 @@ class Progress:
 
 
 def describe(row: Row) -> str:
-    """``loss 2.1034  5,301 tok/s  1.32 GB``."""
+    """One row as text: ``loss 2.1034  5,301 tok/s  1.32 GB``."""
     if "loss" not in row:
         return f"validation loss {row['validation_loss']:.4f}"
     return f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  {gigabytes(row['peak_memory_bytes'])}"

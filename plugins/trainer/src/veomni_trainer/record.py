@@ -1,4 +1,4 @@
-"""Writes a run's files as it goes. Earlier results stay untouched until the first step has been done."""
+"""Writes a run's files during training. Earlier results stay untouched until the first step is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from veomni_trainer.run_folder import RunFolder
 
 
 class RunRecord(TrainerCallback):
-    """The run's files and its progress display; of several processes only the first one writes."""
+    """Writes the run's files and shows its progress; of several processes, only the first one does."""
 
     def __init__(
         self, folder: RunFolder, binding: Binding, job_text: str, resumed_from: int, progress: Progress
@@ -29,7 +29,7 @@ class RunRecord(TrainerCallback):
             self._begun = True
 
     def on_row(self, row: Row) -> None:
-        """Append one row, and show it."""
+        """Append one row to the metrics, and show it."""
         append_metrics(self._folder.metrics, row)
         self._progress.show(row)
 

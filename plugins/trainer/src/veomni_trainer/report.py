@@ -21,7 +21,7 @@ from veomni_trainer.run_folder import RunFolder
 
 
 def write_report(folder: RunFolder) -> None:
-    """Write ``summary.json`` and ``report.html`` from what lies in ``folder``, and in ``folder/eager`` if it does."""
+    """Write ``summary.json`` and ``report.html`` from the files in ``folder``, and in ``folder/eager`` if it exists."""
     rows, eager_rows = read_metrics(folder.metrics), read_metrics(folder.compared("eager").metrics)
     comparison = compare_rows(rows, eager_rows)
     receipt = json.loads(folder.receipt.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def write_report(folder: RunFolder) -> None:
 
 
 def describe_run(folder: RunFolder) -> str:
-    """What a person wants to know at the end."""
+    """The summary that is printed at the end of a run."""
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     names = {"run": "this job", "eager": "all eager"}
     table = render_table(
@@ -87,7 +87,7 @@ def _cells(run: Row) -> tuple[str, ...]:
 
 
 def _op_row(op: dict[str, Any]) -> dict[str, Any]:
-    """One op of the receipt, with the sites that stay eager gathered by reason."""
+    """One op of the receipt; its sites that stay eager are grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for site in op["eager"]:
         reasons.setdefault(site["reason"], []).append(site["path"] or "the model")
@@ -95,7 +95,7 @@ def _op_row(op: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(receipt: dict[str, Any]) -> dict[str, str]:
-    """What computed: Python, the libraries, and every plugin that a kernel was taken from."""
+    """The versions of Python, of the libraries, and of every plugin whose kernels were bound."""
     plugins = {kernel["distribution"]: kernel["version"] for kernel in receipt["kernels"]}
     ours = ("torch", "transformers", "accelerate", "veomni-core", "veomni-trainer")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in ours}, **plugins}

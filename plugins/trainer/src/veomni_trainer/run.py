@@ -1,4 +1,4 @@
-"""One job from beginning to end: data, model, receipt, training, comparison, report."""
+"""Runs one job from start to end: data, model, receipt, training, comparison, report."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def run_job(
     overwrite: bool = False,
     accept_plan_change: bool = False,
 ) -> bool:
-    """Train, compare and report; returns whether an interrupt ended it early.
+    """Train, compare and report; returns whether an interrupt ended the job early.
 
     Raises:
-        VeOmniError: anything that someone can mend; nothing was written then, or what was written is whole.
+        VeOmniError: an error that the user can correct. The output folder is then unchanged, or its files are complete.
     """
     if compare and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "--compare starts a second training in one process, which torchrun's several don't allow. Run the job "
+            "--compare starts a second training and needs a single process, but torchrun started several. Run the job "
             "twice, the second time with --set 'model.ops_implementation={preset: eager}' and another train.output_dir"
         )
     transformers.utils.logging.set_verbosity_error()
@@ -117,7 +117,7 @@ def _fit(
     checkpoint: Path | None,
     step: int,
 ) -> bool:
-    """Train until the job's last step or an interrupt; returns whether it was the latter."""
+    """Train until the job's last step or an interrupt; returns whether it was interrupted."""
     progress = Progress(job.train.steps, step)
     record = RunRecord(folder, binding, dump_job(job), step, progress)
     interrupt = InterruptCallback()
@@ -150,10 +150,10 @@ def _starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) 
         return 0, None
     step, checkpoint = folder.last_checkpoint()
     if step > job.train.steps:
-        raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is further already. Raise train.steps")
+        raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is already past that. Raise train.steps")
     if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
-        raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume it so")
+        raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")
     return step, checkpoint
 
 
@@ -174,10 +174,11 @@ def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str
 
 
 def _let_go() -> None:
-    """Leave the other processes, and the accelerator's memory to the run that is compared.
+    """Destroy the process group, and free the accelerator's memory for the eager run of a comparison.
 
-    The model goes first: DDP's reducer ends with Python's lock held, and were it the last that holds its process group,
-    it would wait for gloo's thread, which waits for the lock where it still frees a tensor (PyTorch 2.13).
+    The model is collected first. DDP's reducer is destroyed while holding the GIL. If it held the last reference to its
+    process group, it would wait for gloo's thread, which may wait for the GIL to free a tensor: a deadlock (PyTorch
+    2.13).
     """
     gc.collect()
     if distributed.is_initialized():

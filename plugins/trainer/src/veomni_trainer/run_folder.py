@@ -1,4 +1,4 @@
-"""A run's output folder: what lies where, whether it is taken, and which checkpoints in it are complete."""
+"""A run's output folder: its files, whether an earlier run is in it, and which of its checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Nothing in here is written before a run's first step is done, so a start that fails leaves it as it was."""
+    """The paths in a run's folder.
+
+    Nothing is written to the folder before a run's first step is done, so a start that fails leaves it unchanged.
+    """
 
     path: Path
 
@@ -25,32 +28,32 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """The plan under which the run trains."""
+        """The plan that the run trains with."""
         return self.path / "plan.json"
 
     @property
     def receipt(self) -> Path:
-        """What was bound."""
+        """The receipt: which kernel was bound where."""
         return self.path / "receipt.json"
 
     @property
     def job(self) -> Path:
-        """The job, complete with defaults and ``--set``."""
+        """The job with all defaults and the changes of ``--set``."""
         return self.path / "job.yaml"
 
     @property
     def summary(self) -> Path:
-        """The run in a few numbers, and the comparison."""
+        """The run's key figures, and the comparison."""
         return self.path / "summary.json"
 
     @property
     def report(self) -> Path:
-        """The page to look at."""
+        """The report, an HTML page."""
         return self.path / "report.html"
 
     @property
     def staging(self) -> Path:
-        """Where checkpoints are written before they are moved to their place."""
+        """The folder in which checkpoints are written before they are moved to their final path."""
         return self.path / ".incomplete"
 
     def compared(self, name: str) -> RunFolder:
@@ -63,10 +66,10 @@ class RunFolder:
         return sorted((step, path) for step, path in found if _is_complete(path))
 
     def check_free(self) -> None:
-        """Refuse to start a new run over another one's results.
+        """Raise if a new run would overwrite the results of an earlier one.
 
         Raises:
-            ConfigError: a run is here, or ``path`` isn't a folder.
+            ConfigError: the folder holds a run, or ``path`` isn't a folder.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"train.output_dir: {self.path} is a file; name a folder")
@@ -81,7 +84,7 @@ class RunFolder:
         """The newest complete checkpoint.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no complete checkpoint.
         """
         if not self.checkpoints():
             raise CheckpointError(
@@ -91,7 +94,7 @@ class RunFolder:
         return self.checkpoints()[-1]
 
     def clear(self) -> None:
-        """Remove an earlier run's results, and nothing else that may lie here."""
+        """Remove an earlier run's results; other files in the folder stay."""
         for path in self._results():
             if path.is_dir():
                 shutil.rmtree(path)

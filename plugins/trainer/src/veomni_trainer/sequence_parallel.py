@@ -1,4 +1,4 @@
-"""Which processes share a sequence, and whether they can share those of a job's model."""
+"""Groups processes for sequence parallelism, and checks that a job's model supports it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from veomni_trainer.tokens import Tokenizer
 
 
 def sequence_parallel_group(sp_size: int, arguments: TrainingArguments) -> ProcessGroup | None:
-    """The ``sp_size`` neighbours that share this process's sequences; ``None`` where each process has its own.
+    """The group of ``sp_size`` neighbouring ranks that share this rank's sequences; ``None`` if ``sp_size`` is 1.
 
     Raises:
-        HostError: the job's processes can't be put in groups of ``sp_size``.
+        HostError: the number of processes is no multiple of ``sp_size``.
     """
     if sp_size == 1:
         return None
@@ -32,11 +32,13 @@ def sequence_parallel_group(sp_size: int, arguments: TrainingArguments) -> Proce
 
 
 def check_sequence_parallel(job: Job, ops: OpsConfig, tokenizer: Tokenizer, group: ProcessGroup) -> None:
-    """Find out from the job's model without weights, bound as it will be, whether ``group`` can share its sequences.
+    """Check, before weights are loaded, that the ranks of ``group`` can share the sequences of the job's model.
+
+    Applies sequence parallelism to the bound model on the meta device.
 
     Raises:
-        ConfigError: it can't, with every reason.
-        VeOmniError: whatever building the model itself would raise before its weights.
+        ConfigError: the model doesn't support sequence parallelism; the message has every reason.
+        VeOmniError: building the model would fail before its weights are loaded.
     """
-    model = build_skeleton(job, ops, tokenizer)  # apply_ulysses holds it weakly
+    model = build_skeleton(job, ops, tokenizer)  # a local variable, since apply_ulysses keeps only a weak reference
     apply_ulysses(model, group).undo()

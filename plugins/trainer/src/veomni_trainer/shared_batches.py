@@ -1,4 +1,4 @@
-"""The order of training sequences where several processes share each of them."""
+"""The order of training sequences when several processes share each sequence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.data import Sampler
 
 
 class SharedBatches(Sampler[int]):
-    """Every batch ``sp_size`` times in a row, in the order that a single process with this seed would take them.
+    """Repeats every batch ``sp_size`` times in a row, in the order of a single process with the same seed.
 
-    accelerate deals batches out to processes in turn, so the ``sp_size`` processes of a group get the same one.
+    accelerate distributes batches to processes round-robin, so the ``sp_size`` processes of a group get the same batch.
     """
 
     def __init__(self, dataset: Any, batch_size: int, sp_size: int, seed: int) -> None:
@@ -30,5 +30,5 @@ class SharedBatches(Sampler[int]):
         return len(self._order) // self._batch_size * self._batch_size * self._sp_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew, as a function of seed and epoch."""
+        """Reshuffle, depending on seed and epoch."""
         self._order.set_epoch(epoch)

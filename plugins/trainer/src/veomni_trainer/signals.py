@@ -1,4 +1,4 @@
-"""Takes Ctrl-C and polite kills for a while."""
+"""Temporarily handles Ctrl-C (SIGINT) and SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def receiving(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let ``handler`` answer Ctrl-C and kill, and give them back afterwards."""
+    """Handle SIGINT and SIGTERM with ``handler``; restore the previous handlers afterwards."""
     previous = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:
         yield

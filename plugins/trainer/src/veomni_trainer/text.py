@@ -1,4 +1,4 @@
-"""Finds and reads the documents that a job names, in an order that doesn't depend on the machine."""
+"""Finds and reads the documents that a job names, in an order that is the same on every machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 
 @dataclass
 class Reading:
-    """What became of the files that were found; nothing is passed over without being counted here."""
+    """Counts the files that were read and, by reason, those that were skipped."""
 
     documents: int = 0
     skipped: dict[str, list[Path]] = field(default_factory=dict)
@@ -29,13 +29,13 @@ class Reading:
 
 
 def read_documents(files: str | list[str], pattern: str, reading: Reading) -> Iterator[bytes]:
-    """The UTF-8 bytes of every document, one by one; ``reading`` is filled on the way.
+    """Yield the UTF-8 bytes of every document; counts files in ``reading``.
 
-    A file that is named must be there and hold text. What a folder or a glob brings along may be something else: that
-    is left out and counted.
+    A file that is named itself must exist and be text. Other files in a folder, or matched by a glob, are skipped and
+    counted if they aren't text.
 
     Raises:
-        JobFileError: nothing is there, nothing matches, or a named file is empty or isn't text.
+        JobFileError: a path doesn't exist, nothing matches, or a named file is empty or isn't text.
     """
     seen: set[Path] = set()
     for entry in [files] if isinstance(files, str) else files:
@@ -79,7 +79,10 @@ def _search(entry: str, pattern: str) -> list[Path]:
 
 
 def _read(path: Path) -> tuple[bytes, str | None]:
-    """The file's bytes, or why they are no document; the reason up to a colon is what such files have in common."""
+    """The file's bytes, and ``None`` or why they are no document.
+
+    The part of the reason before a colon is the same for all such files, and serves to count them.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

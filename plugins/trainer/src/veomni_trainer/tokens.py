@@ -1,4 +1,4 @@
-"""Turns a document into token numbers: byte by byte, or by a ``tokenizer.json``."""
+"""Turns a document into token ids: one id per byte, or by a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _USUAL_ENDS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|im_end|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, which only looks like <|end_of_sentence|>
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's: not ASCII, unlike <|end_of_sentence|>
     "</s>",
     "<eos>",
     "[EOS]",
@@ -26,18 +26,18 @@ Tokens = NDArray[np.unsignedinteger]
 
 
 class Tokenizer(Protocol):
-    """Numbers for text. ``vocab_size`` is one more than the largest; ``end`` closes every document."""
+    """Maps text to token ids. ``vocab_size`` is the largest id plus one; ``end`` is the id that ends a document."""
 
     vocab_size: int
     end: int
 
     def encode(self, document: bytes) -> Tokens:
-        """The token numbers of one UTF-8 document, without ``end``."""
+        """The token ids of one UTF-8 document, without ``end``."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is its own number, and 256 ends a document."""
+    """The id of a byte is its value; 256 ends a document."""
 
     vocab_size = 257
     end = 256
@@ -47,14 +47,14 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A ``tokenizer.json``, as the tokenizers library reads it."""
+    """A ``tokenizer.json``, loaded by the tokenizers library."""
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
         from tokenizers import Tokenizer as Backend
 
         try:
             self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every fault
+        except Exception as error:  # the library raises a bare Exception for every error
             raise JobFileError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -65,10 +65,10 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """``bytes``, or the tokenizer in a file or a folder.
+    """The tokenizer named ``bytes``, or the one in a file or folder.
 
     Raises:
-        JobFileError: no such file, not a tokenizer, or no token that ends a document.
+        JobFileError: the file doesn't exist, isn't a tokenizer, or has no token that ends a document.
     """
     if name == BYTES:
         if end_of_document is not None:
@@ -94,4 +94,6 @@ def _end_of_document(vocabulary: dict[str, int], path: Path, wanted: str | None)
     for token in _USUAL_ENDS:
         if token in vocabulary:
             return vocabulary[token]
-    raise JobFileError(f"data.end_of_document: say which token of {path} ends a document; none of the usual is there")
+    raise JobFileError(
+        f"data.end_of_document: name the token of {path} that ends a document; it has none of the usual ones"
+    )

@@ -1,4 +1,4 @@
-"""How the validation sequences are dealt out to the processes."""
+"""Distributes the validation sequences over the processes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ValidationBatch:
-    """Some of the sequences, and how many of them count."""
+    """Indices of some validation sequences, and the weight of their mean loss: how many of them count."""
 
     indices: range
     weight: int
 
 
 def validation_batches(sequences: int, batch_size: int, groups: int, group: int) -> Iterator[ValidationBatch]:
-    """The batches of ``group`` among ``groups`` of processes; together they hold each sequence once, by weight.
+    """The batches of process group number ``group`` out of ``groups``. By weight, each sequence counts once overall.
 
-    All groups get equally many, as processes that shard a model need each other in every forward. One for which no
-    sequences are left computes the first batch once more, with no weight.
+    All groups get the same number of batches, since processes that shard a model must run every forward together. A
+    group without sequences left computes the first batch again, with weight 0.
     """
     batches = [range(start, min(start + batch_size, sequences)) for start in range(0, sequences, batch_size)]
     for first in range(0, len(batches), groups):

@@ -1,5 +1,5 @@
-"""Cross entropy of a language model's head, a chunk of tokens at a time, so that not all logits live at once.
+"""Linear cross entropy of a language model's head, one chunk of tokens at a time: not all logits exist at once.
 
-``kernel`` is what is bound; ``operators`` is what autograd and ``torch.compile`` see; ``chunks`` puts the loss and its
-gradients together from the calls of ``quack_calls``, the only file that knows QuACK.
+``kernel`` is the function that is bound; ``operators`` holds the custom operators that autograd and ``torch.compile``
+see; ``chunks`` computes the loss and its gradients with the calls in ``quack_calls``, the only file that imports QuACK.
 """

@@ -1,9 +1,12 @@
-"""The loss and its gradients, put together chunk by chunk. Knows no library: the four calls are handed in.
+"""The loss and its gradients, computed chunk by chunk. Imports no kernel library: the four calls are passed in.
 
-Per chunk of tokens: the logits, QuACK's kernel that replaces them by their gradient and gives the losses, the rows of
-the gradient of ``hidden``, and what the chunk adds to the gradient of ``weight``. The last chunk adds its part in
-backward, where one product can also scale the sum and round it, as QuACK's own function does, and no pass of its own
-goes over the float32 sum.
+For each chunk of tokens: compute the logits; QuACK's kernel returns the losses and overwrites the logits with their
+gradient; write the chunk's rows of ``dhidden``; add the chunk's product to ``dweight``.
+
+The last chunk's product is added in backward instead. There one GEMM adds it, scales the sum by the incoming gradient
+and rounds it, as in QuACK's own function; otherwise a separate pass over the float32 sum would be needed.
+
+Shapes: T tokens, H hidden size, V vocabulary, rows = tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -16,27 +19,27 @@ from torch.nn import functional as F
 
 from veomni_core.ops.memory_layout import aligned
 
-# Memory of one chunk's logits. At V = 151936 this is 2048 tokens: the products are then as fast as with more, and
-# adding to the float32 gradient of the weight, 8 bytes per entry and chunk, happens T / 2048 times.
+# Memory of one chunk's logits. At V = 151936 this is 2048 tokens: the GEMMs are as fast as with larger chunks, and
+# the float32 dweight is read and written (8 bytes per entry) only T / 2048 times.
 _CHUNK_BYTES = 640 * 2**20
-_CHUNK_UNIT = 256  # tokens: two rows of tiles, which the products' clusters take together
-_ALIGNMENT = 8  # 16-bit values in the 16 bytes that a row must be a multiple of
+_CHUNK_UNIT = 256  # tokens: two rows of tiles, which one thread-block cluster of the GEMMs computes together
+_ALIGNMENT = 8  # rows must be a multiple of 16 bytes: 8 values of 16 bits
 
 
 class QuackCalls(Protocol):
-    """What a chunk takes of QuACK: :mod:`veomni_quack.cross_entropy_loss.quack_calls`, on a GPU."""
+    """The four library calls per chunk; on a GPU :mod:`veomni_quack.cross_entropy_loss.quack_calls`."""
 
     def losses(self, logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
-        """``out[T]``: the float32 cross entropy of each row of ``logits[T, V]``, 0 where its label is ignored."""
+        """``out[rows]``: the float32 cross entropy of each row of ``logits[rows, V]``; 0 for ignored labels."""
 
     def losses_and_gradient(self, logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
-        """:meth:`losses`, and ``logits`` replaced by the gradient of their sum."""
+        """As :meth:`losses`; also overwrites ``logits`` with the gradient of the losses' sum."""
 
     def add_product(self, dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:
-        """``out[V, H] += dlogits[T, V].T @ hidden[T, H]`` in float32; the first time ``out`` is overwritten."""
+        """``out[V, H] += dlogits[rows, V].T @ hidden[rows, H]`` in float32; if ``first``, ``=`` instead of ``+=``."""
 
     def scaled_sum(self, dlogits: Tensor, hidden: Tensor, so_far: Tensor | None, factor: Tensor, out: Tensor) -> None:
-        """``out[V, H] = factor * (so_far[V, H] + dlogits[T, V].T @ hidden[T, H])``, added in float32, rounded once."""
+        """``out[V, H] = factor * (so_far[V, H] + dlogits[rows, V].T @ hidden[rows, H])``, in float32, rounded once."""
 
 
 def loss_and_gradients(
@@ -51,11 +54,20 @@ def loss_and_gradients(
     wants_weights: bool,
     calls: QuackCalls,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses; its gradients by ``hidden[T, H]``, by ``weight`` so far, and by ``bias[V]``.
+    """The sum of the losses, and its gradients.
 
-    The last result is the gradient by the last chunk's logits ``[rows, V]``, whose part of the weight's gradient is
-    left to :func:`weight_gradient`; both have columns that only align them. Gradients of ``weight`` and ``bias`` are
-    float32. What is not wanted is empty, and so is the weight's where there is one chunk.
+    Args:
+        hidden: ``[T, H]``.
+        weight: ``[V, H]``.
+        labels: ``[T]``.
+        bias: ``[V]``.
+        calls: The library's kernels.
+
+    Returns:
+        The sum of the losses; ``dhidden[T, H]``; ``dweight[V, H]`` of all chunks but the last, float32; ``dbias[V]``,
+        float32; and the last chunk's dlogits ``[rows, V]``, whose product :func:`weight_gradient` adds in backward.
+        ``dweight`` and dlogits are padded with columns to multiples of 16 bytes. Gradients that were not requested are
+        empty, and so is ``dweight`` if there is a single chunk.
     """
     tokens, width = hidden.shape
     vocabulary = len(weight)
@@ -64,17 +76,17 @@ def loss_and_gradients(
     dweight = _float32(hidden, sum_shape(tokens, width, vocabulary) if wants_weights else (0, 0))
     dbias = _float32(hidden, (vocabulary if wants_weights and bias is not None else 0,)).zero_()
     rows = chunk_tokens(tokens, vocabulary)
-    buffer = hidden.new_empty(rows, round_up(vocabulary))
+    buffer = hidden.new_empty(rows, round_up(vocabulary))  # all chunks' logits share this memory
     for start in range(0, tokens, rows):
         part, wanted, given = (tensor[start : start + rows] for tensor in (hidden, labels, losses))
         padded = buffer[: len(part)]
-        padded[:, vocabulary:] = -torch.inf  # no probability for the columns that only align the rows
-        logits = padded[:, :vocabulary]
+        padded[:, vocabulary:] = -torch.inf  # the padding columns get probability 0
+        logits = padded[:, :vocabulary]  # [rows, V]
         slope = _logits(part, weight, bias, softcap, scale, out=logits)
         if not (wants_hidden or wants_weights):
             calls.losses(padded, wanted, given, ignore_index)
             continue
-        calls.losses_and_gradient(padded, wanted, given, ignore_index)
+        calls.losses_and_gradient(padded, wanted, given, ignore_index)  # from here on `logits` holds dlogits
         _through_bounds(logits, slope, scale)
         if wants_hidden:
             torch.mm(logits, weight, out=dhidden[start : start + rows])
@@ -82,6 +94,7 @@ def loss_and_gradients(
             calls.add_product(logits, _aligned(part), dweight, first=start == 0)
         if dbias.numel():
             dbias += logits.sum(0, dtype=torch.float32)
+    # The buffer still holds the last chunk's dlogits.
     kept = buffer[: last_rows(tokens, rows)] if wants_weights else buffer.new_empty(0, buffer.shape[1])
     return losses.sum(), dhidden, dweight, dbias, kept
 
@@ -89,7 +102,17 @@ def loss_and_gradients(
 def weight_gradient(
     hidden: Tensor, vocabulary: int, so_far: Tensor, last_dlogits: Tensor, factor: Tensor, calls: QuackCalls
 ) -> Tensor:
-    """What :func:`loss_and_gradients` left of the gradient of ``weight[V, H]``, times ``factor``, in hidden's dtype."""
+    """Completes the gradient of ``weight``: adds the last chunk and multiplies by ``factor``.
+
+    Args:
+        hidden: ``[T, H]``.
+        so_far: The float32 sum of all other chunks, or empty if there is one chunk.
+        last_dlogits: ``[rows, V]``, padded.
+        factor: The incoming gradient of the loss, a scalar on the device.
+
+    Returns:
+        ``[V, H]`` in hidden's dtype.
+    """
     tokens, width = hidden.shape
     if not tokens:
         return hidden.new_zeros(vocabulary, width)
@@ -100,17 +123,17 @@ def weight_gradient(
 
 
 def sum_shape(tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
-    """Of the weight's gradient by all chunks but the last."""
+    """The shape of ``dweight`` summed over all chunks but the last; empty if there is one chunk."""
     return (vocabulary, round_up(width)) if tokens > chunk_tokens(tokens, vocabulary) else (0, 0)
 
 
 def last_rows(tokens: int, rows: int) -> int:
-    """How many tokens the last chunk has, where each of the others has ``rows``."""
+    """The number of tokens in the last chunk; every other chunk has ``rows``."""
     return tokens - (tokens - 1) // rows * rows if tokens else 0
 
 
 def chunk_tokens(tokens: int, vocabulary: int) -> int:
-    """How many tokens make a chunk; at least one."""
+    """The number of tokens per chunk; at least one."""
     most = _CHUNK_BYTES // (2 * vocabulary) // _CHUNK_UNIT * _CHUNK_UNIT
     return max(min(tokens, max(most, _CHUNK_UNIT)), 1)
 
@@ -118,7 +141,11 @@ def chunk_tokens(tokens: int, vocabulary: int) -> int:
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float | None, out: Tensor
 ) -> Tensor | None:
-    """The bounded logits of a chunk in ``out``; ``tanh`` of what is bounded, where there is a ``softcap``."""
+    """Write a chunk's logits, after scale and softcap, to ``out[rows, V]``.
+
+    Returns:
+        ``tanh(scale * logits / softcap)``, which the derivative of the softcap needs; ``None`` without a softcap.
+    """
     if bias is None:
         torch.mm(hidden, weight.T, out=out)
     else:
@@ -133,7 +160,7 @@ def _logits(
 
 
 def _through_bounds(gradient: Tensor, tanh: Tensor | None, scale: float | None) -> None:
-    """Turn the gradient by bounded logits into that by the product's, in place."""
+    """Chain rule through softcap and scale: turn dlogits into the gradient of ``hidden @ weight.T``, in place."""
     if tanh is not None:
         torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
     if scale is not None:
@@ -145,11 +172,11 @@ def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """``rows``, with zeros up to whole 16 bytes; a copy where there are any, or where they lie elsewhere."""
+    """``rows``, padded with zeros to a multiple of 16 bytes. Copies only to pad, or if ``rows`` is not aligned."""
     missing = -rows.shape[1] % _ALIGNMENT
     return F.pad(rows, (0, missing)) if missing else aligned(rows)
 
 
 def round_up(size: int) -> int:
-    """To whole 16 bytes of 16-bit values."""
+    """``size`` rounded up to a multiple of 16 bytes, in values of 16 bits."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""The loss, as it is bound."""
+"""The loss: the function that is bound."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def causal(
 ) -> Tensor:
     """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T + bias[V]`` against ``labels[T]``, a float32 scalar.
 
-    ``scale`` multiplies the logits, then ``softcap`` bounds them by ``softcap * tanh(logits / softcap)``. With
-    ``num_items_in_batch`` the sum is divided by it instead. Without any label that counts the loss is 0, with zero
-    gradients. bfloat16 and float16, under autocast its dtype; logits are rounded to that, everything after them is
-    float32.
+    ``scale`` multiplies the logits, then ``softcap`` replaces them by ``softcap * tanh(logits / softcap)``. If
+    ``num_items_in_batch`` is given, the sum of the losses is divided by it instead of by the number of labels. If every
+    label is ignored, the loss and its gradients are 0. Operands are bfloat16 or float16; under autocast they are cast
+    to its dtype. Logits are rounded to that dtype; everything after them is float32.
 
-    Gradients reach ``hidden``, ``weight`` and ``bias``; they are computed together with the loss, so that the logits
-    are computed once, and scaled in backward. Until then the weight's gradient is held in float32, ``V * H`` values,
-    and the gradient of the last chunk's logits.
+    Gradients reach ``hidden``, ``weight`` and ``bias``. They are computed together with the loss, so the logits are
+    computed once; backward scales them. Saved until then: dweight in float32, ``V * H`` values, and the last chunk's
+    dlogits.
 
     Raises:
-        TypeError: hidden and weight are not both of one of these dtypes.
-        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next wait for it.
+        TypeError: hidden and weight are not both bfloat16, or both float16.
+        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index``; on a GPU at the next synchronization.
     """
     hidden, weight, bias = product_operands("quack", hidden=hidden, weight=weight, bias=bias)
     check_dtypes("quack", hidden, weight)
+    # Read here: inside the operator, grad mode is off.
     learns = torch.is_grad_enabled()
     wants_hidden = learns and hidden.requires_grad
     wants_weights = learns and (weight.requires_grad or (bias is not None and bias.requires_grad))

@@ -1,4 +1,4 @@
-"""The loss as an opaque operator, and how autograd joins it: gradients come with the loss, backward scales them."""
+"""The loss as a custom operator with its autograd: forward computes the gradients too, backward scales them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def forward(
     wants_hidden: bool,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`veomni_quack.cross_entropy_loss.chunks.loss_and_gradients` gives."""
+    """Returns the results of :func:`veomni_quack.cross_entropy_loss.chunks.loss_and_gradients`."""
+    # Checked on the device: the host doesn't wait.
     known = ((labels >= 0) & (labels < len(weight))) | (labels == ignore_index)
     torch._assert_async(known.all(), f"a label is neither in [0, {len(weight)}) nor {ignore_index}")
     operands = (hidden.contiguous(), weight, aligned(labels, labels.element_size()), bias)
@@ -71,7 +72,7 @@ def _(hidden: Tensor, vocabulary: int, *_: Tensor) -> Tensor:
 
 @library.custom_op("veomni_quack::scaled", mutates_args=())
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in float32, rounded to ``dtype`` as it is written: no float32 copy of it is made."""
+    """``gradient * factor`` in float32, rounded to ``dtype`` in the same kernel: no float32 copy is made."""
     return torch.mul(gradient, factor.view(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -82,7 +83,7 @@ def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, _, bias, *_ = inputs
-    _, *found = output
+    _, *found = output  # the gradients, which forward returns only so that they can be saved
     ctx.vocabulary, ctx.bias_dtype = len(weight), None if bias is None else bias.dtype
     ctx.save_for_backward(hidden, *found)
     ctx.mark_non_differentiable(*found)

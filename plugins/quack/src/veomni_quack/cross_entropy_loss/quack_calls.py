@@ -1,4 +1,4 @@
-"""The calls of QuACK that the loss is made of; see :class:`veomni_quack.cross_entropy_loss.chunks.QuackCalls`."""
+"""The QuACK functions that the loss calls; shapes: :class:`veomni_quack.cross_entropy_loss.chunks.QuackCalls`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ def losses(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> No
 
 
 def losses_and_gradient(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
-    """The cross entropy of each row, and its gradient in place of the logits, each row read and written once."""
+    """The cross entropy of each row; overwrites the logits with its gradient. Each row is read and written once."""
     with first_call("cross entropy and its gradient", logits.dtype, logits.shape[1]):
         cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=logits, ignore_index=ignore_index)
 
 
 def add_product(dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:
-    """``dlogits.T @ hidden`` into, or onto, a float32 matrix.
+    """Write (``first``) or add ``dlogits.T @ hidden`` to the float32 ``out``.
 
-    The configuration is stated, as ``gemm`` would otherwise ask nvMatmulHeuristics where that happens to be installed.
+    The configuration is passed explicitly: without one, ``gemm`` would ask nvMatmulHeuristics if that is installed, and
+    the choice would depend on the environment.
     """
     config = default_config(out.device)
     with first_call("weight gradient of the head", dlogits.dtype, first):
@@ -34,7 +35,8 @@ def add_product(dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> No
 
 
 def scaled_sum(dlogits: Tensor, hidden: Tensor, so_far: Tensor | None, factor: Tensor, out: Tensor) -> None:
-    """``factor * (dlogits.T @ hidden + so_far)``, the factor read on the device."""
+    """``out = factor * (dlogits.T @ hidden + so_far)``; the kernel reads ``factor`` on the device."""
+    # alpha scales the product and beta the sum so far; both are the same device scalar.
     scale, config = factor.float().reshape(1), default_config(out.device)
     with first_call("scaled weight gradient of the head", dlogits.dtype, so_far is not None):
         gemm_tuned.fn(dlogits.T, hidden, out, so_far, alpha=scale, beta=scale, config=config)

@@ -1,7 +1,7 @@
 """Mixture-of-experts MLPs on QuACK's grouped matrix products.
 
-``kernel`` is what is bound; ``operators`` is what autograd and ``torch.compile`` see; ``layer`` puts forward and
-backward together from ``routing`` (which row is whose), ``token_sums`` (from the order of experts back to tokens) and
-the products, which ``grouped_gemm`` calls: the only file that knows QuACK. ``alignment`` is what the products ask of
-sizes and memory.
+``kernel`` is the function that is bound; ``operators`` holds the custom operators that autograd and ``torch.compile``
+see. ``layer`` computes forward and backward with ``routing`` (sorts routes by expert), ``grouped_gemm`` (the grouped
+GEMMs; the only file that imports QuACK) and ``token_sums`` (sums each token's expert rows). ``alignment`` pads and
+copies operands to the sizes and addresses that the GEMMs need.
 """

@@ -1,4 +1,4 @@
-"""What the products ask of their operands: rows of whole 16 bytes, which begin at a multiple of 16 bytes."""
+"""Meets the GEMMs' requirements: row lengths and row addresses that are multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from torch.nn import functional as F
 
 from veomni_core.ops.memory_layout import aligned
 
-_UNIT = 8  # 16-bit values
+_UNIT = 8  # 16 bytes of 16-bit values
 
 
 def padded(hidden: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands with ``H`` and ``I`` rounded up to multiples of 8 by zeros.
+    """The operands with ``H`` and ``I`` padded with zeros to multiples of 8.
 
-    Zeros change no result: an added pre-activation is 0, and so is ``silu(0) * 0``. Autograd cuts the gradients.
+    The zeros change no result: a padded pre-activation is 0, and so is its activation ``silu(0) * 0``. The padding is
+    differentiable, so autograd slices the gradients back to the original sizes.
+
+    Args:
+        hidden: ``[T, H]``.
+        gate_up_proj: ``[E, 2I, H]``.
+        down_proj: ``[E, H, I]``.
     """
     more_hidden, more_inside = (-size % _UNIT for size in down_proj.shape[1:])
     if not (more_hidden or more_inside):
         return hidden, gate_up_proj, down_proj
-    halves = gate_up_proj.unflatten(1, (2, -1))
+    halves = gate_up_proj.unflatten(1, (2, -1))  # [E, 2, I, H]: gate and up are padded separately
     return (
         F.pad(hidden, (0, more_hidden)),
         F.pad(halves, (0, more_hidden, 0, more_inside)).flatten(1, 2),
@@ -27,5 +33,5 @@ def padded(hidden: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Ten
 
 
 def readable(operand: Tensor) -> Tensor:
-    """``operand``, or a copy of it where it isn't contiguous or doesn't begin at a multiple of 16 bytes."""
+    """``operand``, or a copy if it isn't contiguous or its address is no multiple of 16 bytes."""
     return aligned(operand.contiguous())

@@ -1,7 +1,9 @@
-"""The products, by QuACK's grouped matrix products; see :class:`veomni_quack.moe_experts.layer.Products`.
+"""The experts' GEMMs by QuACK; shapes: :class:`veomni_quack.moe_experts.layer.Products`.
 
-Each call states its configuration. QuACK's search over all of them is never started, and its public functions are
-passed by, because they choose by themselves where none is stated.
+Every call passes its configuration explicitly, and calls the ``.fn`` below QuACK's autotuner. QuACK's public functions
+are not used, because they choose a configuration themselves when none is given.
+
+``concat_layout`` names the operand whose gate and up halves QuACK reads, or writes, as interleaved columns.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from veomni_quack.compiling import check_target, first_call
 
 check_target()
 
-# Where QuACK's default for SM90 (tiles of 128 x 192, two consumers in turn) is not the fastest: milliseconds that
-# `benchmarks/tune_quack.py` found on an H200 for Qwen3-30B-A3B, T = 16384.
+# GEMMs for which QuACK's default for SM90 (tiles of 128 x 192, pingpong) is not the fastest. Milliseconds measured by
+# `benchmarks/tune_quack.py` on an H200 for Qwen3-30B-A3B, T = 16384.
 _WIDE_TILES = {"tile_m": 128, "tile_n": 256, "pingpong": False}  # backward of the down projection: 1.40 to 0.94
 _LARGE_TILES = {"tile_m": 256, "tile_n": 192, "pingpong": False}  # gradient of gate and up: 1.49 to 1.31
 _SM90 = 9
 
 
 def gated(hidden: Tensor, gate_up_proj: Tensor, offsets: Tensor, token_of_row: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathers in the load of its first operand; the activation is computed from float32, in the product's epilogue."""
+    """Rows of ``hidden`` are gathered while they are loaded; the epilogue computes the activation from float32."""
     rows, width = len(token_of_row), gate_up_proj.shape[1]
     pre, activated = hidden.new_empty(rows, width), hidden.new_empty(rows, width // 2)
     with first_call("gate and up projection", hidden.dtype):
@@ -46,7 +48,11 @@ def gated(hidden: Tensor, gate_up_proj: Tensor, offsets: Tensor, token_of_row: T
 def gated_backward(
     dresult: Tensor, down_proj: Tensor, pre: Tensor, weights: Tensor, offsets: Tensor, token_of_row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers in the load; the derivative and the weights' gradient, by partial sums in order, are its epilogue."""
+    """Rows of ``dresult`` are gathered while they are loaded.
+
+    The epilogue computes the activation's derivative and the routing weights' gradient, whose partial sums are added in
+    a fixed order.
+    """
     dpre, activated = torch.empty_like(pre), pre.new_empty(len(pre), pre.shape[1] // 2)
     with first_call("backward of the down projection", pre.dtype):
         dweights: Tensor = gemm_dgated_tuned.fn(
@@ -67,7 +73,7 @@ def gated_backward(
 
 
 def rows(rows: Tensor, matrices: Tensor, offsets: Tensor, out: Tensor, interleaved: bool) -> None:
-    """Interleaved rows meet matrices whose first dimension is two halves, which QuACK reads side by side."""
+    """With ``interleaved``, gate and up alternate in ``rows`` but are halves of each matrix's first dimension."""
     with first_call("product of rows", rows.dtype, "interleaved" if interleaved else "plain"):
         gemm_tuned.fn(
             rows,
@@ -82,7 +88,7 @@ def rows(rows: Tensor, matrices: Tensor, offsets: Tensor, out: Tensor, interleav
 def gradient(
     by_token: Tensor, rows: Tensor, offsets: Tensor, token_of_row: Tensor, out: Tensor, interleaved: bool
 ) -> None:
-    """The rows are what is summed over; interleaved ones are written as two halves of ``out``'s last dimension."""
+    """Sums over rows (QuACK's ``k``). ``interleaved`` columns are written as two halves of ``out``'s last dimension."""
     with first_call("weight gradient", rows.dtype, "interleaved" if interleaved else "plain"):
         gemm_tuned.fn(
             by_token.T,
@@ -96,6 +102,6 @@ def gradient(
 
 
 def _configuration(operand: Tensor, **on_hopper: Any) -> Any:
-    """QuACK's default for the GPU, with the changes that were measured to be faster on SM90."""
+    """QuACK's default configuration for the GPU; on SM90 with the changes in ``on_hopper``, measured to be faster."""
     default = default_config(operand.device)
     return replace(default, **on_hopper) if default.device_capacity == _SM90 else default

@@ -1,4 +1,4 @@
-"""The forward and the backward as opaque operators, and how autograd joins them.
+"""Forward and backward of the experts as custom operators, and the autograd formula that connects them.
 
 Saved for backward: the inputs, the pre-activations ``[T * K, 2I]`` and three index tensors.
 """
@@ -20,7 +20,7 @@ from veomni_quack.moe_experts.routing import Routing
 def forward(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, the pre-activations, and what a :class:`Routing` holds."""
+    """The result ``[T, H]``, the pre-activations ``[T * K, 2I]``, and the three tensors of a :class:`Routing`."""
     operands = (readable(hidden), top_k_index, top_k_weights, readable(gate_up_proj), readable(down_proj))
     result, pre, routing = layer.forward(*operands, products=grouped_gemm)
     return result, pre, routing.route_of_row, routing.row_of_route, routing.offsets
@@ -57,7 +57,10 @@ def _backward(
     offsets: Tensor,
     projections: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of all but the index; without ``projections``, empty ones of the projections."""
+    """The gradients of hidden, routing weights, gate_up_proj and down_proj.
+
+    The projections' gradients are computed only if ``projections`` is True; otherwise they are empty.
+    """
     tokens = (readable(dresult), readable(hidden), top_k_weights)
     weights = (readable(gate_up_proj), readable(down_proj))
     routing = Routing(route_of_row, row_of_route, offsets)
@@ -83,10 +86,10 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     hidden, _, *tensors = inputs
-    _, *kept = output
+    _, *kept = output  # pre-activations and routing, which forward returns only so that they can be saved
     ctx.save_for_backward(hidden, *tensors, *kept)
     ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # zeros as large as the pre-activations would be made for their missing gradient
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros as gradients of the saved outputs
 
 
 @first_derivatives_only
