@@ -52,7 +52,7 @@ class KernelSpec:
         deterministic: promises the same bits on every run.
         backward: promises every gradient of the contract.
         dtypes: the input dtypes that it accepts.
-        expert_parallel: whether it runs with experts that are sharded over ranks.
+        expert_parallel: whether it also runs with experts that are sharded over ranks. Nothing reads this yet.
         features: the optional parts of the contract that it computes (for attention, see
             :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
 

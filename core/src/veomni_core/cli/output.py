@@ -1,4 +1,4 @@
-"""How verbs print: a table for people, JSON for programs."""
+"""Output options that subcommands share: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ HardwareName = Annotated[
 
 
 def print_json(value: Any) -> None:
-    """``value`` as JSON on standard output."""
+    """Print ``value`` as JSON to standard output."""
     print(json.dumps(value, indent=1))

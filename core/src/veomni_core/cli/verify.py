@@ -1,4 +1,4 @@
-"""``veomni verify PLUGIN``: every kernel of a plugin through its op's contract, each in a process of its own."""
+"""``veomni verify PLUGIN``: runs each kernel of a plugin through its op's contract, in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verify(
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
 
-    # Before torch is imported: a device's own library may break that, and its plugin knows why.
+    # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     hardware, device = _chosen(registry.detect_hardware(), device)
     ops = {name for name, spec in registry.ops.items() if op in (None, name, spec.config_field)}
     asked = [spec for spec in record.kernels if spec.op_name in ops and kernel in (None, spec.name, str(spec))]
@@ -63,10 +63,14 @@ def verify(
 
 
 def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
-    """What kernels' requirements are held against, and the device to run on.
+    """The hardware against which requirements are checked, and torch's name of the device to run on.
+
+    Args:
+        found: the hardware of this machine.
+        asked: the value of ``--device``.
 
     Raises:
-        HostError: ``asked`` is not on this machine.
+        HostError: this machine has no device ``asked``.
     """
     if asked is None:
         return found, found.device_type

@@ -1,4 +1,4 @@
-"""rms_norm_gated: root-mean-square normalisation with a gate, as the mixers of state-space and linear-attention models.
+"""rms_norm_gated: root-mean-square normalisation with a gate, as in state-space and linear-attention mixers.
 
 ``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are float32.
 """

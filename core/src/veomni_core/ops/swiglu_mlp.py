@@ -30,7 +30,7 @@ def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Odd widths, a packed projection's halves, large values, and no rows at all."""
+    """Odd widths, the halves of a packed projection, large values, zeros, and no rows."""
     draw = Draw(device, dtype)
     yield Sample("odd width", (leaf(draw.normal(3, 5, 97)), leaf(draw.normal(3, 5, 97))))
     yield Sample("wide", (leaf(draw.normal(5, 2048, scale=2.0)), leaf(draw.normal(5, 2048))))
@@ -62,7 +62,7 @@ VALUES = {
     "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
     "float16": Tolerance(element=2e-3, norm=5e-4),
 }
-# The derivative of the tanh approximation cancels for large gates, which costs float32 an order of magnitude.
+# The derivative of the tanh approximation suffers cancellation for large gates: a factor of ten in float32.
 GRADIENTS = {
     "float32": Tolerance(element=1.5e-5, norm=1e-6),
     "bfloat16": Tolerance(element=2.4e-2, norm=6e-3),
