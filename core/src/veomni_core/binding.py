@@ -79,7 +79,7 @@ class Binding:
             BindingError: the binding is already undone, or sequence parallelism was set up on top of it.
         """
         if not self.active:
-            raise BindingError("this binding is not in force any more; it was undone before")
+            raise BindingError("this binding is already undone")
         if self.sequence_parallel:
             raise BindingError(f"the model runs sequence-parallel ({self.sequence_parallel}): undo() that first")
         tuple(self._changes.changed())  # logs what other code has set since bind, which undo keeps
@@ -168,7 +168,7 @@ def bind(
     ranks: dict[str, Any] = {"agree": agree, "group": group, "timeout": agreement_timeout}
     if isinstance(plan_or_config, Plan):
         if autocast is not None or device is not None:
-            raise ConfigError("a plan was made for one device and autocast: give those to make_plan, not to bind")
+            raise ConfigError("a plan fixes device and autocast: pass them to make_plan, not to bind")
         registry = registry or discover()
         plan = agree_on_plan(lambda: plan_or_config, **ranks)
         options = {"on_change": on_change or "raise", "training_logits": training_logits or "deferred"}

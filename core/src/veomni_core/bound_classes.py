@@ -70,7 +70,7 @@ class BoundClasses:
     def set_on(self, module: nn.Module, name: str) -> None:
         """Called before the guarded attribute ``name`` of ``module`` changes; raises if ``on_change`` is ``raise``."""
         path = self.paths.get(module, f"a copy of a bound {type(module).__name__}")
-        what = f"{name} was changed after bind, and the proof of this site rests on it"
+        what = f"{name} was changed after bind, and the proof of this site depends on it"
         if self.on_change == "raise":
             raise SiteChangedError(
                 f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "

@@ -71,8 +71,8 @@ class ChangeSet:
                     continue
                 raise BindingError(
                     f"{holder.owner} replaces the forward of {above or 'the model'}, and what {each.owner} put into "
-                    f"{each.path or 'the model'} would never run. {_ONE_OF_THEM} If the new forward does use it, its "
-                    "rule says so: ForwardChange(..., calls=(its name,))"
+                    f"{each.path or 'the model'} would never run. {_ONE_OF_THEM} If the new forward does use it, "
+                    "declare that in its rule: ForwardChange(..., calls=(its name,))"
                 )
 
     def changed(self) -> Iterator[tuple[str, str]]:
@@ -146,7 +146,7 @@ def _calls(holder: _Owned, other: _Owned) -> bool:
     return within.split(".")[0] in called
 
 
-_ONE_OF_THEM = "Leave one of the two eager, by its field and the module's path: {'<path>': eager, default: <kernel>}."
+_ONE_OF_THEM = "Make one of the two eager at this path; write in its field {'<path>': eager, default: <kernel>}."
 
 
 def _refuse_held_modules(change: ForwardChange, owner: str) -> None:

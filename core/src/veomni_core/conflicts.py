@@ -78,7 +78,7 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
         for device in record.devices:
             if unknown := sorted(set(device.preset) - fields):
                 problems[id(record)] = (
-                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is no field. "
+                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is not a config field. "
                     f"{did_you_mean(unknown[0], fields)}"
                 )
         seen: set[tuple[str, str, str]] = set()

@@ -103,7 +103,7 @@ def _name_once(found: Iterable[_Found]) -> list[_Found]:
     for name, bearers in by_name.items():
         if len(bearers) > 1:
             who = " and ".join(f"{plugin.distribution} {plugin.version}" for plugin in bearers)
-            problem = f"the plugin name {name!r} is borne by {who}; uninstall all but one"
+            problem = f"plugin name {name!r} is registered by {who}; uninstall all but one"
             by_name[name] = [replace(plugin, problem=problem) for plugin in bearers]
     return [plugin for bearers in by_name.values() for plugin in bearers]
 
@@ -159,8 +159,8 @@ def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
     version = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
     if version != hookspecs.PLUGIN_API_VERSION:
-        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"speaks plugin API version {version!r}"
-        raise SpecError(f"{module.__name__} {said}; this core speaks version {hookspecs.PLUGIN_API_VERSION}")
+        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"has plugin API version {version!r}"
+        raise SpecError(f"{module.__name__} {said}; this core supports version {hookspecs.PLUGIN_API_VERSION}")
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(module)

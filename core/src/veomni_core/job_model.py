@@ -72,7 +72,7 @@ def read_model_section(value: Any) -> ModelSection:
         if name not in _WANTED:
             problems[f"model.{key}"] = _unknown(str(key))
         elif name in section:
-            problems[f"model.{key}"] = f"is another word for model.{name}, which is given too; give one of the two"
+            problems[f"model.{key}"] = f"is another word for model.{name}, which is given too; remove one of the two"
         else:
             section[name] = item
             wanted, accepts = _WANTED[name]

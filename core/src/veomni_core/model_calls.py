@@ -69,7 +69,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
         return {}, "the model's parameters are sharded"
     inputs = _inputs(model)
     if inputs is None:
-        return {}, "the model has no dummy_inputs and no vocab_size in its config, so nothing is known to run it on"
+        return {}, "the model has no dummy_inputs and no vocab_size in its config, so there are no inputs to run it on"
     calls: dict[str, RecordedCall] = {}
 
     def record(path: str) -> Any:

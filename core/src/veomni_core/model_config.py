@@ -110,10 +110,10 @@ def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any]) -> Pretrained
 def _no_config_in(folder: Path) -> JobFileError:
     if any(folder.glob("*.safetensors")):
         return JobFileError(
-            f"{folder} holds weights and no config.json, so which model they are of is not known. Give the model's "
-            "config (model.config, or config_path) beside them, or put its config.json into the folder"
+            f"{folder} holds weights and no config.json, so their model is unknown. Give the model's config too "
+            "(model.config, or config_path), or put its config.json into the folder"
         )
-    return JobFileError(f"{folder}: there is no config.json in this folder, so it is no model config")
+    return JobFileError(f"{folder}: there is no config.json in this folder; give the path of a model's config")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def device_type_of(device: Any) -> str | None:
     except (RuntimeError, TypeError):
         raise ConfigError(f"device: {device!r} is not a device; write cuda or cpu") from None
     if kind == "meta":
-        raise ConfigError("device: nothing runs on meta; write where the model will run, as cuda or cpu")
+        raise ConfigError("device: nothing runs on meta; write the device on which the model will run, as cuda or cpu")
     return kind
 
 

@@ -97,10 +97,10 @@ class _Exchange:
                 raise
             self._store.delete_key(mine)  # so that ranks that arrive later don't mistake it for an agreement
             raise PlanMismatchError(
-                f"rank {self._rank} binds a model, and rank {_listed(missing)} of {_listed(self._ranks)} did not come "
-                f"to agree on its plan within {self._timeout:g} s. If only some ranks bind this model (for evaluation, "
-                "as a teacher, as a stage of a pipeline), pass agree=False, or group= their process group. If the "
-                "others only plan for longer, pass a longer agreement_timeout"
+                f"rank {self._rank} binds a model, but rank {_listed(missing)} of {_listed(self._ranks)} sent no plan "
+                f"within {self._timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as a "
+                "pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
+                "plan, pass a larger agreement_timeout"
             ) from error
         return {rank: self._store.get(key).decode() for rank, key in zip(self._ranks, keys, strict=True)}
 
@@ -136,7 +136,7 @@ def _differences(plans: Mapping[int, Plan]) -> str:
         [
             f"ranks would run different kernels; against rank {first}:",
             *sentences,
-            "If they should, as stages of a pipeline do, pass agree=False, or group= the ranks that are alike",
+            "If that is intended, as for pipeline stages, pass agree=False, or group= the ranks with equal plans",
         ]
     )
 

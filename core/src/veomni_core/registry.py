@@ -137,8 +137,8 @@ class Registry:
         for (op_name, variant, kernel_name), claimants in self.conflicts.items():
             if (op_name, kernel_name) == (op, name):
                 return (
-                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; which one is meant can't be "
-                    "guessed: block one of them with VEOMNI_PLUGINS_BLOCK"
+                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; block all but one of them "
+                    "with VEOMNI_PLUGINS_BLOCK"
                 )
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
@@ -159,7 +159,7 @@ class Registry:
     def describe_conflicts(self) -> tuple[str, ...]:
         """One sentence for each kernel that several plugins describe."""
         return tuple(
-            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither's is used; block one of "
+            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither is used; block one of "
             "them with VEOMNI_PLUGINS_BLOCK"
             for (op, variant, name), claimants in sorted(self.conflicts.items())
         )
@@ -217,7 +217,7 @@ class Registry:
             return Hardware.cpu()
         found = self._detect_accelerator()
         if device_type not in (None, found.torch_device_type):
-            raise HostError(f"the device asked for is {device_type}, but what is here is {found.describe()}")
+            raise HostError(f"device {device_type} was requested, but this machine has {found.describe()}")
         return found
 
     def _detect_accelerator(self) -> Hardware:

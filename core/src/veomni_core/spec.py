@@ -79,7 +79,7 @@ class KernelSpec:
             require_name(f"KernelSpec {self.name!r}", name, getattr(self, name))
         owner = f"KernelSpec {self}"
         if self.name in (EAGER, "auto"):
-            raise SpecError(f"{owner}: {self.name!r} is a word of the config and cannot name a kernel")
+            raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
         require_reference(owner, "factory", self.factory)
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
@@ -89,10 +89,10 @@ class KernelSpec:
         for name in ("dtypes", "features"):
             object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
         if not self.dtypes:
-            raise SpecError(f"{owner}: dtypes is empty, so nothing could ever be computed")
+            raise SpecError(f"{owner}: dtypes is empty; list at least one of {', '.join(DTYPES)}")
         for dtype in self.dtypes:
             if dtype not in DTYPES:
-                raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op is given. {did_you_mean(dtype, DTYPES)}")
+                raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op takes. {did_you_mean(dtype, DTYPES)}")
 
     def __str__(self) -> str:
         return f"{self.op_name}/{self.variant}:{self.name}"
@@ -173,13 +173,13 @@ class OpSpec:
         require_boolean(owner, "follows_autocast", self.follows_autocast)
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
-            raise SpecError(f"{owner}: variants is empty, and an op needs at least one")
+            raise SpecError(f"{owner}: variants is empty; list at least one")
         for name in ("variant_aliases", "published", "legacy_values"):
             require_mapping(owner, name, getattr(self, name), str)
         for alias, variant in self.variant_aliases.items():
             if variant not in self.variants:
                 raise SpecError(
-                    f"{owner}: variant_aliases[{alias!r}] is {variant!r}, which is no variant. "
+                    f"{owner}: variant_aliases[{alias!r}] is {variant!r}, which is not one of its variants. "
                     f"{did_you_mean(variant, self.variants)}"
                 )
 

@@ -10,7 +10,7 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 HardwareName = Annotated[
     str | None,
-    typer.Option("--hardware", help="Plan for this hardware (h200, a100, sm75, ...) instead of what is here."),
+    typer.Option("--hardware", help="Plan for this hardware (h200, a100, sm75, ...) instead of this machine's."),
 ]
 
 

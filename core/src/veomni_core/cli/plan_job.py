@@ -68,7 +68,7 @@ def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobCo
             problems[verb.name] = error
     if not verbs:
         sections = ", ".join(others)
-        print(f"not checked: {sections}. No installed plugin runs jobs; veomni-trainer does", file=sys.stderr)
+        print(f"not checked: {sections}. No installed plugin runs jobs; install veomni-trainer", file=sys.stderr)
     elif len(problems) == 1:
         raise next(iter(problems.values()))
     else:

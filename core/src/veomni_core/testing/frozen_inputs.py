@@ -48,7 +48,7 @@ def _freeze(subject: Subject, position: Position, frozen: tuple[str, ...]) -> st
         inputs[name].requires_grad_(False)
     results = subject.call(sample)
     if not subject.differentiable(sample) and any(result.requires_grad for result in results):
-        return "its result wants a gradient that nothing asks for"
+        return "its result requires a gradient although no input does"
     gradients = subject.gradients(results, sample) if subject.spec.backward else {}
     if any(inputs[name].grad is not None for name in inputs):
         return "it writes a `.grad` itself"
