@@ -76,10 +76,10 @@ class Binding:
         """Restore the model's own code. Attributes that other code has set since bind are kept.
 
         Raises:
-            BindingError: the binding is already undone, or sequence parallelism was set up on top of it.
+            BindingError: the binding is already undone, its model was freed, or sequence parallelism runs on top of it.
         """
         if not self.active:
-            raise BindingError("this binding is already undone")
+            raise BindingError("this binding is not in force: it is already undone, or its model was freed")
         if self.sequence_parallel:
             raise BindingError(f"the model runs sequence-parallel ({self.sequence_parallel}): undo() that first")
         tuple(self._changes.changed())  # logs what other code has set since bind, which undo keeps

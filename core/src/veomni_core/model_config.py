@@ -110,8 +110,8 @@ def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any]) -> Pretrained
 def _no_config_in(folder: Path) -> JobFileError:
     if any(folder.glob("*.safetensors")):
         return JobFileError(
-            f"{folder} holds weights and no config.json, so their model is unknown. Give the model's config too "
-            "(model.config, or config_path), or put its config.json into the folder"
+            f"{folder} holds weights and no config.json, so their model is unknown. Give the model's config "
+            "(model.config, or config_path) too, or put its config.json into the folder"
         )
     return JobFileError(f"{folder}: there is no config.json in this folder; give the path of a model's config")
 
