@@ -145,6 +145,6 @@ def run_eager(module: nn.Module) -> None:
         replace_captured(module, vars(each).get("forward", beneath.forward), beneath.forward)
     if eager_class(kind) is beneath:
         module.__class__ = beneath
-    else:  # FSDP2 or a parametrization has put a subclass of its own over ours
+    else:  # FSDP2 or a parametrization has subclassed our class
         namespace = {"forward": beneath.forward, "__module__": kind.__module__, MADE_BY: None}
         module.__class__ = type(kind)(kind.__name__, (kind,), namespace)  # type: ignore[misc]

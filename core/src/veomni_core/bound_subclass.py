@@ -64,7 +64,7 @@ def bindings_in(module: nn.Module) -> Iterator[Owner]:
 
 
 def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class beneath the subclasses that bindings made."""
+    """The original class beneath the subclasses that bindings made."""
     while EAGER in vars(kind):
         kind = vars(kind)[EAGER]
     return kind

@@ -258,5 +258,5 @@ def setter_of(module: nn.Module) -> str:
     if (hook := vars(module).get("_hf_hook")) is not None:
         return f"set by accelerate's {type(hook).__name__} (accelerate.hooks.remove_hook_from_module takes it off)"
     own = vars(module)["forward"]
-    own = getattr(own, "func", own)  # what a functools.partial calls
+    own = getattr(own, "func", own)  # the function in a functools.partial
     return f"set to {getattr(own, '__module__', None)}.{getattr(own, '__qualname__', type(own).__name__)}"

@@ -33,7 +33,7 @@ def veomni_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def veomni_sites() -> Iterable[SiteRule]:  # type: ignore[empty-body]
-    """Rules that find an op in models where the core's own rules don't."""
+    """Rules that find sites of an op in models, besides the core's own rules."""
 
 
 @hookspec

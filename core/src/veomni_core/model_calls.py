@@ -17,7 +17,7 @@ _TOKENS = (2, 9)  # [batch, sequence]
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """The arguments of one call of a module."""
+    """Copies of the arguments of one call of a module."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

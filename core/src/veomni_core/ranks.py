@@ -136,7 +136,7 @@ def _differences(plans: Mapping[int, Plan]) -> str:
         [
             f"ranks would run different kernels; against rank {first}:",
             *sentences,
-            "If that is intended, as for pipeline stages, pass agree=False, or group= the ranks with equal plans",
+            "If that is intended, as in a pipeline, pass agree=False, or group= the ranks with equal plans",
         ]
     )
 

@@ -40,7 +40,7 @@ def doctor(
         found = {"hardware": hardware.describe(), "plugins": reports, "conflicts": list(conflicts), "gains": gains}
         print_json(found)
     else:
-        print(f"hardware: {hardware.describe()}, {hardware.count} of it\n")
+        print(f"hardware: {hardware.describe()}, count {hardware.count}\n")
         print(_table(reports))
         for conflict in conflicts:
             print(f"conflict: {conflict}")

@@ -26,7 +26,7 @@ def verify(
     jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     json: AsJson = False,
 ) -> None:
-    """Run every kernel that can run here, in every dtype it declares; exit 1 if one falls short, or none ran."""
+    """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none ran."""
     registry = discover()
     record = registry.plugin(plugin)
     if not record.healthy:

@@ -22,9 +22,9 @@ _seed_shift: ContextVar[int] = ContextVar("seed_shift", default=0)
 class Size(IntEnum):
     """How much one call of a sample computes, which decides where the conformance check runs it."""
 
-    SMALL = 0  # everywhere
-    BEYOND_A_TILE = 1  # wherever kernels run compiled, not in an interpreter
-    LARGE = 2  # on accelerators
+    SMALL = 0  # runs everywhere
+    BEYOND_A_TILE = 1  # runs wherever kernels are compiled, not in an interpreter
+    LARGE = 2  # runs on accelerators only
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 ``(hidden[T, H], top_k_index[T, K], top_k_weights[T, K], gate_up_proj[E, 2I, H], down_proj[E, H, I]) -> [T, H]``
 
+``T`` tokens, ``K`` choices per token (int64 indices), ``E`` experts, ``H`` hidden and ``I`` intermediate size.
+
 ``clamped`` takes ``(…, gate_up_bias[E, 2I] or None, down_bias[E, H] or None, alpha, limit, interleaved, up_offset)``.
 Weights may be transposed views.
 """
