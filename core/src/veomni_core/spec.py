@@ -126,10 +126,7 @@ class KernelSpec:
 def _is_zero_argument(function: Callable[..., Any]) -> bool:
     try:
         return not inspect.signature(function).parameters
-    except (
-        TypeError,
-        ValueError,
-    ):  # builtins such as autograd.Function.apply have no signature; they are kernels themselves
+    except (TypeError, ValueError):  # builtins such as autograd.Function.apply have no signature: they are kernels
         return False
 
 

@@ -62,7 +62,7 @@ FEATURES_OF_OPTIONS = {
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """The attributes of the calling module that an attention kernel reads; a stand-in for it in samples."""
+    """The attributes that an attention kernel reads from its calling module; samples pass this instead of one."""
 
     num_key_value_groups: int
     is_causal: bool = True
@@ -112,9 +112,7 @@ def standard(
         attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         if padding is not None:
             kept = padding.bool()[:, None, None, :]
-            if (
-                causal
-            ):  # A query at padding may see no key at all, and its softmax would be NaN. Its output is zeroed below.
+            if causal:  # a query at padding may see no key, and its softmax would be NaN; its output is zeroed below
                 kept = kept | ~padding.bool()[:, None, -scores.shape[-2] :, None]
             attention_mask = attention_mask & kept
     if attention_mask.dtype == torch.bool:
@@ -267,9 +265,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     both_kinds = ("dense_mask", "position_bias")
     bias = {"position_bias": leaf(draw.normal(2, 2, 12, 12))}
     yield Sample("position bias, boolean mask", (plain, *heads(2, 2, 2, 12, 32), allowed), bias, needs=both_kinds)
-    preferred = draw.normal(2, 12, 12) + 9 * torch.eye(
-        12, device=device, dtype=dtype
-    )  # so that each query sees its own key
+    preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # each query sees its own key
     chosen = {"indices": preferred.topk(5).indices}
     yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
     yield from combined_options(device, dtype, _heads, _packed, AttentionModule)

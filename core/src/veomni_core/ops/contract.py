@@ -23,7 +23,7 @@ class Size(IntEnum):
     """How much one call of a sample computes, which decides where the conformance check runs it."""
 
     SMALL = 0  # runs everywhere
-    BEYOND_A_TILE = 1  # runs wherever kernels are compiled, not in an interpreter
+    BEYOND_A_TILE = 1  # runs everywhere but in an interpreter
     LARGE = 2  # runs on accelerators only
 
 

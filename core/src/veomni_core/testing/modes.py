@@ -24,9 +24,7 @@ from veomni_core.testing.situations import reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
 from veomni_core.testing.values import damage
 
-_DELAY = (
-    20_000_000  # GPU cycles, about 10 ms: a launch on the wrong stream would read its inputs before they are written
-)
+_DELAY = 20_000_000  # GPU cycles, about 10 ms: on the wrong stream, a kernel would read its inputs too early
 
 
 def check_modes(subject: Subject, position: Position) -> Iterator[str]:
