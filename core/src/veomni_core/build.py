@@ -70,7 +70,7 @@ def build_foundation_model(
     if ops_implementation is None:
         raise MissingOpsImplementationError(
             "build_foundation_model needs ops_implementation, e.g. {'preset': 'auto'}, or {'preset': 'eager'} for the "
-            "model's own code; nothing runs all-eager without being told to"
+            "model's own code; there is no default"
         )
     ops = ops_implementation if isinstance(ops_implementation, OpsConfig) else OpsConfig.from_dict(ops_implementation)
     if attn_implementation is not None:

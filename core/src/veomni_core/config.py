@@ -168,7 +168,7 @@ def _one_of(fields: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
 
 _SAY_SO = (
     "Say which kernels to use, e.g. `ops_implementation: {preset: auto}`, or `{preset: eager}` for the model's own "
-    "code; nothing runs all-eager without being told to"
+    "code; there is no default"
 )
 
 

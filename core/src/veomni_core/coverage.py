@@ -38,7 +38,7 @@ class OpCoverage:
         refused: the sites whose code was run and computes something else than every known variant.
         bound: the sites that get a kernel.
         variants: the variants that were found.
-        unproven: what the refused sites compute.
+        unproven: the evidence on the refused sites: how their code differs.
         unexamined: why the probe could not run the remaining sites. What they compute is not known.
         left_eager: why sites with a known variant get no kernel.
     """

@@ -61,6 +61,12 @@ def check_kernel(
         SpecError: the spec doesn't declare ``dtype``.
         ContractError: the op or its contract is unknown, or the contract's own samples or reference raise.
         KernelLoadError: the kernel can't be imported.
+
+    Example:
+        >>> from veomni_core import KernelSpec
+        >>> spec = KernelSpec("mine", "swiglu_mlp", "standard", factory="veomni_core.ops.swiglu_mlp:standard")
+        >>> check_kernel(spec, "cpu", "float32").ok
+        True
     """
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec} does not declare {dtype}. {did_you_mean(dtype, spec.dtypes)}")

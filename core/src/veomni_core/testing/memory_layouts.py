@@ -136,7 +136,8 @@ def _chooses_among_equals(subject: Subject, sample: Sample, exact: Outcome, usua
     """Whether ``exact`` jumps when values change by next to nothing, as a top k does if scores are tied.
 
     Repeated rows can make scores equal: two equal product keys give their pairs equal scores in either order. Which of
-    the tied scores a top k takes is unspecified, and a GPU and the oracle's CPU may differ. So no answer is right.
+    the tied scores a top k takes is unspecified, and a GPU and the oracle's CPU may differ. So no single answer is
+    right.
     """
     generator = torch.Generator().manual_seed(0)
 
