@@ -214,7 +214,7 @@ def test_without_a_plugin_that_runs_jobs_plan_says_what_it_did_not_check(folder,
     path.write_text(yaml.safe_dump(changed(train__steps="sixty", trian={})), encoding="utf-8")
     result = CliRunner().invoke(build_app(), ["plan", str(path)])
     assert result.exit_code == 0 and "Plan for" in result.stdout
-    assert result.stderr == "not checked: data, train, trian. No installed plugin runs jobs; veomni-trainer does\n"
+    assert result.stderr == "not checked: data, train, trian. No installed plugin runs jobs; install veomni-trainer\n"
 
 
 def test_a_job_of_a_model_alone_is_planned(ask):

@@ -141,7 +141,7 @@ def test_undo_as_a_context_manager_and_only_once():
         assert binding_of(model) is binding and binding.active
     assert binding_of(model) is None and not binding.active
     assert not bound_attributes(model)
-    with pytest.raises(BindingError, match="undone before"):
+    with pytest.raises(BindingError, match="already undone"):
         binding.undo()
 
 

@@ -207,7 +207,7 @@ def report_of(text: str, name: str) -> dict:
 def test_doctor_reports_a_kernel_that_two_plugins_claim(veomni, install):
     install("plugin-a", KERNEL_PLUGIN.replace("{op}", "rms_norm"))
     install("plugin-b", KERNEL_PLUGIN.replace("{op}", "rms_norm"))
-    conflict = "kernel rms_norm/standard:mine is claimed by plugin-a 1.0 and plugin-b 1.0, so neither's is used"
+    conflict = "kernel rms_norm/standard:mine is claimed by plugin-a 1.0 and plugin-b 1.0, so neither is used"
     (found,) = json.loads(veomni("doctor", "--json", code=1))["conflicts"]
     assert found.startswith(conflict)
     assert f"conflict: {conflict}" in veomni("doctor", code=1)
@@ -382,9 +382,9 @@ def test_verify_exits_1_when_nothing_ran(veomni, install):
     text = veomni("verify", "twice-plugin", "--kernel", "elsewhere", code=1)
     assert "nothing was verified: every kernel was skipped" in text
     text = veomni("verify", "twice-plugin", "--kernel", "elsewere", code=1)
-    assert "no kernel answers to --kernel elsewere; there are twice/standard:" in text
+    assert "no kernel matches --kernel elsewere; the plugin has twice/standard:" in text
     text = veomni("verify", "twice-plugin", "--op", "rms_norm", code=1)
-    assert "no kernel answers to --op rms_norm" in text
+    assert "no kernel matches --op rms_norm" in text
 
 
 def test_verify_takes_one_kernel_in_one_dtype(veomni):
@@ -396,9 +396,9 @@ def test_verify_takes_one_kernel_in_one_dtype(veomni):
 
 def test_verify_on_a_device_that_is_not_here(veomni):
     text = veomni("verify", "veomni-torch", "--device", "npu:7", code=1)
-    assert text.startswith("error: --device npu:7 was asked for, and no such device is here (")
+    assert text.startswith("error: --device npu:7: this machine has no such device (")
     assert len(text.strip().splitlines()) == 1
-    assert "is none of float32" in veomni("verify", "veomni-torch", "--dtype", "int8", code=2)
+    assert "is not a dtype; write one of float32" in veomni("verify", "veomni-torch", "--dtype", "int8", code=2)
 
 
 def test_a_plugin_brings_a_verb(veomni, install):

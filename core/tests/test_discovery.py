@@ -24,8 +24,8 @@ BAD_PLUGINS = {
     "exception in a hook": (API + "@hookimpl\ndef veomni_kernels():\n    raise OSError('no disk')", "OSError: no disk"),
     "misspelt hook": (API + "@hookimpl\ndef veomni_kernel():\n    return []", "unknown hook 'veomni_kernel'"),
     "hook with parameters": (API + "@hookimpl\ndef veomni_kernels(ops):\n    return []", "Argument(s) {'ops'}"),
-    "no API version": ("x = 1", "declares no VEOMNI_PLUGIN_API_VERSION; this core speaks version 1"),
-    "wrong API version": ("VEOMNI_PLUGIN_API_VERSION = 2", "speaks plugin API version 2; this core speaks version 1"),
+    "no API version": ("x = 1", "declares no VEOMNI_PLUGIN_API_VERSION; this core supports version 1"),
+    "wrong API version": ("VEOMNI_PLUGIN_API_VERSION = 2", "has plugin API version 2; this core supports version 1"),
     "duplicate kernel": (
         API + f"@hookimpl\ndef veomni_kernels():\n    return [{SPEC}, {SPEC}]",
         "kernel rms_norm/standard:bad is described twice",
@@ -110,7 +110,7 @@ def test_two_distributions_with_one_plugin_name_are_both_refused_before_import(i
     install("twin-b", "raise AssertionError('imported')", plugin="twin")
     twins = [record for record in discover({}).plugins if record.name == "twin"]
     assert [record.status for record in twins] == ["failed", "failed"]
-    assert twins[0].problem == "the plugin name 'twin' is borne by twin-a 1.0 and twin-b 1.0; uninstall all but one"
+    assert twins[0].problem == "plugin name 'twin' is registered by twin-a 1.0 and twin-b 1.0; uninstall all but one"
     assert discover({}).find("rms_norm", "standard", "good")
 
 

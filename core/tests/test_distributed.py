@@ -153,7 +153,7 @@ def test_ranks_that_do_not_come_are_named_within_the_time_limit_and_may_come_lat
     )
     assert outputs[0] == outputs[2] == "together\nagain\n"
     why, *rest = outputs[1].splitlines()
-    assert "rank 0, 2 of 0, 1, 2 did not come to agree on its plan within 2 s" in why
+    assert "rank 0, 2 of 0, 1, 2 sent no plan within 2 s" in why
     assert "pass agree=False, or group= their process group" in why
     assert rest == ["alone", "together", "again"]
 

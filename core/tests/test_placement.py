@@ -118,7 +118,7 @@ def test_verifying_in_the_wrong_place_is_refused():
 @pytest.mark.parametrize(
     "device, error, message",
     [
-        ("mps", HostError, "the device asked for is mps, but what is here is cuda 9.0"),
+        ("mps", HostError, "device mps was requested, but this machine has cuda 9.0"),
         ("gpu", ConfigError, "device: 'gpu' is not a device; write cuda or cpu"),
         ("meta", ConfigError, "nothing runs on meta"),
     ],

@@ -115,7 +115,7 @@ def test_without_autocast_the_same_kernels_are_left_out():
 def test_a_plan_keeps_the_autocast_that_it_was_made_for():
     model, registry = build("llama"), half_registry()
     made = make_plan(model, {"preset": "auto"}, registry=registry, autocast="bfloat16")
-    with pytest.raises(ConfigError, match="give those to make_plan"):
+    with pytest.raises(ConfigError, match="pass them to make_plan"):
         bind(model, made, registry=registry, autocast="bfloat16")
     with bind(model, made, registry=registry) as binding:
         assert binding.receipt.plan.autocast == "bfloat16"

@@ -91,7 +91,8 @@ def test_a_preset_that_fills_a_misspelt_field_fails_its_plugin(install):
     record = discover({}).plugin("veomni-mlu")
     assert record.status == "failed"
     assert record.problem == (
-        "device type mlu: its preset fills 'moe_implementatoin', which is no field. Did you mean 'moe_implementation'?"
+        "device type mlu: its preset fills 'moe_implementatoin', which is not a config field. "
+        "Did you mean 'moe_implementation'?"
     )
 
 

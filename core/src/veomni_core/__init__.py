@@ -1,4 +1,7 @@
-"""The core of the VeOmni kernel ecosystem. Importing it loads neither torch nor any plugin."""
+"""The core of the VeOmni kernel ecosystem: public names, each imported on first use.
+
+Importing this package loads neither torch nor any plugin.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies a plan to one model instance, the only step that changes anything, and takes it back."""
+"""Applies a plan to one model instance and undoes it. Only this step changes the model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ _BINDING = "_veomni_binding"
 
 
 class Binding:
-    """A plan applied to one model. As a context manager it is undone on leaving.
+    """A plan that is applied to one model. Used as a context manager, it calls :meth:`undo` on exit.
 
-    The model is referenced weakly, so that a bound model is freed as soon as an unbound one would be.
+    A binding holds only a weak reference to the model and so does not keep it alive.
+
+    Attributes:
+        plan: the :class:`~veomni_core.plan.Plan` that was applied.
+        verification: what ``verify=True`` checked; empty without it.
+        sequence_parallel: how attention is split over ranks, in words; empty if it isn't.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, changes: ChangeSet, verification: Verification) -> None:
@@ -44,7 +49,7 @@ class Binding:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is bound.
+        """The bound model.
 
         Raises:
             BindingError: the model was freed.
@@ -56,7 +61,7 @@ class Binding:
 
     @property
     def receipt(self) -> Receipt:
-        """What runs now: the plan, and every site that was changed since."""
+        """What runs now: the plan, and every site that was changed after bind."""
         model = self._model()
         where = "" if model is None else misplaced(model, self.plan)
         return Receipt(self.plan, self.verification, self.sequence_parallel, dict(self._changes.changed()), where)
@@ -68,16 +73,16 @@ class Binding:
         return model is not None and binding_of(model) is self
 
     def undo(self) -> None:
-        """Give the model its own code back. What somebody else has set on it since stays.
+        """Restore the model's own code. Attributes that other code has set since bind are kept.
 
         Raises:
-            BindingError: already undone, or the model runs sequence-parallel on top of it.
+            BindingError: the binding is already undone, its model was freed, or sequence parallelism runs on top of it.
         """
         if not self.active:
-            raise BindingError("this binding is not in force any more; it was undone before")
+            raise BindingError("this binding is not in force: it is already undone, or its model was freed")
         if self.sequence_parallel:
             raise BindingError(f"the model runs sequence-parallel ({self.sequence_parallel}): undo() that first")
-        tuple(self._changes.changed())  # says what was set since, and so stays
+        tuple(self._changes.changed())  # logs what other code has set since bind, which undo keeps
         self._changes.revert()
 
     def __enter__(self) -> Binding:
@@ -101,7 +106,8 @@ class Binding:
 def binding_of(model: nn.Module) -> Binding | None:
     """The binding whose kernels run in ``model``, or ``None``.
 
-    ``model`` may wrap the model that was bound, be a part of it, or be a copy of a part.
+    Args:
+        model: the bound model, a wrapper around it, one of its submodules, or a copy of a submodule.
     """
     for module in model.modules():
         if _BINDING in vars(module):
@@ -123,28 +129,37 @@ def bind(
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> Binding:
-    """Put the plan's kernels into ``model``, and into no other model.
+    """Put kernels into this one model. Other models of the same class keep their own code.
 
-    Given a config, the plan is made first. ``autocast`` is the dtype of the autocast that the forwards will run under
-    (``bfloat16``, ``float16``, or the torch dtype), as of ``Trainer(bf16=True)``: float32 weights may then have kernels
-    that compute in it alone. ``device`` is where the model will run: the machine's accelerator without it, wherever the
-    model is now, since trainers move it there.
+    Args:
+        model: any ``torch.nn.Module`` that is not bound yet, typically a transformers model.
+        plan_or_config: a finished plan, or a config (``{"preset": "auto"}``) from which the plan is made first.
+        registry: the plugins to choose from; without it the config's, or else :func:`veomni_core.discover`'s.
+        autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
+            torch dtype), as with ``Trainer(bf16=True)``. Kernels that compute only in that dtype can then run over
+            float32 weights.
+        device: where the model will run. Without it, the machine's accelerator, even while the model is still on the
+            CPU: trainers move it later.
+        verify: first run every chosen kernel through its op's contract, on the model's device and in its dtype, and
+            compare every site with the module's own code.
+        on_change: overrides the config's ``on_change`` (see :class:`veomni_core.OpsConfig`).
+        training_logits: overrides the config's ``training_logits``.
+        agree: whether all ranks of a distributed job must agree on the plan; False lets this rank bind on its own.
+        group: the process group whose ranks bind this model; all ranks without it.
+        agreement_timeout: how many seconds ranks wait for one another.
 
-    All ranks of a distributed job must agree on the plan: ``group`` names the process group whose ranks bind this model
-    (all ranks without it), ``agreement_timeout`` the seconds that they wait for one another, and ``agree=False`` lets
-    this rank bind on its own. With ``verify`` every chosen kernel first runs through its op's contract on the model's
-    device and in its dtype, and every site is compared with the module's own code. ``on_change`` and
-    ``training_logits`` override the config's (see :class:`veomni_core.OpsConfig`).
+    Returns:
+        The binding, with its receipt and :meth:`Binding.undo`.
 
     Raises:
         BindingError: the model, or a part of it, is bound already; two rules put kernels into one module; or
             transformers would replace the kernels again.
-        ConfigError: ``autocast`` or ``device`` is given beside a plan, which was made for its own.
-        HostError: ``device`` is none that is here.
+        ConfigError: ``autocast`` or ``device`` is given together with a finished plan, which already fixes both.
+        HostError: this machine has no such ``device``.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
-            results differ from its module's own.
-        PlanMismatchError: ranks do not agree, or some did not come.
+            results differ from those of its module's own code.
+        PlanMismatchError: the ranks' plans differ, or some ranks did not answer in time.
     """
     if on_change is not None and on_change not in ON_CHANGE:
         raise UnknownNameError(f"on_change: {on_change!r} is unknown. {did_you_mean(str(on_change), ON_CHANGE)}")
@@ -153,7 +168,7 @@ def bind(
     ranks: dict[str, Any] = {"agree": agree, "group": group, "timeout": agreement_timeout}
     if isinstance(plan_or_config, Plan):
         if autocast is not None or device is not None:
-            raise ConfigError("a plan was made for one device and autocast: give those to make_plan, not to bind")
+            raise ConfigError("a plan fixes device and autocast: pass them to make_plan, not to bind")
         registry = registry or discover()
         plan = agree_on_plan(lambda: plan_or_config, **ranks)
         options = {"on_change": on_change or "raise", "training_logits": training_logits or "deferred"}
@@ -228,7 +243,7 @@ def _refuse_unbindable(model: nn.Module) -> None:
 
 
 def _release_copies(model: nn.Module) -> None:
-    """Copies of a bound model's modules, in a model that is bound anew, run their own code again first."""
+    """Unbind modules that were copied from another bound model into this one, before this one is bound."""
     for module in model.modules():
         if any(bindings_in(module)):
             run_eager(module)

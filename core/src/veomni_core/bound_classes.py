@@ -1,7 +1,8 @@
 """The subclasses that a binding gives to modules, each with a ``forward`` that calls the kernel.
 
-The subclasses belong to one binding. So ``self`` is always the module that runs: a shallow copy, a ``DataParallel``
-replica or a copy that PEFT makes runs its own weights, and undoing the binding takes the kernel out of every copy.
+The kernel is a method of a class rather than an attribute of an instance, so ``self`` is always the module that runs.
+A shallow copy, a ``DataParallel`` replica or a copy that PEFT makes therefore runs with its own weights. The subclasses
+belong to one binding, so undoing it takes the kernel out of every copy too.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class BoundClasses:
-    """The subclasses that one binding made; modules that are bound alike share one.
+    """The subclasses that one binding made. Modules that are bound in the same way share one subclass.
 
-    Regional ``torch.compile`` relies on that: it compiles one layer's code for all layers of equal types.
-    ``paths`` has the module path of every module that was bound, ``owners`` the bound modules whose proof rests on a
-    guarded child, ``copies`` every copy that was made of a bound module, and ``changed``, by module path, what was
-    changed after bind so that a site runs its own code again. ``on_change`` and ``training_logits`` are the config's.
+    Regional ``torch.compile`` relies on the sharing: it compiles one layer's code for all layers of equal types.
+
+    Attributes:
+        on_change, training_logits: the config's values.
+        binding: the binding that owns these classes; ``None`` for the set that sequence parallelism makes.
+        paths: the module path of every bound module.
+        owners: by guarded child module, the bound modules whose proof depends on it.
+        copies: every copy that was made of a bound module.
+        changed: by module path, what was changed after bind so that the site runs its own code again.
+        copied: after a deepcopy, the original's classes mapped to this set's.
     """
 
     def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
@@ -41,7 +48,7 @@ class BoundClasses:
         self._made: dict[tuple[type[nn.Module], str, Hashable, frozenset[str]], type[nn.Module]] = {}
 
     def of(self, eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str]) -> type[nn.Module]:
-        """The subclass of ``eager`` with ``value`` as its ``name``; equal code over equal values gives the same one."""
+        """The subclass of ``eager`` whose attribute ``name`` is ``value``, cached by equivalent code."""
         function: Any = value.fget if isinstance(value, property) else value
         key = (eager, name, equivalence(function), guarded)
         if key not in self._made:
@@ -49,21 +56,21 @@ class BoundClasses:
         return self._made[key]
 
     def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
-        """Bind ``module``, which took a bound module's place, until the binding is undone."""
+        """Bind ``module``, which replaced a bound module in the model; undoing the binding unbinds it too."""
         module.__class__ = self.of(type(module), "forward", forward, frozenset())
         self.paths[module] = path
         self.copies.add(module)
 
     def note(self, path: str, what: str, when: str = "from now on") -> None:
-        """Record, and say once, that the site at ``path`` runs its own code since ``what``."""
+        """Record that the site at ``path`` runs its own code because of ``what``, and log it once."""
         if path not in self.changed:
             self.changed[path] = what
             logger.warning("%s runs its own code %s: %s", path, when, what)
 
     def set_on(self, module: nn.Module, name: str) -> None:
-        """Called before the guarded attribute ``name`` of ``module`` changes; raises where the config says so."""
+        """Called before the guarded attribute ``name`` of ``module`` changes; raises if ``on_change`` is ``raise``."""
         path = self.paths.get(module, f"a copy of a bound {type(module).__name__}")
-        what = f"{name} was changed after bind, and the proof of this site rests on it"
+        what = f"{name} was changed after bind, and the proof of this site depends on it"
         if self.on_change == "raise":
             raise SiteChangedError(
                 f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "
@@ -81,7 +88,7 @@ class BoundClasses:
         run_eager(module)
 
     def retire(self) -> None:
-        """Take the kernels out of every class that was made, and so out of every copy of a bound module."""
+        """Take the kernels out of every class in this set, and so out of every copy of a bound module."""
         for module in list(self.copies):
             while vars(type(module)).get(MADE_BY) is self:
                 module.__class__ = vars(type(module))[EAGER]
@@ -92,13 +99,13 @@ class BoundClasses:
             setattr(bound, MADE_BY, None)
 
     def rebase(self, kind: type[nn.Module]) -> type[nn.Module]:
-        """``kind`` over this set's classes in place of those that the set was copied from."""
+        """After a deepcopy: ``kind`` with the original set's classes among its bases replaced by this set's."""
         if kind in self.copied:
             return self.copied[kind]
         bases = tuple(self.rebase(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
         if bases == kind.__bases__:
             return kind
-        # A class that somebody put over ours, as torch's parametrizations do.
+        # Other code has subclassed our class, as torch's parametrizations do: rebuild that subclass over the new base.
         namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         self.copied[kind] = type(kind)(kind.__name__, bases, namespace)  # type: ignore[misc]
         return self.copied[kind]
@@ -124,13 +131,13 @@ class BoundClasses:
         return duplicate
 
     def _give_away(self, module: nn.Module, other: BoundClasses) -> None:
-        """``module`` was copied together with its binding, so it is the copied binding's and no copy of ours."""
+        """Hand ``module``, a copy that was made together with its binding, over to the copied binding ``other``."""
         self.copies.discard(module)
         module.__class__ = other.rebase(type(module))
 
 
 def run_eager(module: nn.Module) -> None:
-    """Let ``module`` run its own code again, whatever class stands over the bound ones."""
+    """Make ``module`` run its own code again, also where other code has subclassed the bound class."""
     kind = type(module)
     bound = [each for each in kind.__mro__ if EAGER in vars(each)]
     beneath = vars(bound[-1])[EAGER]
@@ -138,6 +145,6 @@ def run_eager(module: nn.Module) -> None:
         replace_captured(module, vars(each).get("forward", beneath.forward), beneath.forward)
     if eager_class(kind) is beneath:
         module.__class__ = beneath
-    else:  # FSDP2 or a parametrization has put a subclass of its own over ours
+    else:  # FSDP2 or a parametrization has subclassed our class
         namespace = {"forward": beneath.forward, "__module__": kind.__module__, MADE_BY: None}
         module.__class__ = type(kind)(kind.__name__, (kind,), namespace)  # type: ignore[misc]

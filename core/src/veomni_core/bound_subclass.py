@@ -1,4 +1,4 @@
-"""One subclass that a binding gives to modules: how it is copied, pickled, guarded, and found again."""
+"""Builds the subclass that a binding gives to a module: its copying, pickling and guarded attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from veomni_core.errors import BoundModelPickleError
 
-# Attributes of the subclasses: the set that made one (None once it is retired), and the class beneath it.
+# Class attributes of each subclass: the Owner that made it (None after undo), and the original class beneath it.
 MADE_BY = "_veomni_bound_by"
 EAGER = "_veomni_eager_class"
 _ABSENT = object()
@@ -19,7 +19,7 @@ NO_PICKLE = (
     "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
     "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
 )
-HOOKS = "its hooks"  # stands among guarded names for what these methods add
+HOOKS = "its hooks"  # a pseudo-name: if it is guarded, registering a hook counts as a change
 _HOOKING = (
     "register_forward_hook",
     "register_forward_pre_hook",
@@ -29,7 +29,7 @@ _HOOKING = (
 
 
 class Owner(Protocol):
-    """Whose subclasses they are: :class:`veomni_core.bound_classes.BoundClasses`."""
+    """The owner of the subclasses, as this module sees it: :class:`veomni_core.bound_classes.BoundClasses`."""
 
     binding: Any
     training_logits: str
@@ -43,28 +43,28 @@ class Owner(Protocol):
         """Every copy that was made of a bound module."""
 
     def set_on(self, module: nn.Module, name: str) -> None:
-        """Answer to a guarded attribute that is about to change."""
+        """Called before a guarded attribute changes: raise, or let the module run its own code."""
 
     def note(self, path: str, what: str, when: str = "") -> None:
-        """Record that a site runs its own code."""
+        """Record that a site runs its own code again, and log it."""
 
     def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
-        """Bind a module that took a bound one's place."""
+        """Bind a module that replaced a bound one in the model."""
 
 
 def made_by(module: nn.Module) -> Owner | None:
-    """The binding's classes that ``module`` is an instance of, or ``None`` for a module that runs its own code."""
+    """The owner of the subclass that ``module`` is an instance of; ``None`` for a module that runs its own code."""
     return getattr(type(module), MADE_BY, None)
 
 
 def bindings_in(module: nn.Module) -> Iterator[Owner]:
-    """The sets of bindings whose classes ``module`` is an instance of; sequence parallelism's set is none."""
+    """The owners of all subclasses in the MRO of ``module`` that belong to a binding (not sequence parallelism's)."""
     made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
     yield from (classes for classes in made if classes is not None and classes.binding is not None)
 
 
 def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class beneath the subclasses that bindings made."""
+    """The original class beneath the subclasses that bindings made."""
     while EAGER in vars(kind):
         kind = vars(kind)[EAGER]
     return kind
@@ -73,7 +73,10 @@ def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
 def bound_subclass(
     eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str], classes: Owner
 ) -> type[nn.Module]:
-    """A subclass of ``eager``, with its name, whose ``name`` is ``value``; ``guarded`` attributes ask ``classes``."""
+    """Make a subclass of ``eager``, with the same class name, whose attribute ``name`` is ``value``.
+
+    Setting one of the ``guarded`` attributes on an instance calls ``classes.set_on`` first.
+    """
     namespace: dict[str, Any] = {
         name: value,
         "__module__": eager.__module__,
@@ -82,7 +85,7 @@ def bound_subclass(
         MADE_BY: classes,
         EAGER: eager,
     }
-    # By the metaclass, as a class statement does.
+    # Created through the metaclass, as a class statement would.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
     methods = [*_copying(bound)]
     if guarded:
@@ -95,7 +98,7 @@ def bound_subclass(
 
 
 def _copying(bound: Any) -> Iterator[Callable[..., Any]]:
-    """Copies as nn.Module makes them, which pickling's methods would refuse; and that refusal."""
+    """``__reduce_ex__`` refuses to pickle a bound module, so ``copy`` and ``deepcopy`` need methods of their own."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         if made_by(self) is not None:
@@ -103,7 +106,7 @@ def _copying(bound: Any) -> Iterator[Callable[..., Any]]:
         make, arguments, *rest = super(bound, self).__reduce_ex__(protocol)
         eager = eager_class(type(self))
         arguments = tuple(eager if each is type(self) else each for each in arguments)
-        # pickle insists that what it makes by copyreg.__newobj__ is of the very class of the object.
+        # With copyreg.__newobj__, pickle requires the class to be the object's own; _new does not have that check.
         return (_new if make is copyreg.__newobj__ else make, arguments, *rest)  # type: ignore[attr-defined]
 
     def __copy__(self: nn.Module) -> Any:
@@ -151,7 +154,10 @@ def _guarding_hooks(bound: Any, classes: Owner) -> Iterator[Callable[..., Any]]:
 
 
 def _changes(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether setting ``name`` changes what ``module`` computes; torch sets a replica's children to their copies."""
+    """Whether setting ``name`` to ``value`` changes what ``module`` computes.
+
+    ``DataParallel`` replicas are exempt: torch sets their children to copies of the originals.
+    """
     if made_by(module) is None or vars(module).get("_is_replica", False):
         return False
     present = getattr(module, name, _ABSENT)
@@ -160,7 +166,7 @@ def _changes(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def _copy_of(module: nn.Module) -> Any:
-    """An empty instance of the module's class, which the binding's undo will reach."""
+    """An empty instance of the module's class, registered so that undoing the binding reaches it."""
     kind: Any = type(module)
     duplicate = kind.__new__(kind)
     if (classes := made_by(module)) is not None:

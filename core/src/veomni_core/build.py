@@ -1,4 +1,4 @@
-"""``build_foundation_model``: config, plan, agreement of ranks, weights, binding, in that order."""
+"""``build_foundation_model``: read the config, plan, agree across ranks, load the weights, bind; in that order."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ def build_foundation_model(
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> PreTrainedModel:
-    """Build a model whose kernels are those that ``ops_implementation`` names, or raise before a weight is loaded.
+    """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
     Args:
         config_path: a ``config.json``, a folder with one, a Hub id, a mapping, or a ``PretrainedConfig`` (copied).
-        weights_path: a local folder of safetensors; random weights without it.
-        ops_implementation: the job's ``model.ops_implementation``. Required: nothing runs all-eager unasked.
-        torch_dtype: the dtype of the weights.
-        autocast: the dtype of the autocast that the forwards will run under, where they will.
-        init_device: where the weights are made: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
+        weights_path: a local folder of safetensors files. Without it, the weights are random.
+        ops_implementation: the job's ``model.ops_implementation``. Required: to run all-eager, write
+            ``{"preset": "eager"}``.
+        torch_dtype: the dtype of the weights (``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype).
+        autocast: the dtype of the ``torch.autocast`` that training will use; ``None`` for training without it.
+        init_device: the device on which the weights are created: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
             ``weights_path``), or a device with an index.
-        device: where the model will run; the machine's accelerator without it, since weights made on the CPU are
-            commonly moved.
+        device: where the model will run. Without it, the machine's accelerator, since weights that are created on
+            the CPU are usually moved there.
         attn_implementation: overrides that one field of ``ops_implementation``.
-        config_kwargs: overrides of the model's config.
-        trust_remote_code: whether code that comes with a model may run.
+        config_kwargs: keys of the model's config to override.
+        trust_remote_code: whether code that is shipped with a model may run.
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
         group: the process group whose ranks build this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another to agree.
@@ -62,14 +63,14 @@ def build_foundation_model(
 
     Raises:
         MissingOpsImplementationError: ``ops_implementation`` is ``None``.
-        ConfigError: anything else in the arguments that the caller can mend.
+        ConfigError: another argument is wrong.
         CheckpointError: the weights are missing or don't fit; the message names the keys.
-        HostError: the device is not here, or ranks don't agree on the plan.
+        HostError: this machine has no such device, or the ranks don't agree on the plan.
     """
     if ops_implementation is None:
         raise MissingOpsImplementationError(
             "build_foundation_model needs ops_implementation, e.g. {'preset': 'auto'}, or {'preset': 'eager'} for the "
-            "model's own code; nothing runs all-eager without being told to"
+            "model's own code; there is no default"
         )
     ops = ops_implementation if isinstance(ops_implementation, OpsConfig) else OpsConfig.from_dict(ops_implementation)
     if attn_implementation is not None:
@@ -105,7 +106,7 @@ def build_foundation_model(
 def build_skeleton(
     config_path: ConfigSource, *, torch_dtype: str | torch.dtype = "bfloat16", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model on the meta device, unbound: every module and shape, and not one weight."""
+    """The unbound model on the meta device: all modules and shapes, no weight values."""
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
     return _random_model(  # type: ignore[no-any-return]
         _model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code
@@ -113,7 +114,7 @@ def build_skeleton(
 
 
 def check_weights(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a folder that weights can be loaded from."""
+    """Raise CheckpointError unless ``path`` is a folder with safetensors files."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
 
@@ -137,7 +138,7 @@ def _device(name: str) -> torch.device:
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the config's first architecture names, else the causal language model of its type."""
+    """The first of the config's architectures that transformers has; else ``AutoModelForCausalLM``."""
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -161,7 +162,7 @@ def _load_weights(
 ) -> Any:
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
-        # Weights alone: transformers 5.23 looks for generation settings in the folder and fails on the missing file.
+        # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.
         options["generation_config"] = GenerationConfig.from_model_config(config)
     try:
         model, info = model_class.from_pretrained(
@@ -169,7 +170,7 @@ def _load_weights(
             config=config,
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they come back by name; they are refused below
+            ignore_mismatched_sizes=True,  # so that `info` names them; they are refused below
             trust_remote_code=trust,
             **options,
         )

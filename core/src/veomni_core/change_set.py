@@ -1,4 +1,4 @@
-"""The changes that one binding holds: made and taken back together, with one owner for every ``forward``."""
+"""The changes that one binding makes to a model, applied and reverted together. One rule owns each ``forward``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChangeSet:
-    """Changes that are made, and taken back, together."""
+    """Changes to one model that are applied and reverted together."""
 
     def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
         self.classes = BoundClasses(on_change, training_logits)
@@ -30,11 +30,11 @@ class ChangeSet:
         return iter(self._changes)
 
     def apply(self, change: Change, path: str = "", owner: str = "") -> None:
-        """Make one more change at the module path ``path``, on behalf of the rule ``owner``.
+        """Apply one more change at the module path ``path``, on behalf of the rule ``owner``.
 
         Raises:
-            BindingError: another owner's change at this module, or at one within it, would not run any more.
-            SpecError: the change holds its module, so that copies of it would run the original.
+            BindingError: another rule has already replaced this module's forward, and its kernel would never run.
+            SpecError: the new forward holds a reference to a module, so that copies would run the original's weights.
         """
         if isinstance(change, ClassChange):
             change.classes = self.classes
@@ -54,10 +54,10 @@ class ChangeSet:
         self._owned.append(self._outermost[change.place])
 
     def refuse_hidden(self) -> None:
-        """Raise where a forward that was put in does not reach what another rule put into the same module, or a child.
+        """Check that no replaced forward hides what another rule put into the same module or into a child.
 
         Raises:
-            BindingError: both rules and paths are named.
+            BindingError: one does; the message names both rules and both paths.
         """
         replaced = {
             each.path: each
@@ -71,14 +71,14 @@ class ChangeSet:
                     continue
                 raise BindingError(
                     f"{holder.owner} replaces the forward of {above or 'the model'}, and what {each.owner} put into "
-                    f"{each.path or 'the model'} would never run. {_ONE_OF_THEM} If the new forward does use it, its "
-                    "rule says so: ForwardChange(..., calls=(its name,))"
+                    f"{each.path or 'the model'} would never run. {_ONE_OF_THEM} If the new forward does use it, "
+                    "declare that in its rule: ForwardChange(..., calls=(its name,))"
                 )
 
     def changed(self) -> Iterator[tuple[str, str]]:
-        """The module path of every site that does not run what was bound, and why; each is said once.
+        """``(module path, reason)`` of every site that does not run what was bound. Each reason is logged once.
 
-        A write to a config or to an attribute that nothing guards is seen here, when somebody asks.
+        Writes to a config or to an unguarded attribute raise nothing; they are noticed only when this is called.
         """
         reasons = {path: [what] for path, what in self.classes.changed.items()}
         for each in {each.change.place: each for each in self._owned}.values():
@@ -94,7 +94,7 @@ class ChangeSet:
             yield path, said
 
     def revert(self) -> None:
-        """Take every change back, the last one first."""
+        """Revert every change, the last one first."""
         while self._changes:
             self._changes.pop().revert()
         self._owned.clear()
@@ -112,7 +112,7 @@ class ChangeSet:
         return duplicate
 
     def _refuse_second_owner(self, change: ForwardChange, path: str, owner: str) -> None:
-        """A second forward for one module must call the first, or the first one's kernel would never run."""
+        """Refuse a second forward for one module unless it calls the first: else the first one's kernel never runs."""
         before = self._outermost.get(change.place)
         if before is not None and not reaches(change.forward, type(change.target).forward):
             raise BindingError(
@@ -123,7 +123,7 @@ class ChangeSet:
 
 @dataclass(frozen=True)
 class _Owned:
-    """A change, where it was made, and the rule on whose behalf."""
+    """A change, its module path, and the rule that made it."""
 
     path: str
     owner: str
@@ -146,7 +146,7 @@ def _calls(holder: _Owned, other: _Owned) -> bool:
     return within.split(".")[0] in called
 
 
-_ONE_OF_THEM = "Leave one of the two eager, by its field and the module's path: {'<path>': eager, default: <kernel>}."
+_ONE_OF_THEM = "Make one of the two eager at this path; write in its field {'<path>': eager, default: <kernel>}."
 
 
 def _refuse_held_modules(change: ForwardChange, owner: str) -> None:

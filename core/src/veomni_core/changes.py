@@ -22,18 +22,18 @@ class Change(Protocol):
         """Make the change."""
 
     def revert(self) -> None:
-        """Restore what was there before :meth:`apply`; what somebody else has set since stays."""
+        """Restore what was there before :meth:`apply`, unless other code has set something else since."""
 
     def overridden(self) -> str:
-        """What somebody else has put in the place of this change, or an empty string."""
+        """How other code has overridden this change since, as a phrase; empty if it has not."""
 
     @property
     def place(self) -> Hashable:
-        """What is changed; a later change of the same place hides this one."""
+        """A key for what is changed. Of two changes with the same key, the later one hides the earlier one."""
 
 
 class _Missing:
-    """Marks an attribute that was not there; one object in every process and every copy."""
+    """Marks an attribute that did not exist before. A deepcopy keeps the same object, so ``is`` still works."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
         return self
@@ -88,11 +88,11 @@ class AttributeChange:
 
 
 class ClassChange:
-    """Gives one module a subclass of its class with ``value`` as its ``name``; the base of what follows.
+    """Gives one module a subclass of its class, whose attribute ``name`` is ``value``. Base of the changes below.
 
-    ``guarded`` names the module's attributes on which the proof of the site rests. Setting one of them later raises
-    :class:`~veomni_core.errors.SiteChangedError`, or puts the module back to its own code, as the config's
-    ``on_change`` says.
+    ``guarded`` names the module's attributes on which the proof of the site depends. Setting one of them later raises
+    :class:`~veomni_core.errors.SiteChangedError`, or makes the module run its own code again, depending on the
+    config's ``on_change``.
     """
 
     def __init__(self, module: nn.Module, name: str, value: Any, guarded: Iterable[str] = ()) -> None:
@@ -111,7 +111,7 @@ class ClassChange:
         """Give the module its subclass.
 
         Raises:
-            BindingError: Python can't give the module another class.
+            BindingError: Python can't assign another class to the module.
         """
         module = self.target
         self._before = type(module)
@@ -148,17 +148,23 @@ class ClassChange:
 
 
 class PropertyChange(ClassChange):
-    """Makes one module give ``value`` as its attribute ``name``, whatever its instance holds there."""
+    """Makes the attribute ``name`` of one module read as ``value``, whatever the instance's ``__dict__`` holds."""
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         super().__init__(module, name, property(lambda self: value))
 
 
 class ForwardChange(ClassChange):
-    """Gives one module another ``forward``, a function of ``(self, ...)``.
+    """Replaces the ``forward`` of one module with a function of ``(self, ...)``.
 
-    The function must reach the module by its ``self`` alone: one that closes over the module would run the original in
-    every copy. ``calls`` names children that the function calls, where its code does not name them.
+    The function must use ``self`` to reach the module. If it closed over the module instead, every copy would run the
+    original's weights.
+
+    Args:
+        module: the module to change.
+        forward: the new ``forward``.
+        guarded: attributes of the module on which the proof of the site depends.
+        calls: names of child modules or attributes that ``forward`` uses although its code does not mention them.
     """
 
     def __init__(
@@ -170,14 +176,14 @@ class ForwardChange(ClassChange):
     ) -> None:
         super().__init__(module, "forward", forward, guarded)
         self.forward, self.calls = forward, frozenset(calls)
-        self.keeps_original = False  # whether the function calls what was there before
+        self.keeps_original = False  # whether the function calls the forward that was there before
 
     def apply(self) -> None:
         """Give the module its subclass.
 
         Raises:
-            BindingError: a ``forward`` was set on the module itself and would hide the class's, or Python can't give
-                the module another class.
+            BindingError: the instance has a ``forward`` of its own, which would hide the class's; or Python can't
+                assign another class to the module.
         """
         self.refuse_own_forward()
         module = self.target
@@ -185,7 +191,7 @@ class ForwardChange(ClassChange):
         super().apply()
 
     def refuse_own_forward(self) -> None:
-        """Raise ``BindingError`` where a ``forward`` was set on the module itself."""
+        """Raise ``BindingError`` if the instance has a ``forward`` of its own in its ``__dict__``."""
         module = self.target
         if "forward" in vars(module):
             raise BindingError(
@@ -206,15 +212,15 @@ class ForwardChange(ClassChange):
         module = self.target
         super().revert()
         if module is not None and self._bound is not None:
-            # Not self.forward: modules that are bound alike share the class, and so the first one's function.
+            # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
             replace_captured(module, vars(self._bound)["forward"], self._before.forward)
 
 
 class GuardChange(ForwardChange):
-    """Guards attributes of a child of a bound module that the kernel runs in the place of: an activation.
+    """Guards a child of a bound module that the kernel computes itself, such as an activation.
 
-    The child keeps its own code, which nothing calls. Changing one of its ``guarded`` attributes, or hooking it, is a
-    change of the module ``owner``, whose proof rests on it.
+    The child keeps its own code, but nothing calls it. Setting one of its ``guarded`` attributes, or registering a hook
+    on it, counts as a change of the bound module ``owner``, whose proof depends on the child.
     """
 
     def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
@@ -224,7 +230,7 @@ class GuardChange(ForwardChange):
 
     def apply(self) -> None:
         child, owner = self.target, self._owner()
-        assert owner is not None, "a rule makes and applies its changes while the model lives"
+        assert owner is not None, "a rule makes and applies its changes while the model is alive"
         self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
         self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
         if made_by(child) is not self.classes:  # a child that several modules share is guarded once
@@ -241,16 +247,16 @@ class GuardChange(ForwardChange):
         return duplicate  # type: ignore[no-any-return]
 
     def overridden(self) -> str:
-        """Nothing: what is set on the child is noted as a change of its owner."""
+        """Always empty: what is set on the child is recorded as a change of its owner."""
         return ""
 
 
 def setter_of(module: nn.Module) -> str:
-    """Who set the ``forward`` that stands in the module's own ``__dict__``, as far as that can be seen; else empty."""
+    """Who set the ``forward`` in the module's own ``__dict__``, as far as that can be told; empty if there is none."""
     if "forward" not in vars(module):
         return ""
     if (hook := vars(module).get("_hf_hook")) is not None:
         return f"set by accelerate's {type(hook).__name__} (accelerate.hooks.remove_hook_from_module takes it off)"
     own = vars(module)["forward"]
-    own = getattr(own, "func", own)  # what a functools.partial calls
+    own = getattr(own, "func", own)  # the function in a functools.partial
     return f"set to {getattr(own, '__module__', None)}.{getattr(own, '__qualname__', type(own).__name__)}"

@@ -1,4 +1,4 @@
-"""``model.ops_implementation`` of a job, checked against the registry: which kernel the user asked for, per op."""
+"""``model.ops_implementation`` of a job, checked against the registry: the kernels that the user requests, per op."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ REMOVED_VARIABLES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What one field asks for: kernel names in order of preference, per glob of module paths.
+    """What one config field requests: kernel names in order of preference, per glob of module paths.
 
-    ``written`` is false for a field that the preset filled. ``asked`` is the value as it was written.
+    Attributes:
+        op_name, config_field: the op, and its key under ``ops_implementation``.
+        asked: the value as it stands in the config.
+        default: the names for module paths that match no glob.
+        per_module: ``(glob, names)`` pairs; the first glob that matches a module's path decides.
+        written: False if the preset filled the field.
     """
 
     op_name: str
@@ -48,24 +53,29 @@ class Choice:
         return tuple(dict.fromkeys([*self.default, *(name for _, names in self.per_module for name in names)]))
 
     def glob_for(self, path: str) -> str | None:
-        """The first glob, in the order they were written, that matches a module's path."""
+        """The first glob, in the config's order, that matches a module's path; ``None`` if none does."""
         return next((glob for glob, _ in self.per_module if fnmatchcase(path, glob)), None)
 
     def names_for(self, path: str) -> tuple[str, ...]:
-        """What is asked for at a module's path."""
+        """The names that are requested for a module's path."""
         glob = self.glob_for(path)
         return self.default if glob is None else dict(self.per_module)[glob]
 
 
 @dataclass(frozen=True)
 class OpsConfig:
-    """The choice for every registered op. ``backend`` is ``hf`` where ``MODELING_BACKEND=hf`` turns binding off.
+    """The checked config: a :class:`Choice` for every registered op, and the settings that hold for all of them.
 
-    ``profile`` gives measured milliseconds, ``{op: {kernel: ms}}``; ``auto`` then takes the fastest it lists.
-    ``on_change`` says what follows when a bound module's settings change, on which the proof of its site rests:
-    ``raise`` an error, or let the module run its own code (``eager``), with a warning and a line in the receipt.
-    ``training_logits`` says what ``outputs.logits`` are in a training step whose loss is fused: a tensor that is
-    computed when it is first read (``deferred``), ``computed`` in each step, or ``none``.
+    Attributes:
+        preset: the name of the preset that filled the fields which the config leaves out.
+        choices: the choice of each op, by the op's name.
+        registry: the plugins against which the config was checked.
+        backend: ``hf`` if the environment sets ``MODELING_BACKEND=hf``, which turns binding off; else ``veomni``.
+        profile: measured milliseconds, ``{op: {kernel: ms}}``; ``auto`` takes the fastest usable kernel listed there.
+        on_change: what happens when a setting changes after bind on which the proof of a site depends. ``raise``
+            raises; ``eager`` lets the module run its own code again, with a warning and a line in the receipt.
+        training_logits: what ``outputs.logits`` is in a training step with a fused loss. ``deferred``: a tensor that
+            is computed when it is first read; ``computed``: computed in each step; ``none``: ``None``.
     """
 
     preset: str
@@ -85,12 +95,17 @@ class OpsConfig:
     def from_dict(
         cls, data: Mapping[str, Any] | None, registry: Registry | None = None, environ: Mapping[str, str] | None = None
     ) -> OpsConfig:
-        """Check ``data``: the mapping under ``ops_implementation``, or a whole job that holds one under ``model``.
+        """Check a config and fill in its preset.
+
+        Args:
+            data: the mapping under ``ops_implementation``, or a whole job with one under ``model``.
+            registry: the plugins to check against; discovered without it.
+            environ: the environment variables; ``os.environ`` without it.
 
         Raises:
-            MissingOpsImplementationError: a job without ``model.ops_implementation``.
-            UnknownNameError: an unknown field, value or preset; the message offers the nearest.
-            ConfigError: a value of a type that no field takes.
+            MissingOpsImplementationError: the job has no ``model.ops_implementation``.
+            UnknownNameError: an unknown field, value or preset; the message suggests the nearest spelling.
+            ConfigError: a value has the wrong type.
         """
         environ = os.environ if environ is None else environ
         registry = registry or discover(environ)
@@ -125,7 +140,7 @@ class OpsConfig:
         )
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
-        """This config with one field written as ``value``."""
+        """A copy of this config with one field set to ``value``."""
         op = next(op for op in self.registry.ops.values() if op.config_field == config_field)
         return replace(self, choices={**self.choices, op.name: _written_choice(op, value, self.registry)})
 
@@ -144,7 +159,7 @@ def _ops_section(data: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _one_of(fields: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
-    """Take the setting ``name`` out of ``fields``; the first of ``values`` where it is not written."""
+    """Remove the setting ``name`` from ``fields`` and return its value; ``values[0]`` if it is not set."""
     value = fields.pop(name, values[0])
     if value not in values:
         raise UnknownNameError(f"{name}: {value!r} is unknown. {did_you_mean(str(value), values)}")
@@ -153,7 +168,7 @@ def _one_of(fields: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
 
 _SAY_SO = (
     "Say which kernels to use, e.g. `ops_implementation: {preset: auto}`, or `{preset: eager}` for the model's own "
-    "code; nothing runs all-eager without being told to"
+    "code; there is no default"
 )
 
 
@@ -162,7 +177,7 @@ def _shown(value: Any) -> str:
 
 
 def _presets(registry: Registry) -> dict[str, dict[str, str]]:
-    """What each preset fills in, by config field: the core's presets, and those of plugins' devices."""
+    """The values that each preset fills in, by config field: the core's presets, and one per device with a preset."""
     defaults = {op.config_field: op.default for op in registry.ops.values()}
     eager = dict.fromkeys(defaults, EAGER)
     devices = {device.device_type: {**eager, **device.preset} for device in registry.devices.values() if device.preset}

@@ -1,8 +1,8 @@
-"""Judges plugins' descriptions together: what contradicts the core or another plugin, and which kernels have an op.
+"""Checks the descriptions of all plugins against each other and against the core.
 
-A plugin fails whole where its ops, fields, devices, rules or commands contradict others'. A kernel for an op or a
-variant that nothing here defines is left out alone, with the reason: its plugin may have been written for a newer core,
-or beside another plugin that is absent.
+A plugin whose ops, fields, devices, rules or commands conflict with another's fails as a whole. A kernel for an unknown
+op or variant is skipped on its own, with the reason: its plugin may have been written for a newer core, or for a plugin
+that is not installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CORE = PluginRecord(
 
 
 def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
-    """``records`` with contradicting plugins failed, kernels' variants canonical, and kernels without an op skipped."""
+    """Mark conflicting plugins as failed, resolve variant aliases, and skip kernels whose op or variant is unknown."""
     settled = list(records)
     while problems := _contradictions([record for record in settled if record.healthy]):
         settled = [
@@ -39,7 +39,7 @@ def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
 
 
 def claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
-    """Kernels that more than one plugin describes. Only that kernel is withheld; both plugins' others stay."""
+    """Kernels that several plugins describe, with those plugins. Such a kernel can't be used; the other ones can."""
     claimants: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for record in records:
         if record.healthy:
@@ -58,7 +58,7 @@ _MUST_BE_UNIQUE = (
 
 
 def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
-    """What is wrong with each plugin in view of the others, by the record's ``id``."""
+    """The plugins that conflict with others: the ``id`` of each one's record, and what is wrong."""
     problems: dict[int, str] = {}
     for what, field, attribute in _MUST_BE_UNIQUE:
         owners: dict[str, list[PluginRecord]] = defaultdict(list)
@@ -78,7 +78,7 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
         for device in record.devices:
             if unknown := sorted(set(device.preset) - fields):
                 problems[id(record)] = (
-                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is no field. "
+                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is not a config field. "
                     f"{did_you_mean(unknown[0], fields)}"
                 )
         seen: set[tuple[str, str, str]] = set()
@@ -103,7 +103,7 @@ def _with_known_kernels(
 
 
 def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[PluginRecord]) -> str:
-    """Why nothing here could call ``spec``; empty where its op and variant are known."""
+    """Why ``spec`` can't be used: its op or variant is unknown. Empty if both are known."""
     op = ops.get(spec.op_name)
     if op is None:
         for record in records:
@@ -117,7 +117,7 @@ def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[Plug
 
 
 def _canonical(spec: KernelSpec, ops: Mapping[str, OpSpec]) -> KernelSpec:
-    """``spec`` for the variant that its ``variant`` is an alias of; from here on no key holds an alias."""
+    """``spec`` with a variant alias resolved, so that no key holds an alias from here on."""
     op = ops.get(spec.op_name)
     if op is None or op.canonical_variant(spec.variant) == spec.variant:
         return spec

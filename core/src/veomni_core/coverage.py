@@ -1,4 +1,4 @@
-"""What can be bound in the models of the installed transformers: each type built on meta, each site proven."""
+"""What can be bound in the installed transformers' models: builds each type on meta, and proves each of its sites."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class OpCoverage:
-    """One op in one model: its sites, those with a proven variant, those that get a kernel, why the others don't.
+    """How many sites one op has in one model, how many get a kernel, and why the others don't.
 
-    ``refused`` counts the sites that were seen to compute something else than every variant, and ``unproven`` says what
-    was seen. ``unexamined`` says why the probe could not run the code of the others: what these compute is not known.
+    Attributes:
+        found: the number of sites.
+        proven: the sites whose variant is known.
+        refused: the sites whose code was run and computes something else than every known variant.
+        bound: the sites that get a kernel.
+        variants: the variants that were found.
+        unproven: the evidence on the refused sites: how their code differs.
+        unexamined: why the probe could not run the remaining sites. What they compute is not known.
+        left_eager: why sites with a known variant get no kernel.
     """
 
     op_name: str
@@ -49,7 +56,7 @@ class OpCoverage:
 
 @dataclass(frozen=True)
 class ModelCoverage:
-    """One model type; ``problem`` says why its default config builds no model, where it doesn't."""
+    """The coverage of one model type. ``problem`` says why no model can be built from its default config."""
 
     model_type: str
     architecture: str = ""
@@ -59,13 +66,13 @@ class ModelCoverage:
     ops: tuple[OpCoverage, ...] = ()
 
     def op(self, name: str) -> OpCoverage | None:
-        """What holds for one op; ``None`` where the model has no such site."""
+        """The coverage of one op; ``None`` if the model has no such site."""
         return next((op for op in self.ops if op.op_name == name), None)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """How many of the model types that something concerns have it."""
+    """A statement about ``types`` model types, of which ``reached`` fulfil it."""
 
     text: str
     reached: int
@@ -82,7 +89,7 @@ def model_types(selection: str) -> tuple[tuple[str, str], ...]:
 
 
 def cover(types: Iterable[tuple[str, str]], registry: Registry) -> Iterator[ModelCoverage]:
-    """Each type's coverage under ``preset: auto`` with the plugins of ``registry``, on the hardware that is here."""
+    """Each type's coverage under ``preset: auto``, with the plugins of ``registry`` and on this machine's hardware."""
     config = OpsConfig.from_dict({"preset": "auto"}, registry)
     with quiet():
         for kind, model_type in types:
@@ -121,12 +128,12 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
     return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops))
 
 
-# The whole evidence of a proof whose run ended with an exception, as sites.probe.attempt words it.
+# Matches the evidence of a site whose probe raised, in the format of sites.probe.attempt.
 _RAISED = re.compile(r"\w*(Error|Exception): ")
 
 
 def _examined(site: Site) -> bool:
-    """Whether the site's code ran far enough to be compared: an exception in a probe is no finding about the model."""
+    """Whether the site's code could be run and compared. An exception in a probe says nothing about the model."""
     return site.examined and not _RAISED.match(site.evidence)
 
 
@@ -135,7 +142,7 @@ def _evidence(model: Any, sites: Iterable[Site]) -> tuple[str, ...]:
 
 
 def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
-    """Per op: model types that have it, those with every site proven, and those with every site bound."""
+    """Per op: how many model types have it, how many have all its sites proven, and how many have all of them bound."""
     counts: dict[str, dict[str, int]] = {}
     for model in models:
         for op in model.ops:
@@ -150,7 +157,7 @@ _PROVEN_TOGETHER = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp"
 
 
 def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
-    """What the models have in common, as far as they have the op at all."""
+    """Statements over all models, each counted over the model types that have the op in question."""
     normed = [model for model in models if model.op("rms_norm")]
     norms = ("rms_norm", "rms_norm_gated")
     return (
@@ -173,5 +180,5 @@ def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
 
 
 def _count(models: Iterable[ModelCoverage], op_names: Container[str], sites: Callable[[OpCoverage], int]) -> int:
-    """The models in which ``sites`` counts all that were found of these ops."""
+    """How many models have every site of these ops among those that ``sites`` counts."""
     return sum(all(sites(op) == op.found for op in model.ops if op.op_name in op_names) for model in models)

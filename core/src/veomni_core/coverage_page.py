@@ -1,4 +1,4 @@
-"""Coverage as a page of Markdown: the same text for the same transformers and plugins."""
+"""Renders coverage as a Markdown page. The same transformers and plugins always give the same text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ELSEWHERE = (
 
 
 def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: str) -> str:
-    """The page for ``models``; ``command`` is what a reader runs to see the same."""
+    """The page for ``models``; ``command`` is the command line that reproduces it."""
     built = [model for model in models if not model.problem]
     ops = list(summarise(built))
     plugins = ", ".join(f"{p.distribution} {p.version}" for p in registry.plugins if p.healthy and p.kernels)

@@ -1,4 +1,4 @@
-"""What a plan says of one site, and of one op: which kernel runs there, and why."""
+"""A plan's decisions for one site and for one op: which kernel runs there, and why."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from veomni_core.spec import EAGER
 
 @dataclass(frozen=True)
 class SiteDecision:
-    """What runs at one site: a kernel's name or ``eager``, and why; ``as_asked`` if the config names just that.
+    """What runs at one site, and why.
 
-    ``dtypes`` are those in which the site gets its data, as far as is known: one, or two where autocast may have cast
-    what comes, or may not.
+    Attributes:
+        site: the site.
+        kernel: the name of the kernel, or ``eager``.
+        reason: why it was chosen, or why the site stays eager.
+        as_asked: whether the config names exactly this choice.
+        dtypes: the dtypes in which the site's inputs may arrive, as far as is known. There are two where autocast may
+            or may not have cast them.
     """
 
     site: Site
@@ -29,18 +34,18 @@ class SiteDecision:
 
     @property
     def bound(self) -> bool:
-        """Whether a kernel takes the place of the model's own code."""
+        """Whether a kernel replaces the model's own code."""
         return self.kernel != EAGER
 
     @property
     def runs(self) -> str:
-        """What runs at the site: a kernel, the eager code where it was asked for, else whatever the model is set to."""
+        """What runs at the site: a kernel; ``eager`` if the config requests it; else what the model is set to."""
         return self.kernel if self.bound or self.as_asked else self.site.own
 
 
 @dataclass(frozen=True)
 class OpDecision:
-    """What one config field asked for, and what came of it at every site of its op."""
+    """What one config field requests, and what was decided at every site of its op."""
 
     op_name: str
     config_field: str
@@ -50,7 +55,7 @@ class OpDecision:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The kernels that run somewhere, most sites first; ``eager`` alone where none does."""
+        """The kernels that are used, by falling number of sites; only ``eager`` if none is."""
         counts = Counter(decision.kernel for decision in self.sites if decision.bound)
         return tuple(name for name, _ in counts.most_common()) or (EAGER,)
 
@@ -61,6 +66,6 @@ class OpDecision:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> OpDecision:
-        """The decision that ``dataclasses.asdict`` gave."""
+        """The decision that ``dataclasses.asdict`` turned into ``data``."""
         sites = tuple(SiteDecision(**{**decision, "site": Site(**decision["site"])}) for decision in data["sites"])
         return cls(**{**data, "sites": sites})

@@ -1,7 +1,7 @@
 """Finds installed plugins by their entry points and freezes what they describe into a Registry.
 
-One bad plugin is recorded, with its traceback, and harms no other. Nothing depends on the order in which plugins were
-installed or found.
+A plugin that fails is recorded with its traceback and does not affect the others. Nothing depends on the order in which
+plugins were installed or found.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Registry:
-    """Load every plugin that policy allows, and return what the healthy ones describe.
+    """Load the plugins that the environment variables allow, and return what those that load describe.
 
-    ``environ`` (the process's own by default) may hold ``VEOMNI_PLUGINS`` (only these, comma-separated),
-    ``VEOMNI_PLUGINS_BLOCK`` (not these), ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1`` (only those in ``VEOMNI_PLUGINS``) and
-    ``VEOMNI_PLUGINS_STRICT=1`` (raise at the first bad plugin).
+    - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated);
+    - ``VEOMNI_PLUGINS_BLOCK``: don't load these;
+    - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: load only those in ``VEOMNI_PLUGINS``, and none if it is empty;
+    - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails.
+
+    Args:
+        environ: the environment variables; ``os.environ`` without it.
 
     Raises:
         UnknownNameError: a variable names a plugin that is not installed.
-        ConfigError: a variable that is a switch holds something other than a boolean.
-        PluginLoadError: a plugin is bad, under ``VEOMNI_PLUGINS_STRICT=1``.
+        ConfigError: an on/off variable holds something other than a boolean.
+        PluginLoadError: a plugin failed, under ``VEOMNI_PLUGINS_STRICT=1``.
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
@@ -59,7 +63,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
 
 
 def read_switch(environ: Mapping[str, str], name: str) -> bool:
-    """The boolean in the variable ``name``; unset is false, and ``"0"`` is false too."""
+    """The boolean in the environment variable ``name``; False if it is unset."""
     value = environ.get(name, "").strip().lower()
     if value in _TRUE:
         return True
@@ -70,7 +74,7 @@ def read_switch(environ: Mapping[str, str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """An entry point, seen but not imported. ``problem`` is set where it is known to be bad already."""
+    """An entry point that was found but not imported. ``problem`` says what is wrong with it, if that is known."""
 
     name: str
     distribution: str
@@ -92,21 +96,21 @@ class _Found:
 
 
 def _name_once(found: Iterable[_Found]) -> list[_Found]:
-    """Mark plugins whose name another one bears too: choosing one by order would be chance."""
+    """Mark plugins that share their name with another one. None of them loads: which one is meant can't be known."""
     by_name = defaultdict(list)
     for plugin in found:
         by_name[plugin.name].append(plugin)
     for name, bearers in by_name.items():
         if len(bearers) > 1:
             who = " and ".join(f"{plugin.distribution} {plugin.version}" for plugin in bearers)
-            problem = f"the plugin name {name!r} is borne by {who}; uninstall all but one"
+            problem = f"plugin name {name!r} is registered by {who}; uninstall all but one"
             by_name[name] = [replace(plugin, problem=problem) for plugin in bearers]
     return [plugin for bearers in by_name.values() for plugin in bearers]
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """Which plugins may be imported, decided before any is."""
+    """Which plugins may be imported, decided before any of them is."""
 
     allowed: frozenset[str] | None
     blocked: frozenset[str]
@@ -145,18 +149,18 @@ def _load(plugin: _Found) -> PluginRecord:
     start = time.perf_counter()
     try:
         described = _describe(importlib.import_module(plugin.module))
-    except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported is its own fault only
+    except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
         reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
         return plugin.failed(reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
     return plugin.record(seconds=time.perf_counter() - start, **described)
 
 
 def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
-    """Call each hook of one plugin, in a pluggy manager of its own, so that no other plugin is in its way."""
+    """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
     version = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
     if version != hookspecs.PLUGIN_API_VERSION:
-        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"speaks plugin API version {version!r}"
-        raise SpecError(f"{module.__name__} {said}; this core speaks version {hookspecs.PLUGIN_API_VERSION}")
+        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"has plugin API version {version!r}"
+        raise SpecError(f"{module.__name__} {said}; this core supports version {hookspecs.PLUGIN_API_VERSION}")
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(module)

@@ -1,4 +1,4 @@
-"""Every error of the project, in one tree, grouped by who must act."""
+"""Every error of the project in one class hierarchy, grouped by who has to fix the cause."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from collections.abc import Iterable
 
 
 class VeOmniError(Exception):
-    """Root of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose."""
 
 
 class ConfigError(VeOmniError, ValueError):
-    """The author of the job's config must act."""
+    """To be fixed by the author of the job's config."""
 
 
 class UnknownNameError(ConfigError):
-    """A field, value, preset, op, plugin or hardware name that nothing here answers to."""
+    """The name of a field, value, preset, op, plugin or hardware is unknown."""
 
 
 class KernelUnavailableError(ConfigError):
-    """A kernel was asked for that cannot run here; the message holds every reason and alternative."""
+    """A requested kernel cannot run here; the message lists every reason and every alternative."""
 
 
 class NoSiteError(ConfigError):
-    """A kernel was chosen for an op, or a module path was named, that the model does not contain."""
+    """The config names a kernel for an op, or a module path, that the model does not contain."""
 
 
 class MissingOpsImplementationError(ConfigError):
-    """A model was to be built without saying which kernels it should use."""
+    """The call or the job does not say which kernels to use."""
 
 
 class JobFileError(ConfigError):
-    """A job file that is missing, is not valid YAML, or does not have the expected shape."""
+    """A job file is missing, is not valid YAML, or does not have the expected structure."""
 
 
 class PluginError(VeOmniError):
-    """The author of a plugin must act."""
+    """To be fixed by the author of a plugin."""
 
 
 class SpecError(PluginError, ValueError):
-    """A description (kernel, op, device, site rule) that contradicts itself."""
+    """A plugin's description (of a kernel, op, device, site rule or command) is invalid."""
 
 
 class ContractError(SpecError):
-    """An op's contract that no kernel can be held to: it is missing, or its reference fails on its own samples."""
+    """An op's contract can't be used: it is missing, or its reference fails on its own samples."""
 
 
 class PluginLoadError(PluginError):
-    """A plugin that could not be loaded, raised at once under ``VEOMNI_PLUGINS_STRICT=1``."""
+    """A plugin could not be loaded, under ``VEOMNI_PLUGINS_STRICT=1``."""
 
 
 class KernelLoadError(PluginError):
@@ -59,39 +59,45 @@ class ConformanceError(PluginError):
 
 
 class HostError(VeOmniError):
-    """The machine, the environment or the set of processes must change."""
+    """To be fixed on the machine: in its hardware, its environment, its files, or how processes are launched."""
 
 
 class PlanMismatchError(HostError):
-    """Ranks, or a run and its checkpoint, do not agree on which kernel runs where."""
+    """Two ranks, or a run and its checkpoint, have different plans."""
 
 
 class CheckpointError(HostError):
-    """A checkpoint that does not exist, is damaged, or does not fit the model."""
+    """A checkpoint does not exist, is damaged, or does not fit the model."""
 
 
 class BindingError(VeOmniError, RuntimeError):
-    """The code that binds or unbinds must act: the model is not in the state that the call needs."""
+    """To be fixed in the code that binds or unbinds: the model is not in the state that the call needs."""
 
 
 class SiteChangedError(BindingError):
-    """A bound module's settings were changed, on which the proof that its kernel computes the same rests."""
+    """A setting of a bound module was changed on which the proof depends that its kernel computes the same."""
 
 
 class LogitsGoneError(BindingError):
-    """The logits of a training step were read when what they are computed from was not there any more."""
+    """The deferred logits of a training step were read after their inputs had been freed or changed."""
 
 
 class SlotInUseError(BindingError):
-    """A slot shared by a whole module or class already serves another model."""
+    """A slot that several models share already holds another kernel for one of them."""
 
 
 class BoundModelPickleError(BindingError, TypeError):
-    """A bound model was pickled; its kernels would silently be lost."""
+    """A bound model can't be pickled: its kernels would silently be lost."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the nearest valid spelling, or lists what there is."""
+    """A sentence that suggests the nearest name in ``known``, or lists all of them.
+
+    >>> did_you_mean("egaer", ["auto", "eager"])
+    "Did you mean 'eager'?"
+    >>> did_you_mean("flash", ["auto", "eager"])
+    'Known: auto, eager.'
+    """
     options = sorted(set(known))
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if close:

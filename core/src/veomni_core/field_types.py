@@ -1,4 +1,4 @@
-"""Checks the types of a description's fields when it is made, so that a mistake names its field and not a later use."""
+"""Checks the types of a spec's fields when it is created, so that an error names the field and not a later use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_reference(owner: str, field: str, value: object) -> None:
 
 
 def require_integer(owner: str, field: str, value: object, *, optional: bool = False) -> None:
-    """Raise SpecError unless ``value`` is an integer (a boolean is none), or ``None`` where it is ``optional``."""
+    """Raise SpecError unless ``value`` is an integer (not a boolean), or ``None`` if ``optional``."""
     if isinstance(value, bool) or not isinstance(value, int):
         if optional and value is None:
             return

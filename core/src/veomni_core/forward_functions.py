@@ -1,4 +1,4 @@
-"""Reads a ``forward`` function: what it is equal to, what it calls, which modules it keeps alive."""
+"""Inspects ``forward`` functions: which ones are equivalent, what they call, which modules they keep alive."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 from torch import nn
 
 Function = Callable[..., Any]
-# Functions that close over functions, at most: decorators around a method, and a wrapper or two around these.
+# How deep closures within closures are followed: decorators around a method, and a wrapper or two around them.
 _DEEPEST = 6
 
 
 def equivalence(function: Function) -> Hashable:
-    """A key that is equal for functions that do the same: one code over the same objects and equal plain values.
+    """A key that is equal for functions with the same code over the same objects and equal plain values.
 
-    Objects enter by their ``id``, so a key holds for as long as the function lives.
+    Objects enter the key by their ``id``, so it is valid only while the function is alive.
     """
     return _equivalence(function, 0)
 
 
 def reaches(function: Function, other: Function) -> bool:
-    """Whether ``function`` calls ``other``: it closes over it, or is a clone of it with other globals."""
+    """Whether ``function`` runs the code of ``other``: it closes over it, or is a clone of it with other globals."""
     code = getattr(other, "__code__", None)
-    # A clone has an equal code object of its own; two closures of one definition share theirs.
+    # A clone has a code object that is equal but not identical; closures of one definition share a code object.
     return any(layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in _layers(function))
 
 
 def wraps(function: Function, other: Function) -> bool:
-    """Whether ``function`` is a decorator around ``other``, as ``functools.wraps`` marks it (accelerate's autocast).
+    """Whether ``function`` decorates ``other``, going by ``__wrapped__`` as ``functools.wraps`` sets it.
 
-    A partial is none: it calls what it was made of, whatever it is marked with.
+    accelerate's autocast wrapper is an example. A ``functools.partial`` counts only if it is ``other`` itself: it calls
+    its own ``func``, whatever its ``__wrapped__`` says.
     """
     current: Any = function
     for _ in range(_DEEPEST):
@@ -44,7 +45,7 @@ def wraps(function: Function, other: Function) -> bool:
 
 
 def names_in(function: Function) -> set[str]:
-    """Every attribute name and every string that ``function``, or a function that it closes over, can use."""
+    """All attribute names and string constants in ``function`` and in the functions that it closes over."""
     names: set[str] = set()
     for layer in _layers(function):
         for code in _codes(layer.__code__):
@@ -55,16 +56,16 @@ def names_in(function: Function) -> set[str]:
 
 
 def modules_held(function: Function) -> Iterator[nn.Module]:
-    """The modules that ``function`` closes over, is bound to, or has as a default."""
+    """The modules that ``function`` references: in its closure, as ``__self__``, or as a default argument."""
     for value in _held(function, 0):
         if isinstance(value, nn.Module):
             yield value
 
 
 def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
-    """Let whatever was put over the module's ``forward``, and kept ``old`` to call it, call ``new`` from now on.
+    """Make wrappers around the module's ``forward`` that captured ``old`` call ``new`` instead.
 
-    accelerate's hooks and its mixed precision keep the bound method, or its function, on the module or in a closure.
+    accelerate's hooks and mixed precision keep the old method, or its function, on the module or in a closure.
     """
     if "forward" not in vars(module):
         return
@@ -82,7 +83,7 @@ def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
 
 
 def _replace_within(value: Any, renewed: Function, depth: int) -> None:
-    """Put the renewed function into every cell, and every attribute of a callable, that ``value`` calls through."""
+    """Apply ``renewed`` to every closure cell and callable attribute that ``value`` may call through."""
     value = getattr(value, "__func__", value)
     value = value.func if isinstance(value, partial) else value
     if depth > _DEEPEST or isinstance(value, nn.Module) or not callable(value):
@@ -156,7 +157,7 @@ def _held(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """``code``, and that of the functions which are defined within it."""
+    """``code``, and the code of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -174,5 +175,5 @@ def _strings(value: Any) -> Iterator[str]:
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # an empty cell: a name that is assigned later
+    except ValueError:  # an empty cell: its variable has not been assigned yet
         return None

@@ -1,4 +1,4 @@
-"""What hardware is here (or will be), and what a kernel needs of it."""
+"""The hardware that a job runs on, and what a kernel requires of it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,29 @@ _SM_NAME = re.compile(r"sm_?(\d{2,3})")
 
 
 def canonical_device(device_type: str) -> str:
-    """``gpu`` and ``cuda`` are one device type; everything else is itself."""
+    """``cuda`` for ``gpu``; every other device type unchanged."""
     return _DEVICE_ALIASES.get(device_type, device_type)
 
 
 def torch_device_type(device_type: str) -> str:
-    """The type of a ``torch.device`` on such hardware."""
+    """The type that ``torch.device`` uses for ``device_type``: AMD's GPUs (``rocm``) are ``cuda`` to torch."""
     return "cuda" if device_type == "rocm" else device_type
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of accelerator that a job runs on.
+    """The kind of device that a job runs on.
 
-    ``compute_capability`` is NVIDIA's, times ten (9.0 is ``90``); ``None`` where the vendor has no such number.
-    ``detected`` is true for hardware that was seen on this machine: only then can packages be checked too.
+    Args:
+        device_type: ``cuda`` (or ``gpu``), ``rocm``, ``cpu``, or a plugin's own.
+        compute_capability: NVIDIA's compute capability times ten (``90`` for 9.0); ``None`` for other vendors.
+        name: the product, for messages.
+        count: how many such devices the machine has.
+        detected: whether the hardware was found on this machine. Only then can installed packages be checked.
+
+    Example:
+        >>> Hardware.named("h200").describe()
+        'cuda 9.0 (NVIDIA H200)'
     """
 
     device_type: str
@@ -52,7 +60,7 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str, extra: Mapping[str, Hardware] | None = None) -> Hardware:
-        """The hardware known by ``name``: a product (``h200``), ``sm75`` or a plugin's own (``extra``)."""
+        """The hardware called ``name``: a product (``h200``), an SM version (``sm75``), or a name in ``extra``."""
         known = {**NAMED, **(extra or {})}
         key = name.strip().lower()
         if key in known:
@@ -63,7 +71,7 @@ class Hardware:
 
     @classmethod
     def detect(cls) -> Hardware:
-        """The accelerator that torch sees on this machine, or its CPU. Imports torch."""
+        """The first accelerator that torch sees on this machine, or else the CPU. Imports torch."""
         import torch
 
         if torch.cuda.is_available():
@@ -82,7 +90,7 @@ class Hardware:
 
     @property
     def torch_device_type(self) -> str:
-        """What torch calls devices of this type: AMD's GPUs are ``cuda`` to it."""
+        """The type that ``torch.device`` uses for this hardware."""
         return torch_device_type(self.device_type)
 
     def describe(self) -> str:
@@ -105,15 +113,23 @@ NAMED: Mapping[str, Hardware] = {
 
 
 def show_capability(capability: int) -> str:
-    """``90`` as NVIDIA writes it: ``9.0``."""
+    """A compute capability as NVIDIA writes it: ``9.0`` for ``90``."""
     return f"{capability // 10}.{capability % 10}"
 
 
 @dataclass(frozen=True)
 class HardwareRequirement:
-    """What a kernel needs; every field narrows it.
+    """What a kernel requires of the machine. All given fields must be met.
 
-    ``packages`` are PEP 508 requirements (``"quack-kernels>=0.4"``) of the libraries that the kernel calls.
+    Args:
+        device_type: ``any``, ``cuda``, ``rocm``, ``cpu``, or a plugin's own.
+        min_compute_capability: the lowest that works, times ten (``90`` for 9.0), inclusive.
+        max_compute_capability: the highest that works, inclusive.
+        packages: PEP 508 requirements of the libraries that the kernel calls, as ``"quack-kernels>=0.4"``.
+
+    Example:
+        >>> HardwareRequirement("cuda", min_compute_capability=90).unmet(Hardware.named("a100"))
+        ('needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)',)
     """
 
     device_type: str = ANY_DEVICE
@@ -138,7 +154,7 @@ class HardwareRequirement:
                 raise SpecError(f"HardwareRequirement: {package!r} is not a package requirement: {error}") from None
 
     def unmet(self, hardware: Hardware) -> tuple[str, ...]:
-        """Why ``hardware`` does not do, one sentence each; empty when it does."""
+        """The requirements that ``hardware`` does not meet, one sentence each; empty if it meets all."""
         reasons = self._unmet_by_device(hardware)
         if hardware.detected:
             reasons += tuple(reason for package in self.packages if (reason := _package_unmet(package)))

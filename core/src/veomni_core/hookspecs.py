@@ -1,4 +1,4 @@
-"""The hooks that a plugin may implement. Each returns descriptions; none changes anything."""
+"""The hooks that a plugin may implement. Each only returns descriptions (specs) and has no side effects."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def veomni_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def veomni_sites() -> Iterable[SiteRule]:  # type: ignore[empty-body]
-    """Rules that find an op in models where the core's own rules don't."""
+    """Rules that find sites of an op in models, besides the core's own rules."""
 
 
 @hookspec
 def veomni_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
-    """Verbs for the ``veomni`` command line."""
+    """Subcommands for the ``veomni`` command line."""
 
 
-# Which description each hook gives, in the order in which they are asked for.
+# The type that each hook returns, in the order in which the hooks are called.
 DESCRIPTIONS: dict[str, type] = {
     "veomni_ops": OpSpec,
     "veomni_kernels": KernelSpec,

@@ -1,4 +1,4 @@
-"""transformers' ``use_kernels=True``, which puts hub kernels over the forwards that a binding has filled."""
+"""Keeps transformers' hub kernels (``use_kernels=True``) from replacing the forwards that a binding has replaced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from veomni_core.changes import AttributeChange
 from veomni_core.errors import BindingError
 
-_METHODS = ("set_use_kernels", "kernelize")  # the second is where use_kernels = True leads before transformers 5.17
+_METHODS = ("set_use_kernels", "kernelize")  # before transformers 5.17, use_kernels = True calls the second
 
 
 def refuse_model_with(model: nn.Module) -> None:
-    """Raise ``BindingError`` for a model that has hub kernels."""
+    """Raise ``BindingError`` if ``model`` uses hub kernels."""
     if getattr(model, "use_kernels", False):
         raise BindingError(
             "this model was built with use_kernels=True: transformers puts hub kernels over its forwards at every "
@@ -23,7 +23,7 @@ def refuse_model_with(model: nn.Module) -> None:
 
 
 def kept_out_of(model: nn.Module) -> Iterator[AttributeChange]:
-    """The changes that make ``model`` and the models within it refuse hub kernels."""
+    """The changes that make ``model``, and models that are submodules of it, refuse hub kernels."""
     for module in model.modules():
         for method in _METHODS:
             if callable(getattr(type(module), method, None)):
@@ -31,7 +31,7 @@ def kept_out_of(model: nn.Module) -> Iterator[AttributeChange]:
 
 
 def admit_again(model: nn.Module) -> None:
-    """Take the refusal out of copies that were made of a bound model's modules."""
+    """Let modules that were copied from a bound model accept hub kernels again."""
     for module in model.modules():
         for method in _METHODS:
             if vars(module).get(method) is _refuse:

@@ -1,4 +1,4 @@
-"""Reads a job's ``model`` section, for every command that runs jobs: what one of them refuses, all refuse alike."""
+"""Reads a job's ``model`` section. All commands use this reader, so they all accept and refuse the same jobs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ ALIASES: Mapping[str, str] = {"config_path": "config", "path": "weights"}
 class ModelSection:
     """Which model, from which weights, with which kernels.
 
-    ``config`` is a mapping with ``model_type`` and sizes, a path, or a Hub id; without it, ``weights`` brings its own.
-    ``ops_implementation`` is checked by :class:`veomni_core.config.OpsConfig`, against the plugins that are installed.
+    Attributes:
+        config: a mapping with ``model_type`` and sizes, a path, or a Hub id. Without it, the config is taken from the
+            ``weights`` folder.
+        weights: a folder of safetensors files.
+        dtype: the dtype of the weights, one of :data:`DTYPES`.
+        ops_implementation: not checked here but by :class:`veomni_core.config.OpsConfig`, against installed plugins.
+        trust_remote_code: whether code that is shipped with the model may run.
     """
 
     config: str | dict[str, Any] | None = None
@@ -30,7 +35,7 @@ class ModelSection:
 
     @property
     def source(self) -> str | dict[str, Any]:
-        """Where the model's config is taken from."""
+        """Where the model's config comes from: ``config``, or else ``weights``."""
         source = self.config if self.config is not None else self.weights
         assert source is not None
         return source
@@ -45,7 +50,7 @@ class ModelSection:
 
 
 class ModelSectionError(ValueError):
-    """A ``model`` section that can't be read; ``problems`` maps the dotted path of each faulty key to what is wrong."""
+    """The ``model`` section is invalid; ``problems`` maps the dotted path of each invalid key to what is wrong."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
         super().__init__("; ".join(f"{path}: {problem}" for path, problem in problems.items()))
@@ -53,10 +58,10 @@ class ModelSectionError(ValueError):
 
 
 def read_model_section(value: Any) -> ModelSection:
-    """The section that ``value``, read from YAML, holds.
+    """Check ``value``, the ``model`` section as it was read from YAML.
 
     Raises:
-        ModelSectionError: with every problem that there is.
+        ModelSectionError: the section is invalid; the error holds every problem.
     """
     if not isinstance(value, Mapping):
         raise ModelSectionError({"model": f"must be a mapping, got {shown(value)}"})
@@ -67,7 +72,7 @@ def read_model_section(value: Any) -> ModelSection:
         if name not in _WANTED:
             problems[f"model.{key}"] = _unknown(str(key))
         elif name in section:
-            problems[f"model.{key}"] = f"is another word for model.{name}, which is given too; give one of the two"
+            problems[f"model.{key}"] = f"is another word for model.{name}, which is given too; remove one of the two"
         else:
             section[name] = item
             wanted, accepts = _WANTED[name]
@@ -81,10 +86,15 @@ def read_model_section(value: Any) -> ModelSection:
 
 
 def model_section_of(job: Mapping[str, Any], source: str, folder: Path) -> ModelSection:
-    """The ``model`` section of a whole job that was read from ``source`` in ``folder``, its paths looked up there.
+    """The ``model`` section of a whole job.
+
+    Args:
+        job: the job, as it was read from YAML.
+        source: the job's file name, for messages.
+        folder: where relative paths are looked up first.
 
     Raises:
-        JobFileError: there is none, or it can't be read; the message lists every problem.
+        JobFileError: the section is missing or invalid; the message lists every problem.
     """
     if "model" not in job:
         raise job_file_error(source, {"model": "is missing"})

@@ -1,4 +1,4 @@
-"""Reads YAML job files strictly: duplicate keys and syntax errors are answered with line and column."""
+"""Reads YAML job files strictly: duplicate keys and syntax errors raise, with line and column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from veomni_core.errors import JobFileError
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would otherwise let the last of two equal keys win in silence."""
+    """PyYAML's safe loader, but duplicate keys raise. PyYAML itself silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, yaml.Mark] = {}
@@ -31,10 +31,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, source: str = "YAML") -> Any:
-    """The value of ``text``; ``source`` is named in errors.
+    """Parse the YAML ``text``. Errors call it ``source``.
 
     Raises:
-        JobFileError: a syntax error or a duplicate key, with its line and column.
+        JobFileError: a syntax error or a duplicate key; the message gives line and column.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -67,7 +67,10 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def job_file_error(source: str, problems: Mapping[str, str]) -> JobFileError:
-    """One error for all ``problems`` of the job in ``source``, by the dotted path of the key (empty: the whole job)."""
+    """One error for all ``problems`` of the job in ``source``.
+
+    ``problems`` maps the dotted path of each key (empty for the whole job) to what is wrong with it.
+    """
     lines = [f"{path}: {problem}" if path else problem for path, problem in problems.items()]
     if len(lines) == 1:
         return JobFileError(f"{source}: {lines[0]}")
@@ -75,7 +78,7 @@ def job_file_error(source: str, problems: Mapping[str, str]) -> JobFileError:
 
 
 def shown(value: Any) -> str:
-    """A value and its type, as an author of YAML knows them."""
+    """A value and its type, with the type's name in YAML: ``3 (integer)``."""
     names = {bool: "true/false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
     if value is None:
         return "nothing"
@@ -84,6 +87,9 @@ def shown(value: Any) -> str:
 
 
 def beside_job(name: str, folder: Path) -> str:
-    """The path or glob ``name`` in ``folder`` or in the working directory, absolute; unchanged where neither has it."""
+    """The path or glob ``name``, made absolute in ``folder`` or else in the working directory.
+
+    Returned unchanged if it exists in neither.
+    """
     candidates = [str(base / Path(name).expanduser()) for base in (folder.absolute(), Path.cwd())]
     return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)

@@ -1,4 +1,4 @@
-"""What the modules of a model are called with, seen in one forward on a few tokens that leaves the model as it was."""
+"""Records the arguments of a model's modules in one forward on a few tokens, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SEED = 20  # any; two runs that are compared must draw the same
-_TOKENS = (2, 9)
+SEED = 20  # arbitrary, but the same in both runs of a comparison
+_TOKENS = (2, 9)  # [batch, sequence]
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """The arguments of one call of a module."""
+    """Copies of the arguments of one call of a module."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -25,9 +25,9 @@ class RecordedCall:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put attributes, modes, hooks, buffers and random states back, whatever is run within.
+    """Restore attributes, train/eval modes, hooks, buffers and random states on exit.
 
-    A first forward leaves traces of its own: transformers then installs the hooks that record a model's outputs.
+    Hooks are included because in a model's first forward transformers installs some, to record outputs.
     """
     attributes = [(module, dict(vars(module)), _hooks(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
@@ -49,7 +49,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def seed(module: nn.Module) -> None:
-    """Seed the CPU and the devices that ``module`` is on. ``torch.manual_seed`` would reseed every other one too."""
+    """Seed the CPU and the devices that ``module`` is on. ``torch.manual_seed`` would seed all other devices too."""
     torch.default_generator.manual_seed(SEED)
     for device in {parameter.device for parameter in module.parameters() if parameter.is_cuda}:
         torch.cuda.default_generators[device.index or 0].manual_seed(SEED)
@@ -60,12 +60,16 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 
 def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, RecordedCall], str]:
-    """What the modules at ``paths`` are called with in one forward of ``model`` in training, and why none could be."""
+    """Run ``model`` once in training mode and record the first call of each module in ``paths``.
+
+    Returns:
+        The calls by module path, and why there are none; the reason is empty if there are some.
+    """
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         return {}, "the model's parameters are sharded"
     inputs = _inputs(model)
     if inputs is None:
-        return {}, "the model has no dummy_inputs and no vocab_size in its config, so nothing is known to run it on"
+        return {}, "the model has no dummy_inputs and no vocab_size in its config, so there are no inputs to run it on"
     calls: dict[str, RecordedCall] = {}
 
     def record(path: str) -> Any:
@@ -76,7 +80,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
 
     handles = [model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True) for path in paths]
     if isinstance(embeddings := _input_embeddings(model), nn.Module):
-        # As in training, also where all that lies before a site is frozen; angles and masks need no gradient then.
+        # Activations require gradients, as in training, even if everything before a site is frozen.
         handles.append(embeddings.register_forward_hook(lambda module, args, result: result.requires_grad_()))
     model.train()
     seed(model)
@@ -84,7 +88,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
     try:
         with torch.enable_grad():
             model(**inputs)
-    except Exception as error:  # foreign code on inputs that are only likely to fit
+    except Exception as error:  # the model may raise anything: the inputs are a guess
         why_none = (
             "" if calls else f"the model can't be run on a few tokens: {type(error).__name__}: {str(error)[:200]}"
         )
@@ -95,7 +99,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
 
 
 def _inputs(model: Any) -> dict[str, Any] | None:
-    """A few tokens, with labels where the model takes them."""
+    """The model's ``dummy_inputs``, or else a few random tokens, with labels if the model takes them."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     config: Any = getattr(model, "config", None)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
@@ -115,12 +119,12 @@ def _inputs(model: Any) -> dict[str, Any] | None:
 def _input_embeddings(model: Any) -> Any:
     try:
         return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # no transformers model, or one that reads no tokens
+    except (AttributeError, NotImplementedError):  # not a transformers model, or one without token inputs
         return None
 
 
 def _kept(value: Any) -> Any:
-    """``value`` as it is now, whatever the forward does to it later."""
+    """A copy of ``value``, since the forward may write into it later."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Turns what a job says about its model into a transformers config, without ever running remote code unasked."""
+"""Turns what a job says about its model into a transformers config. Runs remote code only with trust_remote_code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ ConfigSource = str | Path | Mapping[str, Any] | PretrainedConfig
 def load_model_config(
     source: ConfigSource, overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The config in ``source``: a ``config.json``, a folder with one, a Hub id, a mapping, or a config (copied).
+    """Load a transformers config.
+
+    Args:
+        source: a ``config.json``, a folder with one, a Hub id, a mapping, or a config (which is copied).
+        overrides: keys to set in the config.
+        trust_remote_code: whether code that is shipped with the model may run.
 
     Raises:
-        UnknownNameError: a model type that transformers doesn't know, or a mapping's key that its config doesn't; the
-            message offers the nearest.
-        ConfigError: the config asks for remote code, or misses its ``model_type``.
+        UnknownNameError: transformers doesn't know the model type, or a key of the mapping looks like a misspelt key
+            of its config; the message suggests the nearest spelling.
+        ConfigError: the config needs remote code that is not allowed to run, or has no ``model_type``.
         JobFileError: the file is missing or is not JSON.
-        HostError: a Hub id whose config can't be fetched.
+        HostError: the config can't be fetched from the Hub.
     """
     overrides = dict(overrides or {})
     if isinstance(source, PretrainedConfig):
@@ -73,13 +78,14 @@ def _from_mapping(
 
 
 def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
-    """transformers keeps every key, so a misspelt size would silently leave the default in force.
+    """Refuse keys that look misspelt. transformers keeps unknown keys and would silently use the default instead.
 
-    Models also read keys that their config class doesn't list; so only one that resembles a listed key is refused.
+    Models also read keys that their config class doesn't list, so an unknown key is refused only if it resembles a
+    listed one.
     """
     try:
         defaults = config_class().to_dict()
-    except Exception:  # a config without defaults can't say which keys it knows
+    except Exception:  # without defaults, there is no list of its keys
         return
     known = {*defaults, *inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
     for key in data:
@@ -91,22 +97,23 @@ def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -
 
 
 def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any]) -> PretrainedConfig:
-    """A config of the class of ``stored`` from ``data``, with what its constructor computes from overridden settings.
+    """A new config of the class of ``stored`` from ``data``, so that its constructor sees the overridden settings.
 
-    ``from_pretrained(**overrides)`` would only set attributes that are there, after they were computed with.
+    ``from_pretrained(**overrides)`` would set them only afterwards: values that the constructor derives from them would
+    be those of the original settings.
     """
     config = type(stored).from_dict(dict(data))
-    config.name_or_path = stored.name_or_path  # where transformers looks for code that comes with the model
+    config.name_or_path = stored.name_or_path  # where transformers looks for code that is shipped with the model
     return config
 
 
 def _no_config_in(folder: Path) -> JobFileError:
     if any(folder.glob("*.safetensors")):
         return JobFileError(
-            f"{folder} holds weights and no config.json, so which model they are of is not known. Give the model's "
-            "config (model.config, or config_path) beside them, or put its config.json into the folder"
+            f"{folder} holds weights and no config.json, so their model is unknown. Give the model's config "
+            "(model.config, or config_path) too, or put its config.json into the folder"
         )
-    return JobFileError(f"{folder}: there is no config.json in this folder, so it is no model config")
+    return JobFileError(f"{folder}: there is no config.json in this folder; give the path of a model's config")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Where a bound model is, and where its kernels can run: told in the receipt, and beside the error of a forward.
+"""Compares the device that a bound model is on with the devices that its kernels can run on.
 
-A model that is bound on the CPU of a machine with a GPU is planned for the GPU, since trainers move it there. One that
-stays on the CPU fails in its first forward, in whichever way the kernel's library fails; a note then says why.
+On a machine with a GPU, a model that is bound while it is on the CPU is planned for the GPU, since trainers move it
+there. If nobody moves it, its first forward fails with whatever error the kernel's library raises. The receipt says so
+beforehand, and a note on that error explains the cause.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from veomni_core.plan import Plan
 
 
 def device_type_of(device: Any) -> str | None:
-    """The type of what is given as a ``torch.device`` or its name; ``None`` for ``None``.
+    """The type of a ``torch.device`` or of a device's name; ``None`` for ``None``.
 
     Raises:
-        ConfigError: torch knows no such device, or it is ``meta``, where nothing runs.
+        ConfigError: torch knows no such device, or it is ``meta``, on which nothing can run.
     """
     if device is None:
         return None
@@ -32,14 +33,14 @@ def device_type_of(device: Any) -> str | None:
     except (RuntimeError, TypeError):
         raise ConfigError(f"device: {device!r} is not a device; write cuda or cpu") from None
     if kind == "meta":
-        raise ConfigError("device: nothing runs on meta; write where the model will run, as cuda or cpu")
+        raise ConfigError("device: nothing runs on meta; write the device on which the model will run, as cuda or cpu")
     return kind
 
 
 def misplaced(model: nn.Module, plan: Plan) -> str:
-    """Which kernels of ``plan`` need another device than the model's parameters are on, and what to do; else empty.
+    """Which kernel of ``plan`` can't run on the device of the model's parameters, and what to do; empty if all can.
 
-    Parameters on the meta device are nowhere yet.
+    Parameters on the meta device are ignored: they will be created on a device later.
     """
     here = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     for planned in plan.kernels if here else ():
@@ -62,9 +63,10 @@ def misplaced(model: nn.Module, plan: Plan) -> str:
 
 
 def placement_notes(model: nn.Module, plan: Plan) -> Iterator[PlacementNote]:
-    """The changes for a model that is not yet where its kernels run; none for any other.
+    """The notes for a model that is not yet on the device of its kernels; nothing for any other model.
 
-    A wrapper may call the model's ``forward`` past its hooks, as PEFT's does; so children with parameters get one too.
+    A wrapper may call the model's ``forward`` directly, which skips the model's hooks (PEFT's does). So the children
+    that have parameters get a note too.
     """
     if misplaced(model, plan):
         for module in (model, *model.children()):
@@ -73,9 +75,9 @@ def placement_notes(model: nn.Module, plan: Plan) -> Iterator[PlacementNote]:
 
 
 class PlacementNote:
-    """A hook that lasts until the module's first forward that succeeds, and adds a note to the error of one that fails.
+    """A forward hook that adds a note to the error of a forward that fails. It goes after the first one that succeeds.
 
-    Nothing is refused by it: hooks of other libraries may move weights for the time of a forward.
+    It does not raise by itself: other libraries' hooks may move the weights to the right device during a forward.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module, plan: Plan) -> None:
@@ -92,7 +94,7 @@ class PlacementNote:
         module.register_forward_hook(self._hook, always_call=True)
 
     def overridden(self) -> str:
-        """Nothing: that the hook is gone means that a forward succeeded."""
+        """Always empty: if the hook is gone, a forward succeeded."""
         return ""
 
     def revert(self) -> None:
@@ -104,13 +106,13 @@ class PlacementNote:
 
 
 class _Hook:
-    """The forward hook; copies of a model share it."""
+    """The forward hook itself. Copies of a model share it."""
 
     def __init__(self, model: weakref.ref[nn.Module], plan: Plan) -> None:
         self._model, self._plan = model, plan
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():  # so that a graph has nothing of it
+        if torch.compiler.is_compiling():  # keep the hook out of compiled graphs
             return
         if output is not None:
             self.leave(module)

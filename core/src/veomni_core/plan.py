@@ -1,4 +1,4 @@
-"""The frozen answer to "which kernel at which site, and why", from registry, config, hardware and sites alone."""
+"""The plan: which kernel runs at which site, and why. It depends on registry, config, hardware and sites only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECLARED = "declared, not proven"
 
 @dataclass(frozen=True)
 class PlannedKernel:
-    """A kernel that the plan uses, and the plugin version that it is taken from."""
+    """A kernel that the plan uses, and the distribution and version that it comes from."""
 
     spec: KernelSpec
     distribution: str
@@ -34,11 +34,15 @@ class PlannedKernel:
 
 @dataclass(frozen=True)
 class Plan:
-    """Frozen, and equal wherever registry, config, hardware and sites are equal.
+    """Which kernel runs at each site of a model. Equal registries, configs, hardware and sites give equal plans.
 
-    ``assumptions`` are requirements that could not be checked, because the hardware was named rather than detected.
-    ``failed_rules`` are plugins' site rules that failed on the model: what they would have found is not in the plan.
-    ``autocast`` is the dtype to which the forwards autocast; ``None`` where they run without.
+    Attributes:
+        hardware: the hardware that the plan is for.
+        ops: the decisions, per op and site.
+        kernels: the kernels that are used somewhere.
+        assumptions: requirements that could not be checked, because the hardware was named rather than detected.
+        failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
+        autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
     """
 
     hardware: Hardware
@@ -79,11 +83,11 @@ class Plan:
 
     @property
     def sha256(self) -> str:
-        """A hash of what runs where, under which autocast; reasons and the hardware's name don't enter it."""
+        """A hash of what runs where, and of the autocast dtype. It leaves out the reasons and the hardware's name."""
         return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """What runs differently under ``other``, one sentence each; empty when the hashes are equal."""
+        """What runs differently under the plan ``other``, one sentence each; empty if the hashes are equal."""
         mine, theirs = self._identity(), other._identity()
         moves: dict[tuple[str, str, str], list[str]] = {}
         for key in sorted({*mine["sites"], *theirs["sites"]}):
@@ -106,11 +110,11 @@ class Plan:
 
     @property
     def conditions(self) -> str:
-        """For messages: the hardware, and the autocast where there is one."""
+        """For messages: the hardware, and the autocast dtype if there is one."""
         return self.hardware.describe() + (f" under autocast to {self.autocast}" if self.autocast else "")
 
     def table(self) -> str:
-        """What runs where, and why, one line per op and reason; below it what was assumed, and which rules failed."""
+        """The plan as text: one row per op, kernel and reason, then the failed rules and the assumptions."""
         rows = []
         for op in self.ops:
             groups = Counter((d.kernel, _what(op, d), _why(d)) for d in op.sites)
@@ -147,18 +151,23 @@ def make_plan(
     hardware: Hardware | str | None = None,
     autocast: Any = None,
 ) -> Plan:
-    """Decide, for every site, which kernel runs there.
+    """Decide for every site which kernel runs there. Changes nothing in the model.
 
-    ``model_or_sites`` is a model, or what :func:`find_sites` gave. ``hardware`` is what is here (detected) unless it
-    is given, as a :class:`Hardware` or by name. ``autocast`` is the dtype to which the forwards will autocast
-    (``bfloat16``, ``float16``, or the torch dtype), where they will. With sites and named hardware, no torch is
-    imported.
+    Does not import torch if it is given sites and the name of the hardware.
+
+    Args:
+        model_or_sites: a model (the meta device will do), or the result of :func:`veomni_core.find_sites`.
+        config: the config, checked or as a mapping (``{"preset": "auto"}``).
+        registry: the plugins to choose from; the config's without it.
+        hardware: the hardware to plan for, or its name (``"h200"``). Without it, the hardware of this machine.
+        autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
+            torch dtype); ``None`` for training without it.
 
     Raises:
-        UnknownNameError: ``autocast`` is no dtype that PyTorch autocasts to.
-        KernelUnavailableError: a chosen kernel cannot run here; one message for all fields, each with its reasons and
-            with what could be chosen instead.
-        NoSiteError: a chosen kernel, or a module path in the config, that matches nothing in the model.
+        UnknownNameError: PyTorch can't autocast to ``autocast``.
+        KernelUnavailableError: a requested kernel cannot run here. One message covers all fields, each with the reasons
+            and the kernels that could be used instead.
+        NoSiteError: the model has no site for a requested kernel, or no module at a path that the config names.
     """
     if not isinstance(config, OpsConfig):
         config = OpsConfig.from_dict(config, registry)
@@ -177,7 +186,7 @@ def make_plan(
 
 
 def _autocast_name(autocast: Any) -> str | None:
-    """The dtype as configs write it; ``torch.bfloat16`` is told by its text, so that torch need not be imported."""
+    """The dtype's name in configs. ``torch.bfloat16`` is recognised by its ``str``, so torch need not be imported."""
     if autocast is None:
         return None
     name = str(autocast).removeprefix("torch.")
@@ -187,7 +196,7 @@ def _autocast_name(autocast: Any) -> str | None:
 
 
 def _sites(model_or_sites: Any, registry: Registry) -> tuple[dict[str, list[Site]], tuple[str, ...]]:
-    """The sites by op, their variants canonical, and the plugins' rules that failed on the model."""
+    """The sites by op, with variant aliases resolved, and the plugins' site rules that failed on the model."""
     failed_rules: tuple[str, ...] = ()
     if isinstance(model_or_sites, (tuple, list)):
         sites = [replace(s, variant=registry.canonical_variant(s.op_name, s.variant)) for s in model_or_sites]
@@ -228,7 +237,7 @@ def _assumptions(kernels: tuple[PlannedKernel, ...]) -> tuple[str, ...]:
 
 
 def _what(op: OpDecision, decision: SiteDecision) -> str:
-    """The op's variant, and in a line below it what it computes in."""
+    """The op and variant, and on a second line the dtypes of the site's inputs."""
     return "\n".join([f"{op.op_name}/{decision.site.variant or '?'}", *filter(None, [" or ".join(decision.dtypes)])])
 
 

@@ -1,4 +1,4 @@
-"""Explicit choices that came to nothing, told in one message for all fields."""
+"""Collects the requests of a config that can't be met, and raises one error for all fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from veomni_core.selection import Selection
 def raise_problems(
     ops: tuple[OpDecision, ...], config: OpsConfig, selection: Selection, failed_rules: tuple[str, ...]
 ) -> None:
-    """Raise for every explicit choice that came to nothing, all fields in one message.
+    """Raise one error for all requests that can't be met.
 
-    A choice without a site may have been for what a failed rule would have found; so those rules are named beside it.
+    Where a requested kernel has no site, a failed site rule might have found one. So the message names those rules too.
+
+    Raises:
+        KernelUnavailableError: a requested kernel can't run here, or at none of its sites.
+        NoSiteError: all that is wrong is that requested kernels or module paths match nothing in the model.
     """
     pressing: list[str] = []
     others: list[str] = []
@@ -40,7 +44,7 @@ def raise_problems(
 
 
 def _groups(op: OpDecision, choice: Choice) -> Iterable[tuple[str, tuple[str, ...], tuple[SiteDecision, ...]]]:
-    """The parts of a field that are answered on their own: ``(where, names, decisions)``."""
+    """The parts of a field, by glob, as ``(where, names, decisions)``; ``where`` is empty for the field's default."""
     rest = tuple(decision for decision in op.sites if choice.glob_for(decision.site.path) is None)
     if rest or not choice.per_module:
         yield "", choice.default, rest

@@ -1,4 +1,4 @@
-"""The random states of the process, kept while code runs that is not the job's own. Imports neither torch nor NumPy."""
+"""Keeps the process's random states unchanged while other code runs. Imports neither torch nor NumPy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Restore = Callable[[], Any]
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Put the states of Python, NumPy, torch and of the GPUs that are in use back, whatever is drawn or seeded within.
+    """Restore the random states of Python, NumPy, torch and the GPUs in use on exit.
 
-    A library that is first imported within has had no state to keep.
+    A library that is imported only inside the context is not restored: it had no state before.
     """
     restore = list(_states())
     try:

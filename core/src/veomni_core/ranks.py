@@ -1,7 +1,7 @@
-"""Makes all processes of a job agree on the plan before anything is bound or loaded.
+"""Makes all ranks of a job agree on the plan before anything is bound or loaded.
 
-The plans travel through the store that ``torch.distributed`` keeps for its own rendezvous: it works beside every
-backend, touches no GPU, and can say which ranks have not come.
+The plans are exchanged through the key-value store of ``torch.distributed``'s rendezvous. It works with every backend,
+uses no GPU, and can tell which ranks have not answered.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ _rounds: Counter[str] = Counter()
 def agree_on_plan(
     make: Callable[[], Plan], *, agree: bool = True, group: Any = None, timeout: float = AGREEMENT_TIMEOUT
 ) -> Plan:
-    """The plan that ``make`` gives, once every rank of ``group`` has the same one.
+    """Call ``make``, and return its plan once every rank of ``group`` has the same one.
 
-    A rank that cannot plan, or that plans otherwise (another package version, another GPU), would leave the rest
-    waiting in their first collective; so the plans are exchanged, and a difference is raised on every rank. ``group``
-    is a process group, all ranks where it is ``None``. With ``agree=False``, or without ``torch.distributed``, nothing
-    is exchanged. ``timeout`` is in seconds.
+    If one rank can't plan, or plans differently (another package version, another GPU), the others would hang in their
+    first collective. So the ranks exchange their plans, and all of them raise if the plans differ.
+
+    Args:
+        make: makes this rank's plan.
+        agree: False skips the exchange. Without an initialised ``torch.distributed`` it is skipped too.
+        group: the process group whose ranks must agree; all ranks if it is ``None``.
+        timeout: how many seconds to wait for the other ranks.
 
     Raises:
-        PlanMismatchError: on every rank, naming the ranks that differ and what they would run instead; or some ranks
-            have not come within ``timeout``.
+        PlanMismatchError: raised on every rank. The plans differ; the message names the ranks and what they would run.
+            Or some ranks have not answered within ``timeout``.
         BindingError: this process is not in ``group``.
     """
     from torch import distributed
@@ -70,18 +74,18 @@ def agree_on_plan(
 
 
 class _Exchange:
-    """One round in which each of ``ranks`` gives an answer and reads all others', through the default store."""
+    """One round of an all-gather of strings among ``ranks``, through the default store."""
 
     def __init__(self, ranks: list[int], rank: int, timeout: float) -> None:
         from torch.distributed.distributed_c10d import _get_default_store
 
         self._store, self._ranks, self._rank, self._timeout = _get_default_store(), ranks, rank, timeout
-        # Ranks that bind in the same order count alike. What only some ranks bind, they do with a group of their own.
+        # The round's number agrees across ranks that bind in the same order. Other sets of ranks have other keys.
         self._name = f"veomni_plan/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         self._prefix = f"{self._name}/{_rounds[self._name]}"
 
     def all_of(self, what: str, answer: str) -> Mapping[int, str]:
-        """Every rank's answer, this rank's too."""
+        """The answers of all ranks, including this one's ``answer``."""
         mine = self._key(what, self._rank)
         self._store.set(mine, answer)
         keys = [self._key(what, rank) for rank in self._ranks]
@@ -91,19 +95,19 @@ class _Exchange:
             missing = [rank for rank in self._ranks if not self._store.check([self._key(what, rank)])]
             if not missing:
                 raise
-            self._store.delete_key(mine)  # so that ranks that come later don't take it for an agreement
+            self._store.delete_key(mine)  # so that ranks that arrive later don't mistake it for an agreement
             raise PlanMismatchError(
-                f"rank {self._rank} binds a model, and rank {_listed(missing)} of {_listed(self._ranks)} did not come "
-                f"to agree on its plan within {self._timeout:g} s. If only some ranks bind this model (for evaluation, "
-                "as a teacher, as a stage of a pipeline), pass agree=False, or group= their process group. If the "
-                "others only plan for longer, pass a longer agreement_timeout"
+                f"rank {self._rank} binds a model, but rank {_listed(missing)} of {_listed(self._ranks)} sent no plan "
+                f"within {self._timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as a "
+                "pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
+                "plan, pass a larger agreement_timeout"
             ) from error
         return {rank: self._store.get(key).decode() for rank, key in zip(self._ranks, keys, strict=True)}
 
     def end(self) -> None:
-        """Let the next agreement of these ranks use other keys, and forget those of the round before this one.
+        """Finish the round: later rounds of these ranks use other keys, and the keys of the previous round are deleted.
 
-        Rank 0 serves the store, and its process may end right after: it leaves last.
+        Rank 0 serves the store and may exit right after this call, so it waits until all other ranks have left.
         """
         here = self._store.add(f"{self._prefix}/left", 1)
         if self._rank == 0 and here < len(self._ranks):
@@ -112,7 +116,7 @@ class _Exchange:
                 time.sleep(0.01)
         previous = _rounds[self._name] - 1
         _rounds[self._name] += 1
-        for what in ("digest", "plan"):  # every rank has read that round, or it would not have come to this one
+        for what in ("digest", "plan"):  # all ranks have read that round, or they would not be in this one
             if previous >= 0 and self._store.check([key := f"{self._name}/{previous}/{what}/{self._rank}"]):
                 self._store.delete_key(key)
 
@@ -132,7 +136,7 @@ def _differences(plans: Mapping[int, Plan]) -> str:
         [
             f"ranks would run different kernels; against rank {first}:",
             *sentences,
-            "If they should, as stages of a pipeline do, pass agree=False, or group= the ranks that are alike",
+            "If that is intended, as in a pipeline, pass agree=False, or group= the ranks with equal plans",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What was bound: per op the field, what it asked for, what runs, and every site left eager with its reason."""
+"""The receipt of a binding: per op what the config requests, what runs, and which sites stay eager, and why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from veomni_core.tables import render_table
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify=True`` found: kernels held against their contract, sites compared with their module's own code.
+    """What ``verify=True`` checked, as sentences.
 
-    ``not_compared`` names, with the reason, each bound site whose module could not be run.
+    Attributes:
+        kernels: the kernels that passed their op's contract.
+        sites: how many sites of each kernel agree with their module's own code.
+        not_compared: the bound sites whose module could not be run on its own, and why.
     """
 
     kernels: tuple[str, ...] = ()
@@ -27,12 +30,14 @@ class Verification:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The account of one binding.
+    """What one binding runs. ``str(receipt)`` is a table.
 
-    ``verification`` says what was run here before binding. ``sequence_parallel`` says how the
-    attention runs over several ranks, and is empty where it doesn't. ``changed`` says, by module path, why a bound site
-    does not run its kernel any more. ``misplaced`` says which kernels need the model on another device than it is on
-    now, and is empty where none does.
+    Attributes:
+        plan: the plan that was applied.
+        verification: what ``verify=True`` checked; empty without it.
+        sequence_parallel: how attention is split over ranks; empty if it isn't.
+        changed: by module path, why a bound site does not run its kernel any more.
+        misplaced: which kernel can't run on the device that the model is on now; empty if all can.
     """
 
     plan: Plan
@@ -43,11 +48,11 @@ class Receipt:
 
     @property
     def verified(self) -> tuple[str, ...]:
-        """The kernels that were run against their contract here."""
+        """The kernels that passed their op's contract on this machine."""
         return self.verification.kernels
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; ``ops`` lists one mapping per op, with ``eager`` naming each site that no kernel took."""
+        """The receipt as plain data. ``ops`` has a mapping per op, whose ``eager`` lists the sites without a kernel."""
         return {
             "hardware": self.plan.hardware.describe(),
             "autocast": self.plan.autocast,
@@ -71,7 +76,7 @@ class Receipt:
         return json.dumps(self.to_dict(), indent=1)
 
     def table(self) -> str:
-        """One line per op that the model has, or that the config names."""
+        """The receipt as text: one row per op that the model has or the config names."""
         rows = [
             (
                 op.config_field,
@@ -119,7 +124,7 @@ def _bound(op: OpDecision) -> int:
 
 
 def _declared(op: OpDecision) -> int:
-    """How many bound sites have their variant by their author's word."""
+    """How many bound sites have a variant that was declared by modeling code or a plugin's rule, not proven."""
     return sum(decision.bound and decision.site.declared for decision in op.sites)
 
 

@@ -1,4 +1,4 @@
-"""The frozen result of discovery: every op, kernel, device and rule, and a record of every plugin."""
+"""The frozen result of discovery: all ops, kernels, devices and site rules, and a record of every plugin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SkippedKernel:
-    """A kernel that a healthy plugin describes and that nothing here could call, and why."""
+    """A kernel of a loaded plugin that can't be used because its op or variant is unknown, and why."""
 
     spec: KernelSpec
     reason: str
@@ -30,9 +30,21 @@ class SkippedKernel:
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """What became of one plugin. A failed one keeps what it declared, so that a config naming it can be answered.
+    """One installed plugin, and what it describes.
 
-    ``skipped`` are kernels of a healthy one whose op or variant is not known here; its ``kernels`` are the others.
+    A failed plugin keeps its kernels here, so that an error about a config that names one of them can say why.
+
+    Attributes:
+        name: the name of its entry point.
+        distribution, version: the distribution that installed it.
+        module: the module that its entry point names.
+        status: ``loaded``, ``failed`` or ``blocked``.
+        problem: why it failed, or what blocks it.
+        traceback: the traceback of a plugin that raised.
+        seconds: how long it took to load.
+        ops, devices, site_rules, commands: what its hooks returned.
+        kernels: the kernels whose op and variant are known.
+        skipped: the kernels whose op or variant is not known.
     """
 
     name: str
@@ -52,7 +64,7 @@ class PluginRecord:
 
     @property
     def healthy(self) -> bool:
-        """Whether what it describes is in the registry."""
+        """Whether the plugin loaded, so that what it describes is in the registry."""
         return self.status == "loaded"
 
     def __str__(self) -> str:
@@ -61,7 +73,11 @@ class PluginRecord:
 
 @dataclass(frozen=True)
 class Registry:
-    """Everything that healthy plugins describe. ``conflicts`` are kernels that two plugins claim: nobody gets them."""
+    """Everything that the loaded plugins describe. Made by :func:`veomni_core.discover`.
+
+    ``conflicts`` maps the key (op, variant, name) of each kernel that several plugins describe to those plugins. Such a
+    kernel is not in the registry.
+    """
 
     plugins: tuple[PluginRecord, ...] = ()
     ops: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
@@ -73,31 +89,35 @@ class Registry:
     _owners: Mapping[tuple[str, str, str], PluginRecord] = field(default_factory=lambda: MappingProxyType({}))
 
     def op(self, name: str) -> OpSpec:
-        """The op called ``name``."""
+        """The op called ``name``.
+
+        Raises:
+            UnknownNameError: no such op is registered.
+        """
         if name not in self.ops:
             raise UnknownNameError(f"op {name!r} is not registered. {did_you_mean(name, self.ops)}")
         return self.ops[name]
 
     def canonical_variant(self, op: str, variant: str | None) -> str | None:
-        """``variant``, or the variant of ``op`` that it is an alias of; ``None`` stays ``None``."""
+        """``variant`` with an alias of ``op`` resolved; ``None`` stays ``None``."""
         return variant and self.op(op).canonical_variant(variant)
 
     def kernels(self, op: str, variant: str | None = None) -> tuple[KernelSpec, ...]:
-        """The kernels of ``op`` (of one variant, where given), sorted by variant and name."""
+        """The kernels of ``op``, or of one variant of it, sorted by variant and name."""
         self.op(op)
         wanted = self.canonical_variant(op, variant)
         return tuple(kernel for kernel in self._kernels.get(op, ()) if wanted in (None, kernel.variant))
 
     def find(self, op: str, variant: str, name: str) -> KernelSpec | None:
-        """The kernel, or ``None`` where there is none."""
+        """The kernel ``name`` for this variant of ``op``, or ``None``."""
         return next((kernel for kernel in self.kernels(op, variant) if kernel.name == name), None)
 
     def resolve(self, op: str, variant: str, name: str) -> KernelSpec:
         """The kernel ``name`` for this variant of ``op``.
 
         Raises:
-            UnknownNameError: nothing is known by that name.
-            KernelUnavailableError: the name is known, and the message says why the kernel is not here.
+            UnknownNameError: no kernel has that name.
+            KernelUnavailableError: the name is known, but the kernel is not in the registry; the message says why.
         """
         kernel = self.find(op, variant, name)
         if kernel is not None:
@@ -111,14 +131,14 @@ class Registry:
         raise KernelUnavailableError(f"{op}: {reason}")
 
     def absence(self, op: str, name: str) -> str | None:
-        """Why the kernel ``name``, which is known to exist, is not in the registry; ``None`` for an unknown name."""
+        """Why a known kernel is not in the registry; ``None`` if it is there, or if no such kernel is known."""
         if name in self._names(op):
             return None
         for (op_name, variant, kernel_name), claimants in self.conflicts.items():
             if (op_name, kernel_name) == (op, name):
                 return (
-                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; which one is meant can't be "
-                    "guessed: block one of them with VEOMNI_PLUGINS_BLOCK"
+                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; block all but one of them "
+                    "with VEOMNI_PLUGINS_BLOCK"
                 )
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
@@ -137,15 +157,18 @@ class Registry:
         return f"{name} is not installed: pip install {published[name]}"
 
     def describe_conflicts(self) -> tuple[str, ...]:
-        """One sentence for each kernel that more than one plugin claims."""
+        """One sentence for each kernel that several plugins describe."""
         return tuple(
-            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither's is used; block one of "
+            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither is used; block one of "
             "them with VEOMNI_PLUGINS_BLOCK"
             for (op, variant, name), claimants in sorted(self.conflicts.items())
         )
 
     def known_values(self, op: str) -> tuple[str, ...]:
-        """Every kernel name that a config may hold for ``op``: registered, claimed twice, broken or only published."""
+        """Every kernel name that is known for ``op``, including kernels that can't be used here.
+
+        Those are kernels that conflict, were skipped, come from a failed plugin, or are published but not installed.
+        """
         failed = [spec for plugin in self.plugins if not plugin.healthy for spec in plugin.kernels]
         skipped = [kernel.spec for plugin in self.plugins for kernel in plugin.skipped]
         broken = {spec.name for spec in (*failed, *skipped) if spec.op_name == op}
@@ -153,7 +176,7 @@ class Registry:
         return tuple(sorted({*self._names(op), *self.op(op).published, *broken, *claimed}))
 
     def list_available(self, op: str, variant: str | None, hardware: Hardware) -> tuple[KernelSpec, ...]:
-        """The kernels whose requirements ``hardware`` meets."""
+        """The kernels of ``op``, or of one variant, whose requirements ``hardware`` meets."""
         return tuple(spec for spec in self.kernels(op, variant) if not spec.hardware.unmet(hardware))
 
     def plugin_of(self, spec: KernelSpec) -> PluginRecord:
@@ -161,7 +184,7 @@ class Registry:
         return self._owners[(spec.op_name, self.op(spec.op_name).canonical_variant(spec.variant), spec.name)]
 
     def plugin_of_rule(self, rule: SiteRule) -> PluginRecord | None:
-        """The plugin that brings ``rule``; ``None`` for a rule that none described."""
+        """The plugin that describes ``rule``; ``None`` if no loaded plugin does."""
         return next((record for record in self.plugins if record.healthy and rule in record.site_rules), None)
 
     def plugin(self, name: str) -> PluginRecord:
@@ -177,29 +200,30 @@ class Registry:
         return tuple(record for record in self.plugins if record.status == "failed")
 
     def named_hardware(self, name: str) -> Hardware:
-        """The hardware called ``name``, plugins' own devices included."""
+        """The hardware called ``name``, including names from plugins' :class:`~veomni_core.spec.DeviceSpec`."""
         extra = {key: value for device in self.devices.values() for key, value in device.named.items()}
         return Hardware.named(name, extra)
 
     def detect_hardware(self, device_type: str | None = None) -> Hardware:
-        """What is on this machine: a plugin's device where it finds one, else what torch sees.
+        """The hardware of this machine: a plugin's device if a plugin detects one, else what torch sees.
 
-        ``device_type``, as torch calls it, says what of it is meant: ``cpu`` is this machine's CPU beside any GPU.
+        Args:
+            device_type: torch's name for the type that is required. ``cpu`` selects the CPU of a machine with a GPU.
 
         Raises:
-            HostError: the machine has no such device.
+            HostError: the machine has no device of that type.
         """
         if device_type == "cpu":
             return Hardware.cpu()
         found = self._detect_accelerator()
         if device_type not in (None, found.torch_device_type):
-            raise HostError(f"the device asked for is {device_type}, but what is here is {found.describe()}")
+            raise HostError(f"device {device_type} was requested, but this machine has {found.describe()}")
         return found
 
     def _detect_accelerator(self) -> Hardware:
         for device in self.devices.values():
             found, problem = detect(device)
-            if problem:  # a broken plugin harms no other
+            if problem:  # a broken plugin must not affect the others
                 logger.warning("device type %s counts as absent: %s", device.device_type, problem)
             if found is not None:
                 return found
@@ -210,7 +234,7 @@ class Registry:
 
 
 def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
-    """The device that a plugin sees here, or ``None``; and what went wrong, empty where its ``detect`` did its work."""
+    """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
     try:
         found = load_attribute(device.detect)()
     except (Exception, SystemExit) as error:
@@ -223,7 +247,7 @@ def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
 def build_registry(
     records: Iterable[PluginRecord], conflicts: Mapping[tuple[str, str, str], tuple[str, ...]]
 ) -> Registry:
-    """Freeze what the healthy ``records`` describe; kernels in ``conflicts`` stay out."""
+    """Freeze what the loaded plugins among ``records`` describe, without the kernels in ``conflicts``."""
     plugins = tuple(sorted(records, key=lambda record: (record.name, record.distribution)))
     healthy = [record for record in plugins if record.healthy]
     owners = {spec.key: record for record in healthy for spec in record.kernels if spec.key not in conflicts}

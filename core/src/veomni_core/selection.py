@@ -1,4 +1,4 @@
-"""Judges kernels: which of those that a field names can run at a site, and why the others can't."""
+"""Selects a kernel for a site: which of the requested ones can run there, and why the others can't."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The name of what runs at a site, why it is that, and whether the config names just that."""
+    """The name of the selected kernel (or ``eager``), the reason, and whether the config names exactly that."""
 
     kernel: str
     reason: str
@@ -25,7 +25,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Place:
-    """What of a site a kernel's usability depends on."""
+    """The site properties that decide whether a kernel can run there."""
 
     variant: str
     dtypes: tuple[str, ...]
@@ -34,7 +34,7 @@ class _Place:
 
 
 class Selection:
-    """Answers for one registry on one hardware, under one autocast or none. Equal questions are answered once."""
+    """Selects kernels for one registry, hardware and autocast dtype. Results are cached, as most sites are alike."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Selection:
         self._answers: dict[tuple[str, tuple[str, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, names: tuple[str, ...], site: Site) -> Verdict:
-        """The first of ``names`` that can run at ``site``; ``eager`` with every reason where none can."""
+        """The first of ``names`` that can run at ``site``; ``eager``, with all reasons, if none can."""
         if names[0] == EAGER:
             return Verdict(EAGER, "as asked", as_asked=True)
         if site.variant is None:
@@ -59,10 +59,11 @@ class Selection:
         return self._answers[key]
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
-        """The dtypes in which ``site`` gets its data, as far as is known.
+        """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
 
-        They are its weights', unless autocast casts. An op that follows autocast then gets its dtype. Any other op
-        computes in whatever arrives: what a product gave, or what none has touched.
+        Without autocast that is the dtype of its weights. Under autocast, an op that follows autocast computes in
+        autocast's dtype. Any other op computes in whatever arrives: autocast's dtype after a matrix product, the
+        weights' dtype otherwise. So both are returned.
         """
         if site.dtype is None:
             return ()
@@ -73,11 +74,11 @@ class Selection:
         return tuple(dict.fromkeys((site.dtype, self._autocast)))
 
     def leaves_open(self, names: tuple[str, ...]) -> bool:
-        """Whether ``names`` allow the model's own code, so that nothing is refused."""
+        """Whether ``names`` allows the model's own code (``eager`` or ``auto``), so that nothing is refused."""
         return EAGER in names or AUTO in names
 
     def unavailable(self, op_name: str, names: tuple[str, ...]) -> str:
-        """Why none of ``names`` can run on this hardware whatever the site, with what could; empty when one can."""
+        """Why none of ``names`` can run on this hardware, at any site, and what can; empty if one of them can."""
         reasons = []
         for name in names:
             reason = self._why_not_here(op_name, name)
@@ -87,7 +88,7 @@ class Selection:
         return f"{'; '.join(reasons).rstrip('.')}. Usable: {', '.join(self.usable(op_name))}."
 
     def usable(self, op_name: str) -> tuple[str, ...]:
-        """Every value that would be accepted for ``op_name`` here."""
+        """The values that can be requested for ``op_name`` on this hardware."""
         names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
         return (EAGER, *sorted(names))
 
@@ -98,8 +99,13 @@ class Selection:
         needs: tuple[str, ...] = (),
         refuses: tuple[tuple[str, str], ...] = (),
     ) -> tuple[str, ...]:
-        """What keeps ``spec`` from running here, on data of any of ``dtypes``, where a site ``needs`` some features and
-        ``refuses`` others; empty when nothing does.
+        """The reasons why ``spec`` can't run, as phrases; empty if it can.
+
+        Args:
+            spec: the kernel.
+            dtypes: the dtypes that it must accept, all of them.
+            needs: the features that the site needs.
+            refuses: ``(feature, why)`` pairs: features that a kernel at this site must not have.
         """
         reasons = list(spec.hardware.unmet(self._hardware))
         if not spec.backward:
@@ -111,7 +117,7 @@ class Selection:
         return tuple(reasons)
 
     def _shown(self, spec: KernelSpec, dtypes: tuple[str, ...]) -> str:
-        """The dtypes of a site, with the autocast that they come from, or that would let ``spec`` run there."""
+        """A site's dtypes, for messages; with a hint where training under autocast would let ``spec`` run there."""
         shown = " or ".join(dtypes)
         if self._autocast is not None:
             return f"{shown} under autocast"

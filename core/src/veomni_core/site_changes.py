@@ -21,12 +21,12 @@ Kernels = Mapping[tuple[str, str, str], Callable[..., Any]]
 def site_changes(
     model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels
 ) -> Iterator[tuple[str, str, Change]]:
-    """Every change that the plan asks for, with its module path and its owner, in the order of the rules.
+    """Every change that the plan requires, as ``(module path, owner, change)``, in the order of the site rules.
 
-    A change must be applied before the next one is asked for: a rule may build on what stands there.
+    Apply each change before taking the next one from the iterator: a rule may build on earlier changes.
     """
     for rule in registry.site_rules:
-        locator = None  # loaded at its first site: a plugin's rule that can't be imported harms no model without one
+        locator = None  # imported at the rule's first site: a broken rule must not affect models without such a site
         for op, decision in decisions_of(plan, rule):
             locator = locator or locator_of(rule)
             for change in changes_at(model, op, decision, locator, kernels):
@@ -34,7 +34,7 @@ def site_changes(
 
 
 def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteDecision]]:
-    """What the plan decided for the sites of one rule, where that changes the model."""
+    """The plan's decisions for the sites of one rule, without those that leave the model unchanged."""
     for op in plan.ops:
         for decision in op.sites:
             if decision.site.rule == rule.name and (decision.bound or (rule.installs_eager and decision.as_asked)):
@@ -44,6 +44,6 @@ def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteD
 def changes_at(
     model: nn.Module, op: OpDecision, decision: SiteDecision, locator: SiteLocator, kernels: Kernels
 ) -> Iterator[Change]:
-    """The changes of one decision."""
+    """The changes that put the kernel of one decision into its site."""
     key = (op.op_name, decision.site.variant or "", decision.kernel)
     yield from locator.install(model, decision.site, kernels[key] if decision.bound else None)

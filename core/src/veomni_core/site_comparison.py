@@ -1,4 +1,4 @@
-"""Runs one module on the inputs that it gets within its model, and compares two such runs."""
+"""Runs one module on inputs that were recorded in its model, and compares two such runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from veomni_core.model_calls import SEED, RecordedCall, seed
 from veomni_core.ops.contract import Contract, Tolerance, dtype_name
 
-# The losses that a model's output may hold; where it holds one, it is what the site changes.
+# If a model's output has one of these losses, the losses are compared, since they are what such a site changes.
 _LOSSES = ("loss", "aux_loss")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a module gave: its results and the gradients by name, or why it could not be run."""
+    """The results and gradients of one run of a module, by name; or in ``problem``, why it could not be run."""
 
     results: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Run:
 
     @classmethod
     def of(cls, module: nn.Module, call: RecordedCall, autocast: str | None = None) -> Run:
-        """Run ``module`` forward and backward on copies of the recorded arguments, with the same random numbers."""
+        """Run ``module`` forward and backward on copies of the recorded arguments, with a fixed seed."""
         leaves: dict[str, Tensor] = {}
         try:
             seed(module)
@@ -38,12 +38,12 @@ class Run:
                     results = dict(_results(module(*args, **kwargs)))
                 leaves.update(_own_parameters(module))
                 return cls({name: value.detach() for name, value in results.items()}, _gradients(results, leaves))
-        except Exception as error:  # foreign code, called on its own
+        except Exception as error:  # the module's code may raise anything when it is called on its own
             return cls(problem=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def autocast_on(module: nn.Module, dtype: str | None) -> AbstractContextManager[Any]:
-    """Autocast to ``dtype`` on the device that ``module`` is on; nothing for ``None``."""
+    """Autocast to ``dtype`` on the device of ``module``; a no-op for ``None``."""
     if dtype is None:
         return nullcontext()
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
@@ -51,10 +51,11 @@ def autocast_on(module: nn.Module, dtype: str | None) -> AbstractContextManager[
 
 
 def compare(own: Run, bound: Run, contract: Contract, autocast: str | None = None) -> str:
-    """How ``bound`` differs from ``own``, by more than the contract lets each of the two differ from the exact result.
+    """How ``bound`` differs from ``own`` by more than the contract allows; empty if it doesn't.
 
-    The two may stand at opposite ends of what is allowed, so their distance is held to twice that. Under ``autocast``
-    float32 results were rounded to its dtype on their way.
+    Each of the two may differ from the exact result by the contract's tolerance, in opposite directions, so their
+    difference may be twice that. Under ``autocast`` the tolerances are those of its dtype, also for float32 results:
+    they were computed from values that were rounded to it.
     """
     for which, mine, theirs, allowed in (
         ("", own.results, bound.results, contract.values),
@@ -76,7 +77,7 @@ def compare(own: Run, bound: Run, contract: Contract, autocast: str | None = Non
 
 
 def _fresh(value: Any, name: str, leaves: dict[str, Tensor]) -> Any:
-    """A copy of an argument; tensors that required gradients become leaves, whose gradients are compared."""
+    """A copy of an argument. Tensors that require gradients become leaves and are added to ``leaves``."""
     if isinstance(value, Tensor):
         copied = value.detach().clone().requires_grad_(value.requires_grad)
         if value.requires_grad:
@@ -102,7 +103,7 @@ def _results(result: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The module's own parameters; of a whole model its output projection's, where its losses begin."""
+    """The module's own parameters; for a whole model those of its output projection, from which the losses come."""
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     for name, parameter in (head or module).named_parameters(recurse=False):
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""``OpSlot``: the dispatch point that modeling code declares; empty means eager."""
+"""``OpSlot``: a dispatch point that modeling code declares. While it is empty, the eager code runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,24 @@ Kernel = Callable[..., Any]
 class OpSlot:
     """A place in modeling code where a kernel may be put.
 
-    In a class body it serves each instance on its own: ``self.norm`` is that instance's slot. At module level it is
-    one slot for every model of that module. :func:`veomni_core.bind` leaves it empty, and gives each module that it
-    binds a slot of its own; only :meth:`bind`, called by hand, fills it for all of them.
+    A slot in a class body belongs to the instance: ``self.norm`` is that instance's own slot. A slot at module level is
+    shared by every model of that Python module. :func:`veomni_core.bind` leaves a shared slot empty and gives each
+    ``nn.Module`` that it binds a slot of its own; a shared slot is filled only by calling :meth:`bind` on it.
 
-    Reading ``use_non_eager_impl`` is a plain attribute access, and :meth:`bound_kernel` gives the kernel itself to
-    code that wants to call it without the slot in between.
+    Reading ``use_non_eager_impl`` is a plain attribute access. :meth:`bound_kernel` returns the kernel itself, for code
+    that wants to call it directly.
+
+    Args:
+        op_name: the op that the slot computes, as ``rms_norm``.
+        variant: the op's variant.
+
+    Example:
+        >>> slot = OpSlot("rms_norm")
+        >>> slot.use_non_eager_impl
+        False
+        >>> slot.bind(abs)
+        >>> slot(-2)
+        2
     """
 
     def __init__(self, op_name: str, variant: str = "standard") -> None:
@@ -39,7 +51,7 @@ class OpSlot:
         if instance is None:
             return self
         slot = OpSlot(self.op_name, self.variant)
-        # From here on the instance's own attribute is found first (this descriptor defines no __set__).
+        # From now on the instance attribute is found before this descriptor, which defines no __set__.
         instance.__dict__[self._attribute] = slot
         return slot
 
@@ -58,10 +70,15 @@ class OpSlot:
         return self._kernel
 
     def bind(self, kernel: Kernel, holder: Any = None) -> None:
-        """Put ``kernel`` into the slot, on behalf of the model ``holder``.
+        """Put ``kernel`` into the slot.
+
+        Args:
+            kernel: a callable with the signature of the op's contract.
+            holder: the model that uses the kernel; the slot holds only a weak reference to it. Without a holder, the
+                kernel stays until :meth:`unbind` is called without one.
 
         Raises:
-            BindingError: ``kernel`` cannot be called, or this is a class's declaration rather than an instance's slot.
+            BindingError: ``kernel`` is not callable, or this slot is a declaration in a class body.
             SlotInUseError: the slot holds another kernel for a model that is still alive.
         """
         if not callable(kernel):
@@ -73,7 +90,7 @@ class OpSlot:
             )
         if self._kernel is not None and self._kernel is not kernel and self._still_needed():
             held, wanted = _describe(self._kernel), _describe(kernel)
-            if held == wanted:  # one name for two objects, such as two closures of one function
+            if held == wanted:  # two objects with the same name, such as two closures of one function
                 held, wanted = (f"{held} at {id(each):#x}" for each in (self._kernel, kernel))
             raise SlotInUseError(
                 f"{self!r} already holds {held} for {self._describe_holders()}; binding {wanted} would "
@@ -90,7 +107,7 @@ class OpSlot:
     def unbind(self, holder: Any = None) -> None:
         """Empty the slot, so that the modeling code runs its eager code again.
 
-        With a ``holder``, only that model lets go of it: the slot stays bound while another one holds it.
+        With a ``holder``, the kernel is only released by that model, and stays while another model holds it.
         """
         if holder is None:
             self._holders.clear()
@@ -105,7 +122,7 @@ class OpSlot:
         return self._held_by_nobody_in_particular or len(self._holders) > 0
 
     def _describe_holders(self) -> str:
-        """Which live models the slot's kernel was bound for."""
+        """The live models that hold the slot's kernel, for messages."""
         holders = [f"a live {type(holder).__qualname__}" for holder in self._holders]
         if self._held_by_nobody_in_particular:
             holders.append("a caller of bind() that named no model")
@@ -133,6 +150,6 @@ class OpSlot:
 
 
 def _describe(kernel: Kernel) -> str:
-    """A kernel by its module and name, since plugins call their functions alike; by its ``repr`` where it has none."""
+    """The kernel's module and name (plugins' functions often share a name), or its ``repr`` if it has no name."""
     name = getattr(kernel, "__qualname__", None)
     return f"{kernel.__module__}.{name}" if name else repr(kernel)

@@ -1,4 +1,4 @@
-"""What plugins hand to the core: descriptions of kernels, ops, devices and site rules. Imports no torch."""
+"""What plugins hand to the core: specs of kernels, ops, devices, site rules and commands. Does not import torch."""
 
 from __future__ import annotations
 
@@ -39,12 +39,26 @@ def load_attribute(reference: str) -> Any:
 class KernelSpec:
     """One implementation of one variant of one op.
 
-    ``factory`` names (``"module:attribute"``) the kernel itself, or a function without parameters that returns it; it
-    is imported only when the kernel is bound. ``preference`` ranks kernels for ``auto``: the highest that can run
-    wins, and one at 0 or below is never chosen without being named. ``dtypes`` are the input types it accepts,
-    ``deterministic`` promises the same bits on every run, ``backward`` that every gradient of the contract is given.
-    ``features`` are the optional parts of the contract that it computes (of attention: see
-    :mod:`veomni_core.ops.attention`); it must raise when asked for one that it doesn't declare.
+    Args:
+        name: the kernel's name in configs.
+        op_name: the op that it computes.
+        variant: the op's variant, or an alias of it.
+        factory: ``"module:attribute"`` of the kernel itself, or of a function without parameters that returns it.
+            Imported only when the kernel is bound.
+        hardware: what it requires of the machine.
+        description: one line for ``veomni list``.
+        preference: its rank for ``auto``, which takes the usable kernel with the highest rank. At 0 or below, ``auto``
+            never takes it.
+        deterministic: promises the same bits on every run.
+        backward: promises every gradient of the contract.
+        dtypes: the input dtypes that it accepts.
+        expert_parallel: whether it also runs with experts that are sharded over ranks. Nothing reads this yet.
+        features: the optional parts of the contract that it computes (for attention, see
+            :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
+
+    Example:
+        >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
+        'rms_norm/standard:acme'
     """
 
     name: str
@@ -65,7 +79,7 @@ class KernelSpec:
             require_name(f"KernelSpec {self.name!r}", name, getattr(self, name))
         owner = f"KernelSpec {self}"
         if self.name in (EAGER, "auto"):
-            raise SpecError(f"{owner}: {self.name!r} is a word of the config and cannot name a kernel")
+            raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
         require_reference(owner, "factory", self.factory)
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
@@ -75,10 +89,10 @@ class KernelSpec:
         for name in ("dtypes", "features"):
             object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
         if not self.dtypes:
-            raise SpecError(f"{owner}: dtypes is empty, so nothing could ever be computed")
+            raise SpecError(f"{owner}: dtypes is empty; list at least one of {', '.join(DTYPES)}")
         for dtype in self.dtypes:
             if dtype not in DTYPES:
-                raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op is given. {did_you_mean(dtype, DTYPES)}")
+                raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op takes. {did_you_mean(dtype, DTYPES)}")
 
     def __str__(self) -> str:
         return f"{self.op_name}/{self.variant}:{self.name}"
@@ -89,13 +103,13 @@ class KernelSpec:
         return (self.op_name, self.variant, self.name)
 
     def load(self) -> Callable[..., Any]:
-        """Import the factory and return the kernel, ready to be called as the op's contract says.
+        """Import the factory and return the kernel, which has the call signature of the op's contract.
 
-        Random states stay as they are: libraries draw and seed when they are imported, and a job that is bound must
-        draw what it would have drawn unbound.
+        Random states are restored afterwards. Some libraries draw or seed when they are imported, and a bound job must
+        draw the same random numbers as an unbound one.
 
         Raises:
-            KernelLoadError: the import failed, or what it gave cannot be called.
+            KernelLoadError: the import or the factory failed, or what it returned is not callable.
         """
         try:
             with random_states_kept():
@@ -118,15 +132,22 @@ def _is_zero_argument(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """A replaceable computation.
+    """A computation for which kernels can be plugged in.
 
-    ``variants`` are its exact mathematics; ``contract`` names (``"module:attribute"``) a mapping from variant to
-    :class:`veomni_core.ops.contract.Contract`, imported only when a kernel is checked or a site is proven.
-    ``config_field`` is its key in the job's YAML and ``default`` that key's value under ``preset: gpu``.
-    ``published`` maps values that are known to exist to the distribution that brings them, so that a kernel that is
-    not installed is told apart from one that is misspelt. ``legacy_values`` maps retired spellings to present ones.
-    ``follows_autocast`` is whether under ``torch.autocast`` it computes in autocast's dtype, whatever its weights': it
-    multiplies matrices, or all that it gets comes from products.
+    Args:
+        name: the op's name, as ``rms_norm``.
+        variants: the names of its variants. Each has exactly one mathematical definition.
+        config_field: its key under the job's ``model.ops_implementation``.
+        default: the value of that key under ``preset: gpu``.
+        contract: ``"module:attribute"`` of a mapping from variant to :class:`veomni_core.ops.contract.Contract`.
+            Imported only when a kernel is checked or a site is proven.
+        description: one line for ``veomni list``.
+        variant_aliases: other names of variants.
+        published: known kernel names, each with the distribution that provides it (empty: none does yet). With these, a
+            kernel that is not installed can be told apart from a misspelt name.
+        legacy_values: old kernel names, each with the present one.
+        follows_autocast: whether under ``torch.autocast`` the op computes in autocast's dtype, whatever the dtype of
+            its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
     """
 
     name: str
@@ -149,29 +170,32 @@ class OpSpec:
         require_boolean(owner, "follows_autocast", self.follows_autocast)
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
-            raise SpecError(f"{owner}: variants is empty, and an op needs at least one")
+            raise SpecError(f"{owner}: variants is empty; list at least one")
         for name in ("variant_aliases", "published", "legacy_values"):
             require_mapping(owner, name, getattr(self, name), str)
         for alias, variant in self.variant_aliases.items():
             if variant not in self.variants:
                 raise SpecError(
-                    f"{owner}: variant_aliases[{alias!r}] is {variant!r}, which is no variant. "
+                    f"{owner}: variant_aliases[{alias!r}] is {variant!r}, which is not one of its variants. "
                     f"{did_you_mean(variant, self.variants)}"
                 )
 
     def canonical_variant(self, variant: str) -> str:
-        """``variant``, or the variant that it is an alias of."""
+        """``variant`` with an alias resolved."""
         return self.variant_aliases.get(variant, variant)
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device type that the core does not know: how to see it, products that can be named, and its preset.
+    """A device type that the core does not know.
 
-    ``detect`` names (``"module:attribute"``) a function without parameters that returns a
-    :class:`~veomni_core.hardware.Hardware`, or ``None`` where there is no such device. ``preset`` maps config fields
-    to the values that ``preset: <device_type>`` fills in; other fields are then eager. Without it there is no such
-    preset.
+    Args:
+        device_type: its name, as torch calls it.
+        detect: ``"module:attribute"`` of a function without parameters that returns a
+            :class:`~veomni_core.hardware.Hardware`, or ``None`` if this machine has no such device.
+        named: products that can be named on the command line (``--hardware``), each with its hardware.
+        preset: the values that ``preset: <device_type>`` fills in, by config field; other fields are then eager. If it
+            is empty, there is no such preset.
     """
 
     device_type: str
@@ -191,10 +215,14 @@ class DeviceSpec:
 class SiteRule:
     """How to find an op in models, and how to put a kernel there.
 
-    ``locator`` names (``"module:attribute"``) a class without constructor parameters that has the two methods of
-    :class:`veomni_core.sites.site.SiteLocator`. ``order`` says whose changes are applied first (low first) where two
-    rules change one module. ``installs_eager`` marks an op whose eager code must itself be selected. A rule that looks
-    at no parameter then, as it says by ``reads_parameters=False``, is run even where FSDP1 has flattened them.
+    Args:
+        name: the rule's name, for messages.
+        locator: ``"module:attribute"`` of a class without constructor parameters that has the two methods of
+            :class:`veomni_core.sites.site.SiteLocator`.
+        order: rules with a low order apply their changes first, which matters if two rules change one module.
+        installs_eager: whether ``eager`` must be installed too, because the model may be set to something else.
+        reads_parameters: whether the rule looks at parameters. A rule that doesn't also runs on models whose parameters
+            FSDP1 has flattened.
     """
 
     name: str
@@ -214,10 +242,11 @@ class SiteRule:
 
 @dataclass(frozen=True)
 class JobConditions:
-    """What a job's other sections say that its plan depends on.
+    """What a plan depends on besides a job's ``model`` section.
 
-    ``device`` is where it runs, as torch names devices; the machine's accelerator where it is ``None``. ``autocast`` is
-    the dtype of the autocast that it trains under, ``None`` for none.
+    Args:
+        device: where the job runs, as torch names devices; ``None`` for the machine's accelerator.
+        autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
     """
 
     device: str | None = None
@@ -226,13 +255,16 @@ class JobConditions:
 
 @dataclass(frozen=True)
 class CommandSpec:
-    """A verb that a plugin adds to the ``veomni`` command line.
+    """A subcommand of the ``veomni`` command line.
 
-    ``target`` names (``"module:attribute"``) a function that typer can turn into a command; it is imported only when
-    the verb is used. ``job_check`` is for a verb that runs jobs: it names a function that takes a job file's path and
-    raises what the verb would raise for what the file says. ``veomni plan`` calls it for jobs that have other sections
-    than ``model``, so that it accepts no job that the verb refuses. It may return :class:`JobConditions`, under which
-    the verb would plan.
+    Args:
+        name: the subcommand's name.
+        target: ``"module:attribute"`` of a function that typer can turn into a command. Imported only when it is used.
+        help: one line for ``veomni --help``.
+        job_check: for a subcommand that runs jobs, ``"module:attribute"`` of a function that takes the path of a job
+            file and raises what the subcommand would raise for that job. It may return the :class:`JobConditions` under
+            which the subcommand would plan. ``veomni plan`` calls it for jobs with sections besides ``model``, so that
+            it refuses the same jobs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Plain-text tables, drawn by rich, for reports that are printed, logged and written to files."""
+"""Plain-text tables, made with rich, for reports that are printed, logged or written to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify=True``: every kernel against its contract, and every bound site against its module's own code."""
+"""``verify=True``: checks every kernel against its contract, and every bound site against its module's own code."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from veomni_core.testing import check_kernel
 
 
 def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Verification:
-    """Run the plan's kernels on the model's device and in its dtype; ``model`` is unbound, and is left as it was.
+    """Run the plan's kernels on the model's device and in its dtype. ``model`` must be unbound, and is left unchanged.
 
-    Under autocast, kernels that follow it run in its dtype, and sites within it.
+    If the plan has an autocast dtype, kernels of ops that follow autocast are checked in that dtype, and sites run
+    under that autocast.
 
-    Each site is compared on what its module gets in a forward of the whole model on a few tokens: its results, and the
-    gradients that reach its floating inputs and its own parameters, with nothing but this one site bound.
+    For each site, a forward of the whole model on a few tokens records the inputs of its module. On these inputs the
+    module runs twice: with its own code, and with only this site bound. The results are compared, and the gradients of
+    its floating-point inputs and of its own parameters.
 
     Raises:
-        ConformanceError: a kernel breaks its contract, or a site differs from its module's own code by more than two
-            results that both keep to the contract could.
+        ConformanceError: a kernel breaks its contract, or a site differs from its module's own code by more than twice
+            the contract's tolerance.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         no_weights = "the model has weights on the meta device, where nothing can be computed"
@@ -74,7 +76,11 @@ def _compare(
     contract: Contract,
     autocast: str | None,
 ) -> str:
-    """Why the site could not be compared, or an empty string where both runs agree."""
+    """Compare one site with its module's own code. Returns why that was not possible; empty if both agree.
+
+    Raises:
+        ConformanceError: they differ.
+    """
     module, path = model.get_submodule(decision.site.path), decision.site.path
     own = Run.of(module, call, autocast)
     if own.problem:

@@ -1,4 +1,4 @@
-"""The ``veomni`` command: 0 is good, 1 falls short, 2 is bad usage."""
+"""The ``veomni`` command. Exit codes: 0 success, 1 something fails or can't be had here, 2 wrong usage."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def main() -> None:
 
 
 def exit_code(error: VeOmniError) -> int:
-    """2 where the command line or the job file must be corrected, 1 where what it asks for can't be had here."""
+    """2 if the command line or the job file must be corrected, 1 if this machine can't provide what they request."""
     falls_short = isinstance(error, (KernelUnavailableError, NoSiteError)) or not isinstance(error, ConfigError)
     return FALLS_SHORT if falls_short else BAD_USAGE

@@ -1,4 +1,4 @@
-"""``python -m veomni_core.cli`` is ``veomni``."""
+"""Makes ``python -m veomni_core.cli`` run ``veomni``."""
 
 from veomni_core.cli import main
 

@@ -1,4 +1,4 @@
-"""Assembles the command line; a verb's module is imported only when the verb is used."""
+"""Assembles the command line. The module of a subcommand is imported only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILTIN_VERBS = (
 
 
 class _Verbs(TyperGroup):
-    """The built-in verbs, and those that plugins bring."""
+    """The built-in subcommands, and those of plugins."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self._verbs())

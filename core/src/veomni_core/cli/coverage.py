@@ -16,7 +16,7 @@ from veomni_core.tables import render_table
 
 def coverage(
     transformers_models: Annotated[str, typer.Option(help="Which models: all, causal, vlm or seq2seq.")] = "causal",
-    page: Annotated[Path | None, typer.Option(help="Write the whole account to this Markdown file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the full report to this Markdown file.")] = None,
     json: AsJson = False,
 ) -> None:
     """Build every model type on the meta device, prove its sites, and count what binds."""

@@ -1,4 +1,4 @@
-"""``veomni doctor``: each plugin loaded in a process of its own, then all together; and what could be installed."""
+"""``veomni doctor``: loads each plugin in a separate process, then checks all together, and says what to install."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def doctor(
 ) -> None:
     """Say what each plugin imports, how long it takes, whether it initialises CUDA; exit 1 if one fails or conflicts.
 
-    Each is loaded in a process of its own. What loads there is then judged together, as a job would see it: plugins may
-    contradict each other, and a kernel may be for another plugin's op.
+    Each plugin is loaded in a separate process. The plugins that load are then loaded together, as in a job: plugins
+    may conflict, and a kernel may be for another plugin's op.
     """
-    # Autoload is off here, so that a plugin that hangs or crashes does so in its own process only.
+    # With autoload off in this process, a plugin that hangs or crashes does so only in its separate process.
     installed = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": ""})
     alone = [_examine(record, timeout) for record in installed.plugins if record.name != "veomni-core"]
     loaded = ",".join(report["name"] for report in alone if report["status"] == "loaded")
@@ -40,7 +40,7 @@ def doctor(
         found = {"hardware": hardware.describe(), "plugins": reports, "conflicts": list(conflicts), "gains": gains}
         print_json(found)
     else:
-        print(f"hardware: {hardware.describe()}, {hardware.count} of it\n")
+        print(f"hardware: {hardware.describe()}, count {hardware.count}\n")
         print(_table(reports))
         for conflict in conflicts:
             print(f"conflict: {conflict}")
@@ -51,7 +51,7 @@ def doctor(
 
 
 def _together(report: dict[str, Any], registry: Registry, hardware: Hardware) -> dict[str, Any]:
-    """``report`` of a plugin that was loaded alone, with what the joint registry says of it."""
+    """``report`` on a plugin that was loaded alone, updated from the registry of all plugins together."""
     if report["status"] != "loaded":
         return report
     record = registry.plugin(report["name"])
@@ -89,7 +89,7 @@ def _examine(record: PluginRecord, timeout: float) -> dict[str, Any]:
         **os.environ,
         "VEOMNI_PLUGINS": record.name,
         "VEOMNI_PLUGINS_BLOCK": "",
-        # A device library that torch would load by itself, and that is broken, fails in its own plugin's process only.
+        # Stops torch from loading device libraries by itself: a broken one then affects only its own plugin's process.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
     environment.pop("VEOMNI_PLUGINS_STRICT", None)
@@ -118,7 +118,7 @@ def _examine(record: PluginRecord, timeout: float) -> dict[str, Any]:
 
 
 def _gains(registry: Registry) -> list[dict[str, Any]]:
-    """Distributions that are published and not installed, with the config values that each would bring."""
+    """Published distributions that are not installed, with the config values that each would add."""
     installed = {record.distribution for record in registry.plugins}
     values: dict[str, list[str]] = {}
     for op in registry.ops.values():

@@ -1,4 +1,4 @@
-"""Loads one plugin in this process and prints what that did, as one line of JSON. Run by ``veomni doctor``."""
+"""Loads one plugin in this process and prints the effects as one line of JSON. Run by ``veomni doctor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from veomni_core.registry import detect
 
 
 def probe(name: str) -> dict[str, object]:
-    """Load the plugin ``name``, which ``VEOMNI_PLUGINS`` allows, and look at what changed."""
+    """Load the plugin ``name``, the only one in ``VEOMNI_PLUGINS``, and report what changed in the process."""
     before = set(sys.modules)
     registry = discover()
     record = registry.plugin(name)

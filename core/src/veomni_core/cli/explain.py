@@ -1,4 +1,4 @@
-"""``veomni explain OP``: why each kernel would or would not run here, and what an installation would change."""
+"""``veomni explain OP``: why each kernel would or would not run here, and what installing a package would add."""
 
 from __future__ import annotations
 

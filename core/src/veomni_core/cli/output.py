@@ -1,4 +1,4 @@
-"""How verbs print: a table for people, JSON for programs."""
+"""Output options that subcommands share: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 HardwareName = Annotated[
     str | None,
-    typer.Option("--hardware", help="Plan for this hardware (h200, a100, sm75, ...) instead of what is here."),
+    typer.Option("--hardware", help="Plan for this hardware (h200, a100, sm75, ...) instead of this machine's."),
 ]
 
 
 def print_json(value: Any) -> None:
-    """``value`` as JSON on standard output."""
+    """Print ``value`` as JSON to standard output."""
     print(json.dumps(value, indent=1))

@@ -28,7 +28,7 @@ def plan_job(
     """Check the job, build its model on the meta device, find its sites, and print the plan."""
     data = load_yaml(job)
     registry = discover()
-    # Before torch is imported: a device's own library may break that, and its plugin knows why.
+    # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     conditions = _conditions(data, job, registry)
     if conditions.device and not hardware:
@@ -52,7 +52,10 @@ def plan_job(
 
 
 def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobConditions:
-    """What the verb that runs this job says of it, or what it would raise; a job of a model alone is none's yet."""
+    """The conditions under which a plugin's subcommand would run this job; raises what that subcommand would raise.
+
+    A job with only a ``model`` section is not checked.
+    """
     others = [str(name) for name in data if name != "model"]
     if not others:
         return JobConditions()
@@ -65,7 +68,7 @@ def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobCo
             problems[verb.name] = error
     if not verbs:
         sections = ", ".join(others)
-        print(f"not checked: {sections}. No installed plugin runs jobs; veomni-trainer does", file=sys.stderr)
+        print(f"not checked: {sections}. No installed plugin runs jobs; install veomni-trainer", file=sys.stderr)
     elif len(problems) == 1:
         raise next(iter(problems.values()))
     else:

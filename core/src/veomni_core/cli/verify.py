@@ -1,4 +1,4 @@
-"""``veomni verify PLUGIN``: every kernel of a plugin through its op's contract, each in a process of its own."""
+"""``veomni verify PLUGIN``: runs each kernel of a plugin through its op's contract, in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from veomni_core.tables import render_table
 
 def verify(
     plugin: Annotated[str, typer.Argument(help="A plugin's name or its distribution's.")],
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; what is here, without it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: what is found here.")] = None,
     kernel: Annotated[str | None, typer.Option(help="Only kernels of this name, or op/variant:name.")] = None,
     op: Annotated[str | None, typer.Option(help="Only kernels of this op, or of this config field.")] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.")] = None,
@@ -26,15 +26,15 @@ def verify(
     jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     json: AsJson = False,
 ) -> None:
-    """Run every kernel that can run here, in every dtype it declares; exit 1 if one falls short, or none ran."""
+    """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none ran."""
     registry = discover()
     record = registry.plugin(plugin)
     if not record.healthy:
         raise PluginError(f"{record} {record.status}: {record.problem}")
     if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+        raise typer.BadParameter(f"{dtype!r} is not a dtype; write one of {', '.join(DTYPES)}", param_hint="--dtype")
 
-    # Before torch is imported: a device's own library may break that, and its plugin knows why.
+    # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     hardware, device = _chosen(registry.detect_hardware(), device)
     ops = {name for name, spec in registry.ops.items() if op in (None, name, spec.config_field)}
     asked = [spec for spec in record.kernels if spec.op_name in ops and kernel in (None, spec.name, str(spec))]
@@ -63,10 +63,14 @@ def verify(
 
 
 def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
-    """What kernels' requirements are held against, and the device to run on.
+    """The hardware against which requirements are checked, and torch's name of the device to run on.
+
+    Args:
+        found: the hardware of this machine.
+        asked: the value of ``--device``.
 
     Raises:
-        HostError: ``asked`` is not on this machine.
+        HostError: this machine has no device ``asked``.
     """
     if asked is None:
         return found, found.device_type
@@ -77,11 +81,11 @@ def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
     here = {"cuda", "rocm"} if found.device_type == "rocm" else {found.device_type}
     if kind not in here:
         raise HostError(
-            f"--device {asked} was asked for, and no such device is here ({found.describe()}): run this on a machine "
-            "that has one, or leave --device out"
+            f"--device {asked}: this machine has no such device ({found.describe()}); run this on a machine that has "
+            "one, or leave out --device"
         )
     if index and not (index.isdecimal() and int(index) < found.count):
-        raise HostError(f"--device {asked} was asked for, and {kind} devices are numbered 0 to {found.count - 1} here")
+        raise HostError(f"--device {asked}: this machine's {kind} devices are numbered 0 to {found.count - 1}")
     # torch calls AMD's GPUs cuda too.
     return found, f"{'cuda' if kind == 'rocm' else kind}{':' if index else ''}{index}"
 
@@ -92,4 +96,4 @@ def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, known:
     if rows:
         return "every kernel was skipped"
     asked = " ".join(f"--{name} {value}" for name, value in (("kernel", kernel), ("op", op)) if value)
-    return f"no kernel answers to {asked}; there are {', '.join(known)}" if asked else "the plugin brings no kernel"
+    return f"no kernel matches {asked}; the plugin has {', '.join(known)}" if asked else "the plugin has no kernels"

@@ -14,7 +14,7 @@ from veomni_core.testing import check_kernel
 
 
 def probe(plugin: str, kernel: str, device: str, dtypes: list[str]) -> Iterator[dict[str, object]]:
-    """What came of ``kernel`` of ``plugin`` in each dtype."""
+    """Check ``kernel`` of ``plugin`` in each dtype, and yield one row each."""
     registry = discover()
     (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
     for dtype in dtypes:

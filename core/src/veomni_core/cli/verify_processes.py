@@ -1,4 +1,4 @@
-"""Checks one kernel in a process of its own, so that one that exits, crashes or hangs fails alone and by name."""
+"""Checks one kernel in a separate process, so that a kernel that exits, crashes or hangs is reported as failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one kernel in one dtype: one of the four results, and sentences."""
+    """One kernel in one dtype: ``result`` is ``OK``, ``FAILED``, ``SKIPPED`` or ``CONTRACT``, ``detail`` says why."""
 
     kernel: str
     dtype: str
@@ -34,10 +34,10 @@ class Row:
 
 
 def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
-    """One row per dtype; where the process ended before its time, the dtype that it was at has failed."""
+    """Check the kernel; one row per dtype. If the process ends early, the dtype it was checking and the rest fail."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "rows"
-        # Not over its standard output, on which a kernel may print.
+        # Results go through a file, since kernels may print to standard output.
         command = [sys.executable, "-X", "faulthandler", "-m", "veomni_core.cli.verify_probe"]
         problem = _run([*command, plugin, str(spec), device, ",".join(dtypes), str(written)], timeout)
         lines = written.read_text().splitlines() if written.exists() else []
@@ -51,12 +51,12 @@ def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str,
 
 
 def _run(command: list[str], timeout: float) -> str:
-    """Run it, and say how it ended if nobody knows better."""
+    """Run ``command`` and describe how it ended, for the case that it did not write all results."""
     with tempfile.TemporaryFile("w+") as errors:
-        # In a session of its own, so that compilers which it started end with it.
+        # In a separate session, so that compilers that it started are killed with it.
         process = subprocess.Popen(
             command,
-            env={"OMP_NUM_THREADS": "2", **os.environ},  # or as many threads as cores, for each of the processes
+            env={"OMP_NUM_THREADS": "2", **os.environ},  # the default is one thread per core in every process
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

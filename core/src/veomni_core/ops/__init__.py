@@ -1,1 +1,1 @@
-"""The ops that the core defines: one contract per file, listed without torch in ``catalog``."""
+"""The ops that the core defines, with one contract per file. ``catalog`` lists them without importing torch."""

@@ -1,30 +1,34 @@
 """attention: softmax attention with the signature of transformers' ``AttentionInterface``.
 
 ``(module, query[B, Hq, S, D], key[B, Hk, L, D], value[B, Hk, L, Dv], attention_mask, scaling=None, dropout=0.0, ...)
--> (output[B, S, Hq, Dv], weights or None)``. ``module`` holds ``num_key_value_groups``, ``training`` and, unless an
-argument of that name says otherwise, ``is_causal``.
+-> (output[B, S, Hq, Dv], weights or None)``. ``module`` has the attributes ``num_key_value_groups``, ``training`` and
+``is_causal``; an argument ``is_causal`` overrides the latter.
 
-What not every kernel computes is a feature, which a kernel declares in its spec or refuses:
+Whatever not every kernel computes is a feature. A kernel declares the features that it computes in its spec, and raises
+for calls that need others:
 
-- ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (true is kept) or added to the scores;
-- ``padding_mask``: ``attention_mask[B, L]``, false at padding; a causal query whose own key is padding gives zero;
-- ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, itself among them;
-- ``packed``: ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) keep sequences in a batch of one apart;
+- ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (True is kept) or added to the scores;
+- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, the output of a query at padding is
+  zero;
+- ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, including its own;
+- ``packed``: varlen attention. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) delimit the
+  sequences in a batch of one;
 - ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
 - ``softcap_by_lengths``: a softcap with ``padding_mask`` or ``packed``;
-- ``sinks``: ``s_aux[Hq]`` joins each row's softmax as one more score, whose weight is dropped;
-- ``query_sinks``: ``sinks[B, Hq, S, 1]`` does so with a score for each query;
-- ``position_bias``: ``position_bias[1 or B, Hq, S, L]`` is added to the scores, and has a gradient (T5);
-- ``chosen_keys``: of the keys that it may see, a query sees the ``indices[B, S, chosen]`` (sparse attention), or the
-  ``block_indices`` of blocks whose size the module knows, of which the contract has no sample;
-- ``dropout``: of the weights;
-- ``wide_heads``: heads of more than 256, and ``odd_heads``: heads whose width is no multiple of 8.
+- ``sinks``: ``s_aux[Hq]`` is one more score in each row's softmax, whose weight is then dropped;
+- ``query_sinks``: the same with a score per query, ``sinks[B, Hq, S, 1]``;
+- ``position_bias``: ``position_bias[1 or B, Hq, S, L]`` is added to the scores, and gets a gradient (T5);
+- ``chosen_keys``: sparse attention. Of the keys that it may see, a query sees only ``indices[B, S, chosen]``, or the
+  blocks in ``block_indices``, whose size the module knows. The contract has no sample of ``block_indices``;
+- ``dropout``: dropout of the attention weights;
+- ``wide_heads``: a head dimension above 256; ``odd_heads``: a head dimension that is no multiple of 8.
 
-Which masks transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask`` (boolean;
-left out where ``is_causal`` tells it), ``flash_attention_mask`` (of padding, or none) or ``flex_attention_mask`` (a
-``BlockMask``). The plan refuses the kernels of a family at sites where that family's masks don't say what eager's do.
+The kind of mask that transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask``
+(boolean; left out where ``is_causal`` says the same), ``flash_attention_mask`` (of padding, or none) or
+``flex_attention_mask`` (a ``BlockMask``). At a site where such masks don't express what the eager mask does, the plan
+refuses the kernels that take them.
 
-The options in :data:`FEATURES_OF_OPTIONS` come from some models alone; a kernel gives those that it doesn't compute to
+Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
 :func:`refuse`.
 """
 
@@ -42,7 +46,7 @@ from torch.nn import functional as F
 from veomni_core.ops.attention_options import combined_options
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
-# By the family of interfaces whose masks a kernel takes.
+# By the attention interface of transformers whose masks the kernel takes.
 MASK_FEATURES = {
     "sdpa": "sdpa_mask",
     "flash_attention": "flash_attention_mask",
@@ -58,7 +62,7 @@ FEATURES_OF_OPTIONS = {
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """What an attention kernel reads of the module that calls it."""
+    """The attributes that an attention kernel reads from its calling module; samples pass this instead of one."""
 
     num_key_value_groups: int
     is_causal: bool = True
@@ -86,9 +90,9 @@ def standard(
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, with the softmax in float32.
 
-    Key and value heads are shared by groups of query heads. A boolean mask keeps what is true, another one is added.
-    Without a dense mask the attention is causal where ``is_causal``, or else the module, says so, the last query seeing
-    all keys.
+    Each key and value head is shared by ``module.num_key_value_groups`` query heads. A boolean mask keeps what is True;
+    any other mask is added. Without a dense mask, attention is causal if ``is_causal`` (or else the module's attribute)
+    is True; the causal mask is aligned at the bottom right, so the last query sees all keys.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -108,7 +112,7 @@ def standard(
         attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         if padding is not None:
             kept = padding.bool()[:, None, None, :]
-            if causal:  # A query at padding, whose result is zero, may have no other key, and no softmax without one.
+            if causal:  # a query at padding may see no key, and its softmax would be NaN; its output is zeroed below
                 kept = kept | ~padding.bool()[:, None, -scores.shape[-2] :, None]
             attention_mask = attention_mask & kept
     if attention_mask.dtype == torch.bool:
@@ -128,10 +132,10 @@ def standard(
 
 
 def refuse(kernel: str, options: Mapping[str, Any]) -> None:
-    """Passing over them would give other numbers without a word.
+    """Raise instead of silently ignoring options that the kernel does not compute.
 
     Raises:
-        ValueError: naming ``kernel`` and what ``options`` hold of :data:`FEATURES_OF_OPTIONS`.
+        ValueError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`; the message names ``kernel`` and the options.
     """
     if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
         raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
@@ -140,7 +144,7 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
 def visible(
     scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
 ) -> Tensor:
-    """``[S, L]``, true where a query sees a key; a sequence's last query stands at its last key."""
+    """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key."""
     ends = []
     numbers = []
     for length, bounds in zip(scores.shape[-2:], (query_bounds, key_bounds), strict=True):
@@ -160,7 +164,7 @@ def _heads(draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head
 
 
 def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any]:
-    """The options of sequences of these lengths, of their keys where those are others."""
+    """The options of a varlen call with sequences of these lengths; ``key_lengths`` if the keys have other lengths."""
     pairs = (("q", lengths), ("k", lengths if key_lengths is None else key_lengths))
     bounds = {name: F.pad(each.cumsum(0), (1, 0)).int() for name, each in pairs}
     return {
@@ -199,8 +203,9 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     module = AttentionModule(4)
     query, key, value = _heads(draw, 2, 16, 4, 1027, 128)
-    # Each row gives a mean over its keys: of values that grow so, and of weights so alike, all rows' are of one size.
-    # Else the rows of the most keys would be far below the tolerance, and those of few above it by rounding alone.
+    # A causal row averages over all keys up to its own, so its output would shrink with its position. With values that
+    # grow by position and nearly uniform weights, all rows are of one magnitude. Otherwise the tolerance would be far
+    # too loose for rows with many keys, and rows with few keys would exceed it by rounding alone.
     growing = torch.arange(1, 1028, device=device).sqrt().to(dtype)[:, None]
     yield Sample("a model's heads", (module, leaf(query.detach() / 2), key, leaf(value.detach() * growing), None))
     lengths = draw.integers(100, 40, low=1)
@@ -260,7 +265,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     both_kinds = ("dense_mask", "position_bias")
     bias = {"position_bias": leaf(draw.normal(2, 2, 12, 12))}
     yield Sample("position bias, boolean mask", (plain, *heads(2, 2, 2, 12, 32), allowed), bias, needs=both_kinds)
-    preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # a query's own key among them
+    preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # each query sees its own key
     chosen = {"indices": preferred.topk(5).indices}
     yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
     yield from combined_options(device, dtype, _heads, _packed, AttentionModule)

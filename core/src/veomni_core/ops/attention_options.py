@@ -1,7 +1,7 @@
-"""Attention's options one by one and together, as samples whose values alone are compared.
+"""Samples of attention's options, alone and combined, all with ``values_only``.
 
-A kernel that computes each option mostly has a path for it, and it is where two paths meet that one is forgotten. Many
-calls have a shape that was seen before with other options: what a kernel keeps by shape is wrong then.
+Kernels often have a code path per option and forget one option where two meet. Many samples repeat the shape of an
+earlier one with other options, which finds kernels that cache something by shape alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def combined_options(
     packed: Callable[[Tensor], dict[str, Any]],
     module: Callable[..., Any],
 ) -> Iterator[Sample]:
-    """``heads``, ``packed`` and ``module`` make the parts of a call as for the contract's other samples."""
+    """The samples. ``heads``, ``packed`` and ``module`` make the parts of a call, as for the other samples."""
     draw = Draw(device, dtype, seed=4)
 
     def edge(
@@ -51,7 +51,7 @@ def combined_options(
     yield edge("groups of three", shape=(1, 6, 2, 9))
 
     def one_key(name: str, *needs: str, length: int, **kw: Any) -> Sample:
-        """The one weight is 1, so only the value has a gradient; those of query and key cancel but for rounding."""
+        """A single key's weight is 1, so query and key get no gradient but rounding noise; they are detached."""
         query, key, value = heads(draw, 2, 4, 2, length, 32)
         return Sample(name, (module(2), query.detach(), key.detach(), value, None), kw, needs, values_only=True)
 
@@ -60,7 +60,7 @@ def combined_options(
     yield across("across, not causal", causal=False)
 
     some = draw.normal(2, 4, 12, 12).float() > 0
-    some |= torch.eye(12, dtype=torch.bool, device=device)  # a row without any key has no softmax
+    some |= torch.eye(12, dtype=torch.bool, device=device)  # a row without any key would give NaN
     dense, square = ("dense_mask",), (2, 4, 2, 12)
     yield edge("a mask for each head, given scaling", *dense, mask=some, shape=square, scaling=0.3)
     yield edge("another mask at a shape seen before", *dense, mask=some[:, :1], shape=square)

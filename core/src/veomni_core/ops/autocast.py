@@ -1,8 +1,9 @@
-"""What ``torch.autocast`` does to the operands of an eager op, for kernels that it doesn't know.
+"""Does for kernels what ``torch.autocast`` does to the operands of PyTorch's own ops.
 
 Under autocast, PyTorch's dispatcher casts the operands of a matrix product to one dtype before the product runs, and
-leaves the inputs of elementwise code as they are. A kernel's operator is nothing that it knows, so a kernel with matrix
-products casts by :func:`product_operands`. Casts are differentiable: gradients come back in the operands' own dtypes.
+leaves the inputs of elementwise code as they are. It has no rule for a kernel's custom operator. So a kernel with
+matrix products casts its operands itself, with :func:`product_operands`. The casts are differentiable: gradients have
+the operands' original dtypes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ Call = Callable[..., Any]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype in which matrix products run on such devices here; ``None`` where autocast is off for them.
+    """The dtype to which autocast currently casts matrix products on ``device_type``; ``None`` if it is off there.
 
-    It is always off for ``meta``, of which PyTorch can't be asked. (``torch.amp.is_autocast_available`` would tell, but
+    For ``meta`` it counts as off, since PyTorch raises when asked. (``torch.amp.is_autocast_available`` would tell, but
     PyTorch 2.11 can't compile it.)
     """
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -34,7 +35,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def cast_as_autocast(tensor: Tensor) -> Tensor:
-    """``tensor`` as a matrix product here would take it. As autocast does, float64 and integers are left alone."""
+    """Cast ``tensor`` as autocast would for a matrix product: float64 and integers stay as they are."""
     dtype = autocast_dtype(tensor.device.type)
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -44,15 +45,20 @@ def cast_as_autocast(tensor: Tensor) -> Tensor:
 def product_operands(
     kernel: str, *, dtypes: tuple[torch.dtype, ...] = (), **operands: Tensor | None
 ) -> tuple[Any, ...]:
-    """The operands of ``kernel``'s matrix products, in order, each as :func:`cast_as_autocast` gives it, or ``None``.
+    """Cast the operands of a kernel's matrix products with :func:`cast_as_autocast`, and check their dtypes.
 
-    ``dtypes`` are those in which the products are right, where that is not so in all. A kernel that was planned for
-    autocast is stopped by them in a forward outside of it.
+    Args:
+        kernel: the kernel's name, for messages.
+        dtypes: the dtypes in which the kernel's products are right; empty for all. This stops a kernel that was planned
+            for autocast in a forward that runs without it.
+        operands: the operands by name; ``None`` stays ``None``.
+
+    Returns:
+        The operands, in order.
 
     Raises:
-        TypeError: they differ in dtype. Eager code raises there too, but from within its first product. Or they are in
-            none of ``dtypes``, or one is a DTensor, as a weight is that tensor parallel sharded after the kernel was
-            bound.
+        TypeError: the operands differ in dtype (eager code would raise too, from its first product); their dtype is not
+            in ``dtypes``; or one is a DTensor, as weights are that tensor parallelism has sharded after bind.
     """
     sharded = [name for name, tensor in operands.items() if _is_dtensor(tensor)]
     if sharded:
@@ -82,9 +88,10 @@ def _is_dtensor(tensor: Tensor | None) -> bool:
 
 
 def as_softmax_takes(tensor: Tensor) -> Tensor:
-    """``tensor`` in the dtype in which ``torch.softmax`` of it is computed and given here.
+    """Cast ``tensor`` to the dtype in which ``torch.softmax`` currently computes.
 
-    Autocast takes softmax in float32 on CUDA, and in its input's dtype on the CPU; so PyTorch is asked, with no rows.
+    Autocast runs softmax in float32 on CUDA, and in the input's dtype on the CPU. So this asks PyTorch, with a softmax
+    of zero rows.
     """
     if autocast_dtype(tensor.device.type) is None:
         return tensor
@@ -92,12 +99,12 @@ def as_softmax_takes(tensor: Tensor) -> Tensor:
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:
-    """A context in which matrix products on such devices run in their operands' own dtypes."""
+    """A context in which autocast is off for ``device_type``."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def without_autocast(function: Call) -> Call:
-    """Decorates forward or backward of an ``autograd.Function``, which then runs in :func:`autocast_off`."""
+    """Decorates forward or backward of an ``autograd.Function`` to run with :func:`autocast_off`."""
 
     @functools.wraps(function)
     def run(ctx: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The built-in ops and the rules that find them, described without torch."""
+"""The specs of the built-in ops and of the site rules that find them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
             "npu_fusion_attention": "veomni-npu",
             "native-sparse": "",
         },
-        # The names that VeOmni's own trainer writes; sharing sequences is asked for by sp_size, whatever the kernel.
+        # The names in VeOmni's own trainer. Sequence parallelism is set by sp_size, independently of the kernel.
         legacy_values={f"veomni_flash_attention_{n}_with_sp": f"flash_attention_{n}" for n in (2, 3, 4)},
     ),
     OpSpec(
@@ -145,7 +145,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
 )
 
-# Rules that clone a function come before those that wrap it, so that a clone never has to look through a wrapper.
+# Rules that clone a function have a lower order than rules that wrap it, so that none has to clone a wrapper.
 BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("norm modules", "veomni_core.sites.norms:NormModules", order=10),
     SiteRule("gated norm modules", "veomni_core.sites.gated_norms:GatedNormModules", order=10),

@@ -1,4 +1,4 @@
-"""What a contract is made of: an eager reference, sample inputs, and how far a kernel may be from the exact result."""
+"""The parts of an op's contract: an eager reference, sample inputs, and tolerances."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ _seed_shift: ContextVar[int] = ContextVar("seed_shift", default=0)
 
 
 class Size(IntEnum):
-    """How much one call of a sample computes, and so where the conformance check runs it."""
+    """How much one call of a sample computes, which decides where the conformance check runs it."""
 
-    SMALL = 0  # everywhere
-    BEYOND_A_TILE = 1  # wherever kernels run compiled
-    LARGE = 2  # on accelerators
+    SMALL = 0  # runs everywhere
+    BEYOND_A_TILE = 1  # runs everywhere but in an interpreter
+    LARGE = 2  # runs on accelerators only
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an op. Tensors that require gradients are the ones whose gradients are compared.
+    """One call of an op.
 
-    ``needs`` names what the call asks for beyond what every kernel of the op computes: a kernel whose spec declares
-    all of these ``features`` must compute it, and any other must raise. ``values_only`` keeps the check to the sample's
-    values and gradients: it asks nothing of it that another sample was not asked, as what training does with a kernel.
+    Args:
+        name: the sample's name in reports.
+        args: the positional arguments. Gradients are compared for the tensors that require them, here and in
+            ``kwargs``.
+        kwargs: the keyword arguments.
+        needs: the features that the call needs. A kernel whose spec declares all of them in ``features`` must compute
+            the call; any other kernel must raise.
+        values_only: check only values and gradients on this sample, not the situations of training
+            (:func:`veomni_core.testing.check_kernel`), which other samples cover.
     """
 
     name: str
@@ -45,10 +51,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a result ``y`` may be from the float64 oracle ``o``; both bounds must hold.
+    """How far a result ``y`` may be from the float64 oracle ``o``. Both bounds must hold.
 
-    Every element: ``|y - o| <= element * (|o| + rms(o))``. As a whole: ``norm(y - o) <= norm * norm(o)``, which
-    averages rounding out and so can be far tighter.
+    Args:
+        element: the bound for every element, ``|y - o| <= element * (|o| + rms(o))``.
+        norm: the bound for the whole tensor, ``norm(y - o) <= norm * norm(o)``. Rounding averages out in it, so it can
+            be far tighter.
     """
 
     element: float
@@ -56,7 +64,7 @@ class Tolerance:
 
 
 def no_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """For a contract without samples of one size."""
+    """The sample maker of a contract that has no samples of some size."""
     return iter(())
 
 
@@ -64,13 +72,21 @@ def no_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 class Contract:
     """What a kernel of one variant of one op must compute, and how closely.
 
-    ``reference`` is the eager mathematics in plain PyTorch; on float64 inputs it is the oracle. ``samples`` yields the
-    same small calls each time it is asked (fixed seed) for a device and a dtype; ``beyond_a_tile`` does so with calls
-    that are larger than the blocks into which kernels cut their inputs, and ``large`` with ones of the sizes that
-    models have, too slow for a CPU (see :class:`Size`). ``values`` and ``gradients`` hold a
-    :class:`Tolerance` per dtype name. ``rounding`` bounds, per dtype name, the share of elements of the result that
-    may differ in any bit from the reference run in that same dtype: it tells apart variants that differ only in where
-    they round. ``primary`` picks the tensors to compare out of what a call returns.
+    The sample makers take a device and a dtype and yield the same calls every time (fixed seed).
+
+    Args:
+        op_name: the op.
+        variant: the variant.
+        reference: the mathematics in plain PyTorch, with the call signature that kernels have. On float64 inputs it is
+            the oracle.
+        samples: makes small calls.
+        values: the tolerance of results, by dtype name (``"bfloat16"``).
+        gradients: the tolerance of gradients, by dtype name.
+        rounding: by dtype name, the largest share of a result's elements that may differ in any bit from the reference
+            in that same dtype. It tells apart variants that differ only in where they round.
+        beyond_a_tile: makes calls that are larger than one tile of a kernel (see :class:`Size`).
+        large: makes calls of real models' sizes, which are too slow for a CPU.
+        primary: picks the tensors to compare out of what a call returns.
     """
 
     op_name: str
@@ -105,25 +121,25 @@ def contract_for(op: OpSpec, variant: str) -> Contract:
 
 
 def as_tensors(result: Any) -> tuple[Tensor, ...]:
-    """The tensors of a call's result, in order."""
+    """The result of a call as a tuple of tensors."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that references compute in: float32, or float64 when they serve as the oracle."""
+    """The dtype in which references compute: float32, or float64 for the oracle's float64 inputs."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as configs and specs write it: ``bfloat16``."""
+    """The dtype's name in configs and specs: ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
 def other_values(shift: int = 1) -> Iterator[None]:
-    """Inside, every :class:`Draw` starts from another seed: samples keep their names and shapes, and hold other values.
+    """A context in which every :class:`Draw` starts from another seed: samples have the same shapes and other values.
 
-    The check uses them as the next batch, or as the weights after an optimizer step.
+    The conformance check uses them as the next batch, or as the weights after an optimizer step.
     """
     token = _seed_shift.set(shift)
     try:
@@ -133,14 +149,14 @@ def other_values(shift: int = 1) -> Iterator[None]:
 
 
 class Draw:
-    """Seeded random tensors of one device and dtype; the same sequence on every machine (drawn on the CPU)."""
+    """Draws seeded random tensors of one device and dtype, on the CPU, so that every machine gets the same values."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
         self._generator = torch.Generator().manual_seed(seed + 7919 * _seed_shift.get())
 
     def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        """Normal values; not a leaf that requires gradients, see :func:`leaf`."""
+        """Normally distributed values. They don't require gradients; see :func:`leaf`."""
         values = torch.randn(*shape, generator=self._generator, dtype=torch.float64) * scale + shift
         return values.to(self.device, self.dtype)
 
@@ -150,5 +166,5 @@ class Draw:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """``tensor``, with its strides as they are, as a leaf whose gradient is wanted."""
+    """``tensor`` as a leaf that requires gradients, with the same strides and memory."""
     return tensor.detach().requires_grad_()

@@ -1,6 +1,6 @@
 """cross_entropy_loss: the loss of a language model's head, or of a sequence classifier, as a float32 scalar.
 
-``causal`` takes hidden states and the output projection's weight, so that a kernel need not hold all logits at once.
+``causal`` takes hidden states and the output projection's weight, so that a kernel can avoid materialising all logits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ def causal(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against ``labels[T]``, which arrive shifted.
+    """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against ``labels[T]``. If all are ignored, it is 0.
 
-    ``scale`` multiplies the logits, then ``softcap`` bounds them by ``softcap * tanh(logits / softcap)``. With
-    ``num_items_in_batch`` the sum is divided by it instead. Without any label that counts the loss is 0, with zero
-    gradients.
+    Args:
+        hidden: hidden states ``[T, H]``.
+        weight: the output projection ``[V, H]``.
+        labels: int64 ``[T]``, already shifted.
+        bias: the projection's bias ``[V]``.
+        ignore_index: the label that doesn't count.
+        num_items_in_batch: divide the sum by this instead of by the number of labels that count.
+        softcap: bounds the logits, after ``scale``: ``softcap * tanh(logits / softcap)``.
+        scale: multiplies the logits.
     """
     logits = F.linear(hidden, weight, bias)
     if scale is not None:
@@ -45,7 +51,7 @@ def causal(
 
 
 def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Mean cross entropy of pooled ``logits[B, C]`` against ``labels[B]``; 0 where no label counts."""
+    """Mean cross entropy of pooled ``logits[B, C]`` against ``labels[B]``; 0 if all labels are ignored."""
     total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
     return total / (labels != ignore_index).sum().clamp_min(1)
 
@@ -75,7 +81,7 @@ def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
 
 
 def _causal_edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Options one by one and together, and label counts at their ends."""
+    """Options alone and combined, and extreme counts: no token, one token, all labels ignored."""
     draw = Draw(device, dtype, seed=3)
 
     def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
@@ -87,7 +93,7 @@ def _causal_edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def biased(ignored: int = 3) -> tuple[Tensor, ...]:
         return *problem(ignored=ignored), leaf(draw.normal(64))
 
-    # As many tokens as in samples before, of which another count is ignored: what is kept by shape is wrong now.
+    # Shapes of earlier samples with another number of ignored labels: finds kernels that cache something by shape.
     yield edge("softcap alone", problem(), softcap=2.0)
     yield edge("scale alone", problem(ignored=7), scale=0.25)
     yield edge("bias, ignored labels", biased())
@@ -119,7 +125,7 @@ def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100))
     yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936))
-    # Divided by the tokens that are there, the gradients would be subnormal in float16.
+    # Divided by the number of tokens, the gradients would be subnormal in float16.
     items = {"num_items_in_batch": 257}
     yield Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9), items)
 
@@ -149,8 +155,8 @@ def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator
     yield Sample("many rows", (leaf(draw.normal(1031, 9)), draw.integers(9, 1031)))
 
 
-# The loss is one float32 number, but in low precision each logit is rounded before it enters: at a logit of 60 that is
-# an eighth in bf16, which moves probabilities, and so gradients, by as much.
+# The loss is one float32 number, but in low precision every logit is rounded first. In bf16 the rounding error of a
+# logit of 60 is up to an eighth, which changes probabilities, and so gradients, by about as much.
 VALUES = {
     "float32": Tolerance(element=4e-6, norm=4e-6),
     "bfloat16": Tolerance(element=1e-2, norm=1e-2),

@@ -1,4 +1,4 @@
-"""For kernels whose gradient is a kernel too, which autograd can't differentiate again."""
+"""For kernels whose backward is a kernel too: autograd can't differentiate it a second time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Backward = Callable[..., Any]
 
 
 def first_derivatives_only(backward: Backward) -> Backward:
-    """Decorates the backward of an ``autograd.Function`` or an operator: asked for a second derivative, it raises.
+    """Decorates the backward of an ``autograd.Function`` or of a custom operator, so that double backward raises.
 
-    Autograd would take what the backward computes for constants, and give a gradient penalty without some of its terms,
-    or none. torch's own ``once_differentiable`` keeps silent where saved tensors alone want a gradient.
+    Otherwise autograd would treat what the backward computes as constants, and the gradient of a gradient penalty would
+    miss terms. torch's own ``once_differentiable`` does not raise if only saved tensors require gradients.
 
     Raises:
-        RuntimeError: in backward, where it runs with ``create_graph=True``.
+        RuntimeError: in backward, if it runs with ``create_graph=True``.
     """
 
     @functools.wraps(backward)

@@ -1,9 +1,10 @@
 """load_balancing_loss: Switch Transformers' auxiliary loss (Fedus et al. 2021, equations 4 to 6).
 
 ``(gate_logits: tuple of [T, E], num_experts, top_k, attention_mask[B, S] or None) -> scalar`` in float32, with the
-value and the gradient of transformers' ``load_balancing_loss_func``. The variants are the other functions of that name,
-each with its own arguments. Where they take a tuple of logits, they return the number 0 for anything that is not one
-(``None``: the model collected no router logits), and for an empty one (no layer has a router), as transformers does.
+value and the gradient of transformers' ``load_balancing_loss_func``. The other variants are the other functions of that
+name in transformers, each with its own arguments. Variants that take a tuple of logits return the number 0, as
+transformers does, if they get no tuple (``None``: the model collected no router logits) or an empty one (no layer has a
+router).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_
 def standard(
     gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> Tensor | int:
-    """``E * sum over experts of (share of routes to it) * (mean probability of it)``, over all layers' tokens.
+    """``E * sum over experts of (routes to the expert per token) * (mean probability of the expert)``.
 
-    A token that ``attention_mask`` marks 0 counts in neither. Probabilities are rounded to the logits' dtype, sums are
-    float32. The gradient reaches the logits through the probabilities only. 0 where there are no logits.
+    Both are means over the tokens of all layers. Tokens with a 0 in ``attention_mask`` are left out of both.
+    Probabilities are rounded to the logits' dtype; sums are in float32. The gradient reaches the logits through the
+    probabilities only. The result is 0 if there are no logits.
     """
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
@@ -47,8 +49,8 @@ def standard(
 def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
     """``E² * mean over batch and experts of (share of tokens routed) * (mean probability)`` (Switch Transformers).
 
-    Takes probabilities ``[B, S, E]`` and the experts that were chosen, ``[B, S]`` or ``[B, S, K]``; an expert that a
-    token chose twice counts once.
+    Takes probabilities ``[B, S, E]`` and the chosen experts, ``[B, S]`` or ``[B, S, K]``. If a token chose an expert
+    twice, it counts once.
     """
     experts = router_probs.shape[-1]
     chosen = expert_indices.long().reshape(*router_probs.shape[:2], -1)
@@ -63,9 +65,9 @@ def product_keys(
     top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Tensor | float:
-    """:func:`standard` for experts that are pairs of keys (Doge), with the share taken of all routes, not of tokens.
+    """:func:`standard` for experts that are pairs of keys (Doge), divided by ``top_k``.
 
-    A layer's logits ``[2, T, num_keys]`` score the first and the second key; a pair's score is their sum.
+    A layer's logits ``[2, T, num_keys]`` score the first and the second key. The score of a pair is the sum of both.
     """
     if not isinstance(gate_logits, tuple):
         return 0
@@ -74,8 +76,8 @@ def product_keys(
 
 
 def _logits(draw: Draw, layers: int, tokens: int, experts: int, skew: float = 0.0) -> tuple[Tensor, ...]:
-    # A permutation of well-separated levels per token: ties, and differences that rounding closes, would make the
-    # top k a matter of taste. Over many tokens balanced routes have a gradient of next to zero, which `skew` lifts.
+    # Per token a permutation of well-separated levels: with ties, or differences that rounding removes, the top k would
+    # be ambiguous. Over many tokens, balanced routes give gradients close to zero; `skew` makes them larger.
     levels = torch.linspace(-3.0, 3.0, experts, dtype=torch.float64, device=draw.device)
     shift = skew * torch.linspace(-1.0, 1.0, experts, dtype=torch.float64, device=draw.device)
     shifts = [(draw.normal(tokens, experts).double() + shift).argsort(dim=-1).argsort(dim=-1) for _ in range(layers)]
@@ -93,7 +95,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     logits = functools.partial(_logits, Draw(device, dtype), skew=1.0)
     yield Sample("48 layers", (logits(48, 257, 128), 128, 8))
-    if dtype != torch.float16:  # in which the gradients of so many tokens are subnormal
+    if dtype != torch.float16:  # where the gradients would be subnormal
         yield Sample("past 65535 tokens", (logits(2, 65_539, 64), 64, 4))
 
 
@@ -115,7 +117,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Other masks of a shape that was seen before, one layer and the first choice under a mask."""
+    """Other masks of an earlier sample's shape, and a single layer with top 1 and a mask."""
     logits = functools.partial(_logits, Draw(device, dtype, seed=3))
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
     mask[1, 2:], mask[2, :5] = 0, 0
@@ -136,7 +138,7 @@ VALUES = {
     "bfloat16": Tolerance(element=1e-2, norm=1e-2),
     "float16": Tolerance(element=1.5e-3, norm=1.5e-3),
 }
-# In low precision transformers rounds the probabilities, and the softmax's gradient subtracts nearly equal ones.
+# In low precision transformers rounds the probabilities, and the gradient of softmax subtracts nearly equal numbers.
 GRADIENTS = {
     "float32": Tolerance(element=1e-5, norm=4e-6),
     "bfloat16": Tolerance(element=1.5e-1, norm=6e-2),
@@ -162,7 +164,7 @@ def _keys(draw: Draw, layers: int, tokens: int) -> tuple[Tensor, ...]:
 
 
 def _product_keys_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    # Gradients shrink with the tokens of all layers: those of twice as many are subnormal in float16.
+    # Gradients shrink as tokens times layers grow: with twice as many they would be subnormal in float16.
     yield Sample("three layers of many tokens", (_keys(Draw(device, dtype), 3, 97), 16, 4, 3))
     yield Sample("one layer of many tokens", (_keys(Draw(device, dtype), 1, 291), 16, 4, 3))
 

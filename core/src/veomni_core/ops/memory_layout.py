@@ -1,13 +1,12 @@
-"""Where operands must lie in memory for kernels that move 16 bytes at once, and copies of those that lie elsewhere.
+"""Alignment for kernels with 16-byte memory accesses: checks operands, and copies those that are not aligned.
 
-Such a kernel (CuTe DSL's, FlashAttention's, cuBLAS's grouped products) raises, or ends the process, where an operand
-begins between two multiples of 16 bytes, where a stride isn't such a multiple, or where the last dimension isn't
-contiguous. Training gives it such operands: a slice of a packed projection, a shard of a flat buffer, a transposed or
-expanded gradient. Mostly everything lies well, and then :func:`aligned` costs a look at the strides and the address.
+Such kernels (CuTe DSL's, FlashAttention's, cuBLAS's grouped products) raise or crash if an operand's address or a
+stride is not a multiple of 16 bytes, or if the last dimension is not contiguous. Training does produce such operands: a
+slice of a packed projection, a shard of a flat buffer, a transposed or expanded gradient. Most operands are aligned,
+and then :func:`aligned` only reads the strides and the address.
 
-An address is only known where the kernel runs. ``torch.compile`` doesn't know it while it traces; so call
-:func:`aligned` within a custom operator's implementation where there is one. Elsewhere only strides are looked at while
-something is traced.
+The address is known only when the kernel runs, not while ``torch.compile`` traces. So call :func:`aligned` in the
+implementation of the custom operator, if there is one. While anything else is traced, only strides are checked.
 """
 
 from __future__ import annotations
@@ -21,10 +20,15 @@ _PLAIN = (Tensor, Parameter)
 
 
 def aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False) -> Tensor:
-    """``operand`` itself where it :func:`is_aligned`, or else a copy that is; gradients pass through it.
+    """``operand`` itself if it :func:`is_aligned`, else an aligned copy. Gradients pass through the copy.
 
-    The copy is contiguous, but for what a width that is no multiple of ``alignment`` leaves unused after each row; and
-    where only the address is wrong, its dimensions lie in the order in which they came.
+    The copy is contiguous, with two exceptions. If the size of a row is no multiple of ``alignment``, rows are padded
+    to one. If only the address was misaligned, the copy keeps the operand's order of dimensions in memory.
+
+    Args:
+        operand: the tensor.
+        alignment: in bytes.
+        expanded: whether the kernel accepts strides of zero, which repeat a row.
     """
     strides_fit = _strides_fit(operand, alignment, expanded)
     if strides_fit and begins_aligned(operand, alignment):
@@ -39,28 +43,28 @@ def aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False)
 def is_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False) -> bool:
     """Whether the last dimension is contiguous, and address and other strides are multiples of ``alignment`` bytes.
 
-    A stride of zero, which repeats a row, does not fit unless ``expanded`` says that the kernel takes it.
+    A stride of zero, which repeats a row, counts as aligned only with ``expanded``.
     """
     return _strides_fit(operand, alignment, expanded) and begins_aligned(operand, alignment)
 
 
 def begins_aligned(operand: Tensor, alignment: int = ALIGNMENT) -> bool:
-    """Whether ``operand``'s address is a multiple of ``alignment`` bytes, as far as it is known.
+    """Whether ``operand``'s address is a multiple of ``alignment`` bytes.
 
-    It has none while it is traced or where it is fake, nor may it where it is of a subclass.
+    True also if it can't be known: while tracing, for fake tensors, and for tensor subclasses.
     """
     if torch.compiler.is_compiling() or type(operand) not in _PLAIN:
         return True
     try:
         return operand.data_ptr() % alignment == 0
-    except RuntimeError:  # torch.func wraps it
+    except RuntimeError:  # a tensor that torch.func wraps has no address
         return True
 
 
 def empty_like_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False) -> Tensor:
-    """Unwritten memory in the layout of :func:`aligned`'s result, of which a fake implementation knows all but where.
+    """Uninitialised memory with the strides of ``torch.empty_like(aligned(operand))``, without looking at the address.
 
-    For kernels that give a gradient the layout of the operand.
+    For fake implementations of kernels that give a gradient the layout of the operand.
     """
     if _strides_fit(operand, alignment, expanded):
         return torch.empty_like(operand)
@@ -71,7 +75,7 @@ def _strides_fit(operand: Tensor, alignment: int, expanded: bool) -> bool:
     strides, size = operand.stride(), operand.element_size()
     if strides[-1] != 1:
         return False
-    for stride in strides[:-1]:  # noqa: SIM110  each call pays for this, and `all` takes twice the time
+    for stride in strides[:-1]:  # noqa: SIM110  this runs in each call, and `all` takes twice the time
         if stride * size % alignment != 0 or (stride == 0 and not expanded):
             return False
     return True

@@ -2,6 +2,8 @@
 
 ``(hidden[T, H], top_k_index[T, K], top_k_weights[T, K], gate_up_proj[E, 2I, H], down_proj[E, H, I]) -> [T, H]``
 
+``T`` tokens, ``K`` choices per token (int64 indices), ``E`` experts, ``H`` hidden and ``I`` intermediate size.
+
 ``clamped`` takes ``(…, gate_up_bias[E, 2I] or None, down_bias[E, H] or None, alpha, limit, interleaved, up_offset)``.
 Weights may be transposed views.
 """
@@ -22,9 +24,9 @@ def standard(
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``, gate before up in ``gate_up_proj``.
 
-    An index outside ``[0, E)`` is dropped (expert parallelism marks tokens of other ranks so); an expert may stand
-    twice in one row. Sums over experts are taken in float32 and rounded to hidden's dtype at the end. Gradients reach
-    ``hidden``, ``top_k_weights`` and both projections; experts without tokens get zeros.
+    An index outside ``[0, E)`` is dropped: expert parallelism marks tokens of other ranks in that way. A row may name
+    an expert twice. The sum over experts is accumulated in float32 and rounded to hidden's dtype at the end. Gradients
+    reach ``hidden``, ``top_k_weights`` and both projections; they are zero for experts without tokens.
     """
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):
@@ -51,9 +53,9 @@ def clamped(
 ) -> Tensor:
     """Sum of ``weight * down((up + up_offset) * gate * sigmoid(alpha * gate))`` with gate and up clamped (gpt-oss).
 
-    ``gate`` is clamped to at most ``limit``, ``up`` to ``[-limit, limit]``. Gate and up are halves, or every other
-    column where ``interleaved``. DeepSeek-V4's experts are those with ``alpha = 1`` and ``up_offset = 0``.
-    Indices outside ``[0, E)`` are dropped; sums over experts are taken in float32.
+    ``gate`` is clamped to at most ``limit``, ``up`` to ``[-limit, limit]``. Gate and up are the two halves of the
+    projection, or its even and odd columns if ``interleaved``. DeepSeek-V4's experts have ``alpha = 1`` and
+    ``up_offset = 0``. Indices outside ``[0, E)`` are dropped; the sum over experts is accumulated in float32.
     """
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):
@@ -69,11 +71,11 @@ def clamped(
 
 
 def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
-    """Its samples with biases, every other one with an interleaved projection.
+    """The samples of ``maker`` with biases, every other one with an interleaved projection.
 
-    Of ``many`` elements some would come so near the limit that float32 moves them over it, and some would miss the
-    tolerances by rounding alone: there the limit is out of reach, and hidden states and biases are small. Of the second
-    of these only the biases' sums over many rows are new, so its projections are frozen.
+    With ``many`` elements, rounding in float32 would move some of them across the limit, and some would exceed the
+    tolerances by rounding alone. So the limit is then out of reach, and hidden states and biases are small. The second
+    of these samples adds only the biases' sums over many rows, so its projections are frozen.
     """
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -97,12 +99,12 @@ _OUT_OF_REACH = 50.0
 
 
 def _limit(dtype: torch.dtype) -> float:
-    # Rounding moves values over the clamp's kink, where the derivative jumps; so only float32 clamps in earnest.
+    # Rounding moves values across the clamp's limit, where the derivative jumps. So only float32 samples reach it.
     return 2.0 if dtype == torch.float32 else _OUT_OF_REACH
 
 
 def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The standard samples with biases, and one with transposed weights and without."""
+    """The standard samples with biases, one sample with transposed weights and no biases, and each option alone."""
     yield from _with_biases(_samples)(device, dtype)
     named = {sample.name: sample.args for sample in _samples(device, dtype)}
     hidden, index, weights, gate_up, down = named["transposed weights"]
@@ -115,7 +117,7 @@ def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     hidden, _, _, gate_up, _ = problem
     draw = Draw(device, dtype, seed=7)
     bias, down_bias = leaf(draw.normal(*gate_up.shape[:2])), leaf(draw.normal(len(gate_up), hidden.shape[1]))
-    # The options one by one: a kernel made for one model takes them for granted together.
+    # Each option alone: a kernel that was made for one model may assume that they occur together.
     for name, options in (
         ("bias of gate and up alone", (bias, None, 1.702, limit)),
         ("bias of down alone", (None, down_bias, 1.702, limit)),
@@ -123,7 +125,7 @@ def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         ("another alpha and offset, with biases", (bias, down_bias, 0.7, limit, False, 0.25)),
     ):
         yield Sample(name, (*problem, *options), values_only=True)
-    # Small enough not to reach the limit that is the default.
+    # With inputs that are too small to reach the default limit.
     yield Sample("the default options", (leaf(hidden.detach() / 4), *problem[1:]), values_only=True)
 
 
@@ -154,8 +156,9 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("a model's experts", _problem(draw, _distinct(draw, 2051, 8, 64), 1024, 384, 64))
     uneven = draw.integers(3, 4099, 2) * draw.integers(80, 4099, 2)
     hidden, _, weights, *projections = _problem(draw, uneven, 512, 264, 160)
-    # It has 50 times as many: of weights an eighth as large its gradients are like the others', and one bound fits all.
-    # Of 8198 weights some would be above 3, as a router's never are, and theirs would be the rounding that is seen.
+    # Expert 0 gets about 50 times as many tokens as any other. With routing weights an eighth as large, its gradients
+    # are about as large as the others', and one tolerance fits all. Some of the 8198 weights would exceed 3, which a
+    # router's never do, and their rounding would dominate the error: hence the clamp.
     lighter = leaf(weights.detach().clamp(max=1.0) * torch.where(uneven == 0, 0.125, 1.0).to(weights.dtype))
     yield Sample("most tokens to one of 160 experts", (hidden, uneven, lighter, *projections))
 
@@ -187,13 +190,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Weights of each sign and of zero, one and every expert, one token."""
+    """Routing weights of each sign and of zero, one expert or all of them, one token."""
     draw = Draw(device, dtype, seed=5)
 
     def edge(name: str, index: Tensor, experts: int) -> Sample:
         hidden, index, _, gate_up, down = _problem(draw, index, 32, 16, experts)
         signed = draw.normal(*index.shape)
-        signed[::4, :1] = 0.0  # a router that scales by a learned gate, or drops by weight
+        signed[::4, :1] = 0.0  # as of a router with a learned gate, or one that drops tokens by a weight of 0
         return Sample(name, (hidden, index, leaf(signed), gate_up, down), values_only=True)
 
     yield edge("weights below zero and zero", _distinct(draw, 13, 2, 4), 4)

@@ -64,7 +64,7 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
         yield Sample("another eps at a shape seen before", (leaf(draw.normal(1, 256)), weight(256), 0.5))
         yield Sample("one dimension", (leaf(draw.normal(48)), weight(48), 1e-6), values_only=True)
         zeros = draw.normal(4, 96)
-        zeros[1], zeros[2, ::3] = 0.0, 0.0  # as of a padding token, and of a ReLU
+        zeros[1], zeros[2, ::3] = 0.0, 0.0  # as a padding token gives, and a ReLU
         yield Sample("zeros", (leaf(zeros), weight(96), 1e-3), values_only=True)
         yield Sample("without eps", (leaf(draw.normal(3, 40)), weight(40), 0.0), values_only=True)
 
@@ -99,8 +99,8 @@ GRADIENTS = {
     "bfloat16": Tolerance(element=2.5e-2, norm=6e-3),
     "float16": Tolerance(element=3e-3, norm=8e-4),
 }
-# Where the weight is applied before or after the rounding moves about a quarter of all bf16 elements; another order
-# of summation moves well under one in a hundred.
+# Applying the weight before instead of after the rounding changes about a quarter of all bf16 elements. Another order
+# of summation changes well under 1 %.
 ROUNDING = {"bfloat16": 0.03, "float16": 0.03}
 
 

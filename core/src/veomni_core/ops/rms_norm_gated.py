@@ -1,6 +1,7 @@
-"""rms_norm_gated: root-mean-square normalisation with a gate, as the mixers of state-space and linear-attention models.
+"""rms_norm_gated: root-mean-square normalisation with a gate, as in state-space and linear-attention mixers.
 
-``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are float32.
+``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are in float32.
+Only ``gate_first`` uses ``group_size``: it normalises each group of so many elements on its own.
 """
 
 from __future__ import annotations

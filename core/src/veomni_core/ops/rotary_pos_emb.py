@@ -1,12 +1,13 @@
 """rotary_pos_emb: ``(q[B, Hq, S, D], k[B, Hk, S, D], cos[B, S, R], sin[B, S, R], unsqueeze_dim=1) -> (q, k)``.
 
 Rotates pairs of dimensions by position (Su et al. 2021). With ``unsqueeze_dim=2`` the layout is ``[B, S, H, D]``.
-``cos`` and ``sin`` have q's dtype or float32, and a batch of ``B`` or 1; no gradient reaches them. The results have the
-dtypes of ``q`` and ``k``. Variants whose name starts with ``single`` take one tensor:
+``cos`` and ``sin`` have q's dtype or float32, and a batch size of ``B`` or 1; they get no gradient. The results have
+the dtypes of ``q`` and ``k``. Variants whose name starts with ``single`` take one tensor:
 ``(x, cos, sin, unsqueeze_dim=1) -> x``.
 
-``LAYOUTS`` says per variant what a kernel may rely on in ``cos`` and ``sin``. A site is only bound where the model's
-own rotary embedding hands over such; for ``full`` that both halves are the same, so that a kernel may read either.
+``LAYOUTS`` says per variant which layout of ``cos`` and ``sin`` a kernel may rely on. For ``full``, both halves are
+equal, so a kernel may read either. A site is bound only if the outputs of the model's own rotary embedding have that
+layout.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
 
 
 def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of neighbours by ``cos[B, S, D]`` that holds each pair's entry twice, side by side (Cohere)."""
+    """Rotate neighbours ``(2i, 2i + 1)``; ``cos[B, S, D]`` holds each pair's entry twice, side by side (Cohere)."""
     return _both(q, k, cos, sin, unsqueeze_dim, rotate_pairs)
 
 
@@ -53,7 +54,7 @@ def pairwise_partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_d
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of neighbours (Ernie 4.5): of ``cos[B, S, D]`` the first half counts, each entry for one pair."""
+    """Rotate neighbours ``(2i, 2i + 1)`` by the first half of ``cos[B, S, D]``, one entry per pair (Ernie 4.5)."""
     cos, sin = (_first_half(x).repeat_interleave(2, dim=-1) for x in (cos, sin))
     return pairwise(q, k, cos, sin, unsqueeze_dim)
 
@@ -68,7 +69,7 @@ def interleaved_partial(
 def deinterleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """:func:`full` after moving even dimensions into the first half and odd ones into the second (DeepSeek-V3).
 
-    Of ``cos[B, S, D]`` the first half counts.
+    Only the first half of ``cos[B, S, D]`` is used.
     """
     q, k = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in (q, k))
     return half_width(q, k, _first_half(cos), _first_half(sin), unsqueeze_dim)
@@ -80,9 +81,9 @@ def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tenso
 
 
 def single_tail(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """Rotate pairs of neighbours in the last ``2R`` dimensions of one tensor (DeepSeek-V4); the others pass through.
+    """Rotate neighbours ``(2i, 2i + 1)`` in the last ``2R`` dimensions of one tensor (DeepSeek-V4).
 
-    ``cos[B, S, R]`` holds each pair's entry once.
+    The other dimensions pass through unchanged. ``cos[B, S, R]`` holds each pair's entry once.
     """
     cos, sin = (angles.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim) for angles in (cos, sin))
     width = cos.shape[-1]
@@ -126,7 +127,10 @@ _LARGE: tuple[_Shape, ...] = (
 
 
 class _Drawn:
-    """Heads and angles of one variant's samples."""
+    """Draws heads and angles for one variant's samples.
+
+    ``arity`` is the number of tensors to rotate, and ``share`` the rotated share of a head's dimensions.
+    """
 
     def __init__(self, draw: Draw, arity: int, share: float, layout: AngleLayout) -> None:
         self._draw, self._arity, self._share, self._layout = draw, arity, share, layout

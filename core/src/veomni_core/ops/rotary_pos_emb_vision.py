@@ -1,9 +1,9 @@
 """rotary_pos_emb_vision: ``(q[..., S, H, D], k[..., S, H, D], cos[..., S, R], sin[..., S, R]) -> (q, k)``.
 
 The rotary position embedding of vision towers, computed in float32 and rounded once to the dtypes of ``q`` and ``k``.
-Every entry of ``cos`` and ``sin`` counts: a kernel may not rely on equal halves, since the towers lay out the angles of
-rows and columns each in their own way. ``cos`` and ``sin`` have q's dtype or float32, and q's leading dimensions or
-none; no gradient reaches them.
+A kernel must read every entry of ``cos`` and ``sin`` and may not assume equal halves, since vision towers lay out the
+angles of rows and columns differently. ``cos`` and ``sin`` have q's dtype or float32, and either q's leading dimensions
+or none; they get no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of neighbours, ``R = D`` (Inkling 2)."""
+    """Rotate neighbours ``(2i, 2i + 1)``, ``R = D`` (Inkling 2)."""
     return _wide(q, cos, sin, rotate_pairs), _wide(k, cos, sin, rotate_pairs)
 
 
@@ -52,7 +52,7 @@ def _samples(device: torch.device, dtype: torch.dtype, share: float) -> Iterator
         return leaf(draw.normal(*shape))
 
     yield Sample("patches of images", (heads(37, 4, 80), heads(37, 4, 80), *angles(37, 80)))
-    q, k, _ = draw.normal(13, 3, 2, 64).unbind(1)  # as they come out of one projection
+    q, k, _ = draw.normal(13, 3, 2, 64).unbind(1)  # as views of one packed projection
     yield Sample("cut out of one tensor", (leaf(q), leaf(k), *angles(13, 64)))
     yield Sample("one patch", (heads(1, 2, 32), heads(1, 2, 32), *angles(1, 32)))
     yield Sample("angles shared by a batch", (heads(2, 5, 4, 64), heads(2, 5, 4, 64), *angles(5, 64)))

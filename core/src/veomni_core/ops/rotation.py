@@ -1,4 +1,4 @@
-"""Rotations of pairs of a head's dimensions, and the ways in which ``cos`` and ``sin`` state a pair's angle."""
+"""Rotations of pairs of a head's dimensions, and the layouts of the pairs' angles in ``cos`` and ``sin``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = {
 
 
 class AngleLayout(Enum):
-    """What a kernel of a variant may rely on in ``cos`` and ``sin``; a site must hand over what it relies on."""
+    """The layout of ``cos`` and ``sin`` that kernels of a variant may assume, and that a site's inputs must have."""
 
     HALVES = "both halves the same"
     NEIGHBOURS = "each entry twice, side by side"
@@ -28,14 +28,14 @@ class AngleLayout(Enum):
     UNRELATED = "halves that may differ"
 
     def spread(self, angles: Tensor) -> Tensor:
-        """``angles[..., R/2]``, one of each pair, laid out like this."""
+        """Expand ``angles[..., R/2]``, one per pair, to this layout."""
         if self is AngleLayout.NEIGHBOURS:
             return angles.repeat_interleave(2, dim=-1)
         others = {AngleLayout.HALVES: (angles,), AngleLayout.ONCE: (), AngleLayout.UNRELATED: (angles + 1,)}
         return torch.cat((angles, *others[self]), dim=-1)
 
     def holds(self, cos: Tensor) -> bool:
-        """Whether ``cos`` is laid out like this."""
+        """Whether ``cos`` has this layout."""
         if self is AngleLayout.HALVES:
             first, second = cos.chunk(2, dim=-1)
             return torch.equal(first, second)
@@ -43,16 +43,16 @@ class AngleLayout(Enum):
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """Turns each pair ``(i, i + D/2)`` by a right angle."""
+    """Rotate each pair ``(i, i + D/2)`` by 90 degrees."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Turns each pair of neighbours ``(2i, 2i + 1)`` by a right angle."""
+    """Rotate each pair of neighbours ``(2i, 2i + 1)`` by 90 degrees."""
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn = rotate_half) -> Tensor:
-    """``x`` of x's dtype, turned by angles that broadcast against it and get no gradient."""
+    """Rotate ``x``; ``cos`` and ``sin`` broadcast against it and get no gradient. The result has x's dtype."""
     return (x * cos.detach() + turn(x) * sin.detach()).to(x.dtype)

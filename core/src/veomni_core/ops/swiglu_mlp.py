@@ -1,6 +1,7 @@
 """swiglu_mlp: ``(gate[..., I], up[..., I]) -> act(gate) * up``, the activation between a gated MLP's linears.
 
-``standard`` activates with SiLU (Shazeer 2020, SwiGLU), ``gelu_tanh`` with GELU's tanh approximation (Gemma).
+``standard`` activates with SiLU (Shazeer 2020, SwiGLU), ``gelu`` with the exact GELU, ``gelu_tanh`` with GELU's tanh
+approximation (Gemma).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Odd widths, a packed projection's halves, large values, and no rows at all."""
+    """Odd widths, the halves of a packed projection, large values, zeros, and no rows."""
     draw = Draw(device, dtype)
     yield Sample("odd width", (leaf(draw.normal(3, 5, 97)), leaf(draw.normal(3, 5, 97))))
     yield Sample("wide", (leaf(draw.normal(5, 2048, scale=2.0)), leaf(draw.normal(5, 2048))))
@@ -62,7 +63,7 @@ VALUES = {
     "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
     "float16": Tolerance(element=2e-3, norm=5e-4),
 }
-# The derivative of the tanh approximation cancels for large gates, which costs float32 an order of magnitude.
+# The derivative of the tanh approximation suffers cancellation for large gates: a factor of ten in float32.
 GRADIENTS = {
     "float32": Tolerance(element=1.5e-5, norm=1e-6),
     "bfloat16": Tolerance(element=2.4e-2, norm=6e-3),

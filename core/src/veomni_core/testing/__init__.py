@@ -1,4 +1,4 @@
-"""The conformance kit: one harness for plugins' tests, ``veomni verify``, the check at bind time and the benchmarks."""
+"""The conformance check, used by plugins' tests, by ``veomni verify``, by ``bind(verify=True)`` and by benchmarks."""
 
 from veomni_core.testing.conformance import check_kernel
 from veomni_core.testing.report import CaseResult, ConformanceReport

@@ -1,8 +1,9 @@
-"""Do calls keep out of each other's way between forward and backward?
+"""Checks that calls don't interfere with each other between forward and backward.
 
-A model calls a kernel once per layer before any backward runs, in gradient accumulation and pipelines in other orders
-too; beside it run a teacher without gradients, and layers whose graph is dropped. What the next layer or an optimizer
-writes in place must not change a gradient without an error.
+A model calls a kernel once per layer before any backward runs; gradient accumulation and pipelines interleave calls in
+other orders too. In between run a teacher's forwards without gradients, and forwards whose graph is dropped. If the
+next layer or an optimizer writes in place into a tensor that backward needs, the gradients must stay right or an error
+must be raised.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from veomni_core.testing.sample_tensors import upstream_of
 from veomni_core.testing.situations import first_of, reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
 
-# A call in flight: which sample, with which values, its inputs and its results.
+# A call whose backward has not run: its position, whether it has the other values, its sample, its results.
 _Call = tuple[Position, bool, Sample, tuple[Tensor, ...]]
 
 
 def check_calls_in_flight(subject: Subject, position: Position, neighbour: Position) -> Iterator[str]:
-    """Run forwards of ``position`` with two sets of values, and of ``neighbour``, before their backwards."""
+    """Run forwards of ``position`` with two sets of values, and of ``neighbour``, before any of their backwards."""
     orders = [(", in that order", False), (", in the other order", True)] if subject.spec.backward else [("", False)]
     yield from first_of(
         sentence
@@ -57,7 +58,7 @@ def _several(subject: Subject, position: Position, neighbour: Position, reverse:
     for each, other in wanted:
         sample = subject.draw(each, other)
         calls.append((each, other, sample, subject.call(sample)))
-        if reverse:  # a teacher's forward, and one whose graph is dropped
+        if reverse:  # a forward without gradients, as a teacher's, and one whose graph is dropped
             with torch.no_grad():
                 subject.call(subject.draw(each, not other))
             subject.call(subject.draw(each, not other))
@@ -66,7 +67,7 @@ def _several(subject: Subject, position: Position, neighbour: Position, reverse:
     for call in reversed(calls) if reverse else calls:
         gradients = subject.gradients(call[3], call[2]) if subject.spec.backward else {}
         found.append((call, Outcome(tuple(result.detach() for result in call[3]), gradients)))
-    # Compared at the end only: what a later call overwrites is wrong by then.
+    # Compared only at the end, when a later call may have overwritten something.
     for (each, other, *_), outcome in [*held, *found]:
         if problem := subject.problem(outcome, subject.exact(each, other)):
             return problem

@@ -1,4 +1,4 @@
-"""How far a tensor is from the exact one, and whether two tensors hold the same."""
+"""Compares tensors: the distance from the exact result, equality, and shared memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from veomni_core.ops.contract import Tolerance
 
 
 def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tuple[float, str | None]:
-    """The worst error of ``found`` as a share of what is ``allowed``, and a sentence where it is more than that.
+    """The largest error of ``found`` as a share of the tolerance, and a sentence if it exceeds the tolerance.
 
-    ``exact`` is in float64. Where all of it is zero, so must ``found`` be.
+    If all of ``exact`` (float64) is zero, all of ``found`` must be zero too. ``what`` names the tensor in the sentence.
     """
     if found.shape != exact.shape:
         return float("inf"), f"{what} has shape {plain(found.shape)}, expected {plain(exact.shape)}"
@@ -38,17 +38,17 @@ def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tup
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    """Whether two tensors hold equal values; NaN counts as equal to NaN."""
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether writing into one tensor could change the other."""
+    """Whether two tensors share a storage, so that writing into one could change the other."""
     return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def plain(value: Any) -> str:
-    """A shape, dtype or device as people write it."""
+    """A shape, dtype or device for messages: ``(2, 3)``, ``bfloat16``."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 

@@ -1,9 +1,10 @@
-"""Runs one kernel through its op's contract, and through what training does with a kernel.
+"""Runs one kernel through its op's contract, and through the situations in which training calls kernels.
 
-Every sample is asked for its values and gradients (``values``). One sample of each form is asked the rest: frozen
-inputs, calls in flight, later steps, modes, autocast and mixed dtypes, gradients in use, memory layouts, numbers that
-are not finite, and the state of the process. A form is what a kernel may branch on: which arguments there are, their
-dtypes and dimensions, and whether they are contiguous.
+On every sample, values and gradients are checked (``values``). The situations are checked on one sample of each form:
+frozen inputs, calls in flight, later steps, modes, autocast and mixed dtypes, uses of gradients, memory layouts,
+numbers that are not finite, and the state of the process. Samples have the same form if the same arguments are given,
+with the same dtypes and numbers of dimensions, and the same ones are contiguous and require gradients: kernels branch
+on these.
 """
 
 from __future__ import annotations
@@ -41,16 +42,31 @@ def check_kernel(
     largest: Size | None = None,
     every_form: bool = True,
 ) -> ConformanceReport:
-    """Check ``spec`` on ``device`` in ``dtype``; ``op`` is its op where that is not one of the core's.
+    """Check a kernel against its op's contract.
 
-    ``largest`` is the size of the largest samples that run. Without it a CPU runs those beyond a tile, and any other
-    device all. ``every_form=False`` asks what training does of one sample alone, for kernels in an interpreter. What is
-    left out stands in the report.
+    Args:
+        spec: the kernel.
+        device: where it runs.
+        dtype: the dtype of the samples, one of ``spec.dtypes``.
+        op: the kernel's op; needed if it is not one of the core's.
+        largest: the size of the largest samples to run. Without it, :attr:`Size.BEYOND_A_TILE` on a CPU, and all
+            samples on any other device.
+        every_form: check the situations of training on one sample of each form. False checks them on a single sample,
+            for kernels in an interpreter.
+
+    Returns:
+        The report, with one case per sample. Its ``skipped`` lists what was left out.
 
     Raises:
         SpecError: the spec doesn't declare ``dtype``.
-        ContractError: the op or its contract is unknown, or the contract fails: its samples, or its reference on them.
+        ContractError: the op or its contract is unknown, or the contract's own samples or reference raise.
         KernelLoadError: the kernel can't be imported.
+
+    Example:
+        >>> from veomni_core import KernelSpec
+        >>> spec = KernelSpec("mine", "swiglu_mlp", "standard", factory="veomni_core.ops.swiglu_mlp:standard")
+        >>> check_kernel(spec, "cpu", "float32").ok
+        True
     """
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec} does not declare {dtype}. {did_you_mean(dtype, spec.dtypes)}")
@@ -79,7 +95,7 @@ def check_kernel(
     return ConformanceReport(str(spec), str(device), dtype, cases, skipped)
 
 
-# Libraries add filters for warnings of their own; that is no kernel's doing.
+# Not reported: libraries add warning filters when they are imported.
 _OF_IMPORTS = ("the warnings filters",)
 
 
@@ -119,7 +135,7 @@ def _guarded(subject: Subject, position: Position) -> CaseResult:
         raise
     except Exception as error:  # whatever a kernel raises on a legal input is a failure of the kernel
         case = CaseResult(subject.sample(position).name, (f"raised {one_line(error)}",))
-    # A first call imports; what every call changes, `check_process_state` sees.
+    # A first call may import libraries. `check_process_state` finds the filters that every call changes.
     changes = [change for change in before.changes() if change not in _OF_IMPORTS]
     before.restore()
     return case.with_failures(f"changes {change} of the process" for change in changes)
@@ -146,13 +162,13 @@ def _uses(subject: Subject, position: Position, neighbour: Position) -> Iterator
 
 
 def _neighbour(position: Position, computed: list[Position]) -> Position:
-    """Another small sample, mostly of another shape."""
+    """Another small sample, usually of another shape."""
     small = [other for other in computed if other.size is Size.SMALL]
     return small[(small.index(position) + 1) % len(small)]
 
 
 def _smallest(subject: Subject, positions: list[Position]) -> Position | None:
-    """The contiguous small sample of the fewest results in which no result and no gradient is all zeros."""
+    """The smallest contiguous sample in which no result and no gradient is all zeros; else the smallest sample."""
 
     def elements(position: Position) -> tuple[bool, int, int]:
         tensors, results = subject.inputs(subject.sample(position)).values(), subject.exact(position).results
@@ -178,7 +194,7 @@ def _form(subject: Subject, position: Position) -> object:
 
 
 def _refusal(subject: Subject, position: Position) -> CaseResult:
-    """What a kernel does not declare, it must refuse: to ignore it would be a silently wrong result."""
+    """Check that the kernel raises on a sample that needs undeclared features, instead of silently ignoring them."""
     name, undeclared = subject.sample(position).name, subject.undeclared(position)
     try:
         subject.call(subject.draw(position))

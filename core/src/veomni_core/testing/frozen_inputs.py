@@ -1,6 +1,7 @@
-"""Are the gradients right whichever inputs are frozen?
+"""Checks that gradients are right whichever inputs are frozen.
 
-Adapters (LoRA) freeze the weights, the first layer's input wants no gradient, and a frozen tower wants none at all.
+Adapters (LoRA) freeze the weights, the first layer's input requires no gradient, and in a frozen vision tower nothing
+does.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from itertools import combinations
 from veomni_core.testing.situations import first_of, reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
 
-# Up to this many inputs every subset is frozen; beyond it, each alone and all but each.
+# Up to this many inputs, every subset is frozen. With more, each one alone, all but each one, and all.
 _ALL_SUBSETS = 6
 
 
 def check_frozen_inputs(subject: Subject, position: Position) -> Iterator[str]:
-    """Freeze every subset of the inputs; and ask for each gradient alone, of a graph that has them all."""
+    """Freeze every subset of the inputs; then, with none frozen, compute each gradient alone."""
     names = tuple(subject.differentiable(subject.sample(position)))
     yield from first_of(
         sentence
@@ -47,7 +48,7 @@ def _freeze(subject: Subject, position: Position, frozen: tuple[str, ...]) -> st
         inputs[name].requires_grad_(False)
     results = subject.call(sample)
     if not subject.differentiable(sample) and any(result.requires_grad for result in results):
-        return "its result wants a gradient that nothing asks for"
+        return "its result requires a gradient although no input does"
     gradients = subject.gradients(results, sample) if subject.spec.backward else {}
     if any(inputs[name].grad is not None for name in inputs):
         return "it writes a `.grad` itself"

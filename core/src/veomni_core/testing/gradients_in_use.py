@@ -1,7 +1,7 @@
-"""Are gradients what autograd makes of them: accumulated once, by whoever asked, as often as asked?
+"""Checks gradients in every way in which autograd may be used.
 
 ``backward()`` adds to ``.grad``; ``autograd.grad`` leaves ``.grad`` alone; ``retain_graph=True`` allows a second
-backward; a model may use one of two results only; and inputs mostly are results of other layers.
+backward; a model may use only one of several results; and inputs usually are results of other layers, not leaves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from veomni_core.testing.values import damage
 
 
 def check_gradients_in_use(subject: Subject, position: Position) -> Iterator[str]:
-    """Take gradients in each of these ways, and compare with the oracle's."""
+    """Compute gradients in each of these ways, and compare them with the oracle's."""
     if not subject.spec.backward or not subject.differentiable(subject.sample(position)):
         return
     yield from reveal("where `.grad` holds something and autograd.grad is asked", lambda: _untouched(subject, position))
@@ -86,7 +86,7 @@ def _one_result(subject: Subject, position: Position, used: int) -> str | None:
         sample = subject.exact_sample(position) if of_reference else subject.draw(position)
         results = subject.reference_results(sample) if of_reference else subject.call(sample)
         found = subject.gradients((results[used],), sample)
-        # What the used result does not depend on has no gradient, or one of zeros.
+        # Inputs on which the used result does not depend may have no gradient, or one of zeros.
         inputs = subject.inputs(sample)
         return {name: torch.zeros_like(inputs[name]) if each is None else each for name, each in found.items()}
 

@@ -1,7 +1,8 @@
-"""Is the second step computed as the first was?
+"""Checks that later training steps are computed as correctly as the first: nothing stale is reused.
 
-Between steps the optimizer writes into the weights in place, or through ``.data`` (FSDP1, DeepSpeed), tensors are freed
-and others allocated at the same address, and results and gradients of the step before are still in use or overwritten.
+Between steps, the optimizer writes into the weights in place, or through ``.data`` (FSDP1, DeepSpeed). Tensors are
+freed and others are allocated at the same address. Results and gradients of the previous step may still be in use, or
+be overwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Run = Callable[[Sample], Outcome]
 
 
 def check_later_steps(subject: Subject, position: Position) -> Iterator[str]:
-    """Call again: on the same tensors with other values, on others at the same addresses, on overwritten ones."""
+    """Call again: on the same tensors with other values, on new tensors at old addresses, after overwriting results."""
     for words, run in (("", subject.outcome), (" and nothing wants a gradient", _validate(subject))):
         yield from reveal(
             f"where its inputs were changed in place since its last call{words}",
@@ -42,11 +43,11 @@ def check_later_steps(subject: Subject, position: Position) -> Iterator[str]:
 
 
 def _validate(subject: Subject) -> _Run:
-    """A call as validation makes it, of frozen inputs."""
+    """Makes calls as validation does: under ``no_grad``, with inputs that require no gradients."""
 
     def run(sample: Sample) -> Outcome:
         with torch.no_grad():
-            # Restored, for whoever writes into these very tensors and calls again.
+            # Restored afterwards, since the same tensors are overwritten and used in a second call.
             wanting = list(subject.differentiable(sample).values())
             for tensor in wanting:
                 tensor.requires_grad_(False)
@@ -61,11 +62,11 @@ def _validate(subject: Subject) -> _Run:
 def _in_place(subject: Subject, position: Position, run: _Run) -> str | None:
     sample = subject.draw(position)
     run(sample)
-    # With the version counter of each tensor raised, as optimizers do.
+    # In-place writes that raise the version counter of each tensor, as optimizers do them.
     sample = overwrite(sample, subject.draw(position, other=True))
     if problem := subject.problem(run(sample), subject.exact(position, other=True)):
         return problem
-    # And not, as writes through `.data` don't.
+    # Writes through `.data`, which don't raise it.
     sample = overwrite(sample, subject.draw(position), through_data=True)
     return subject.problem(run(sample), subject.exact(position))
 
@@ -85,7 +86,7 @@ def _kept_results(subject: Subject, position: Position, run: _Run) -> str | None
         run(subject.draw(position, other))
     if not all(same(kept, copy) for kept, copy in zip(_tensors(first), copies, strict=True)):
         return "the results or gradients that it gave before change"
-    for tensor in _tensors(first):  # clipped in place, or used as a buffer
+    for tensor in _tensors(first):  # overwritten, as by gradient clipping or buffer reuse
         if all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             tensor.fill_(3.0)
     problem = subject.problem(run(subject.draw(position, other=True)), subject.exact(position, other=True))
@@ -94,7 +95,7 @@ def _kept_results(subject: Subject, position: Position, run: _Run) -> str | None
 
 
 def _kept_alive(subject: Subject, position: Position) -> str | None:
-    gc.freeze()  # what is there already need not be searched: 0.15 s with torch
+    gc.freeze()  # don't search the objects that exist already, which takes 0.15 s with torch
     try:
         watched = _watched(subject, subject.draw(position))
         gc.collect()

@@ -1,7 +1,7 @@
-"""Does the place of the numbers in memory make no difference?
+"""Checks that strides and addresses of inputs and incoming gradients make no difference.
 
-Inputs come as slices of packed projections, transposed heads, shards of a flat buffer (FSDP1) or expanded biases;
-incoming gradients as the expanded scalar of a sum, transposed, or cut out of something larger.
+Inputs may be slices of packed projections, transposed heads, shards of a flat buffer (FSDP1) or expanded biases.
+Incoming gradients may be the expanded scalar of a sum, transposed, or a slice of a larger tensor.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from veomni_core.testing.situations import first_of, reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
 
 Layout = Callable[[Tensor], Tensor]
-_VANISHED = 1e-3
-_NUDGE = 1e-12  # of float64 values: far more than its rounding, far less than any difference between scores
-_JUMP = 1e-2  # one choice in ten thousand that turns out otherwise
-_ELSEWHERE = 77.0  # what stands between the elements: finite, or a product with zero would hide a wrong read
+_VANISHED = 1e-3  # share of its usual norm below which a gradient is mostly rounding
+_NUDGE = 1e-12  # a change of float64 values: far above their rounding, far below any difference between scores
+_JUMP = 1e-2  # the relative change of a norm if one choice in ten thousand turns out differently
+_ELSEWHERE = 77.0  # fills the gaps between elements: not 0, so that a read from a gap changes the result
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ _LAYOUTS: dict[str, Layout] = {
 
 
 def check_memory_layouts(subject: Subject, position: Position) -> Iterator[str]:
-    """Lay out inputs and incoming gradients in each way: all alike, and neighbours differently."""
+    """Run with inputs and incoming gradients in each layout: all inputs alike, and each input in another layout."""
     layouts = list(_LAYOUTS.items())
     yield from first_of(
         sentence
@@ -116,7 +116,7 @@ def _expanded(subject: Subject, position: Position) -> str | None:
         return map_tensors(subject.draw(position), expand)
 
     usual, exact = subject.exact(position), subject.reference(to_float64(sample()))
-    # Equal rows may cancel in a gradient (those of an output projection do), and what is left is rounding.
+    # With equal rows a gradient may cancel to rounding noise (an output projection's does). Those are not compared.
     asked = [name for name in exact.gradients if not _vanishes(exact, usual, name)]
     if _chooses_among_equals(subject, to_float64(sample()), _only(exact, asked), usual):
         return None
@@ -133,10 +133,11 @@ def _vanishes(outcome: Outcome, usual: Outcome, name: str) -> bool:
 
 
 def _chooses_among_equals(subject: Subject, sample: Sample, exact: Outcome, usual: Outcome) -> bool:
-    """Whether ``exact`` jumps where values differ by next to nothing, as the outcome of a top k does among equals.
+    """Whether ``exact`` jumps when values change by next to nothing, as a top k does if scores are tied.
 
-    Repeated rows can make scores equal: two product keys that are alike score their pairs alike in either order. Which
-    of them is taken is nobody's promise, and a GPU takes others than the CPU of the oracle. So there is no one answer.
+    Repeated rows can make scores equal: two equal product keys give their pairs equal scores in either order. Which of
+    the tied scores a top k takes is unspecified, and a GPU and the oracle's CPU may differ. So no single answer is
+    right.
     """
     generator = torch.Generator().manual_seed(0)
 

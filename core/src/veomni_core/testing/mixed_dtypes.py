@@ -1,7 +1,8 @@
-"""Does a kernel compute what eager computes where dtypes meet?
+"""Checks that a kernel agrees with eager code where inputs have different dtypes.
 
-Under autocast activations are in 16 bits and weights in float32; 16-bit models keep routers, norms and rotary angles in
-float32. What eager can't compute either is not asked; what a kernel refuses with a message is no wrong number.
+Under autocast, activations are in 16 bits and weights in float32; 16-bit models keep routers, norms and rotary angles
+in float32. Combinations that eager code can't compute either are skipped. With mixed dtypes, a kernel may raise an
+error with a message.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from veomni_core.testing.subject import Outcome, Position, Subject
 
 
 def check_autocast(subject: Subject, position: Position) -> Iterator[str]:
-    """Forward under autocast, backward outside of it and inside, with every input in the dtype of the check.
+    """Run forward under autocast, and backward outside and inside of it, with every input in the check's dtype.
 
-    For a float32 kernel the values are those of the contract's 16-bit samples, which rounding can't move over a kink.
+    A float32 kernel gets the values of the contract's 16-bit samples, which rounding can't move across a discontinuity.
     """
     low = torch.bfloat16 if subject.dtype == torch.float32 else subject.dtype
     if not _covers(subject, low):
@@ -57,7 +58,7 @@ def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_mixed_dtypes(subject: Subject, position: Position) -> Iterator[str]:
-    """In a 16-bit dtype, widen each input to float32, and all but each; with autocast and without it."""
+    """For a 16-bit dtype: cast each input to float32, and all inputs but each, with and without autocast."""
     if subject.dtype == torch.float32:
         return
     inputs = subject.inputs(subject.sample(position))
@@ -89,13 +90,16 @@ def _compare(
     backward_inside: bool = False,
     dtype: torch.dtype | None = None,
 ) -> str | None:
-    """``dtype`` is what all inputs have, where they share one; it sets the tolerance if eager meets that."""
+    """Compare with the oracle. ``dtype`` is the dtype of all inputs if they share one.
+
+    The tolerance is that of this dtype, or else of the check's dtype, if eager code meets it; else that of ``low``.
+    """
     exact = subject.exact(position)
     try:
         eager = _outcome(subject, sample, low, backward_inside, of_reference=True)
-    except ContractError:  # eager does not compute it either
+    except ContractError:  # eager code can't compute it either
         return None
-    # As close as eager comes: autocast rounds some ops' inputs to 16 bits, and leaves others as they are.
+    # Require the accuracy that eager code reaches: autocast rounds the inputs of some ops to 16 bits, but not of all.
     tolerances_of = dtype_name(dtype or subject.dtype)
     if subject.problem(eager, exact, tolerances_of) is not None:
         tolerances_of = dtype_name(low or subject.dtype)
@@ -105,7 +109,7 @@ def _compare(
     uniform = subject.draw(position) if dtype is None else sample
     plain_dtypes = [result.dtype for result in subject.reference_results(uniform)]
     for result, wanted, without in zip(found.results, eager.results, plain_dtypes, strict=True):
-        # A kernel that no autocast rule knows computes in the dtypes that it is given.
+        # Autocast has no rule for a kernel, so the kernel may also compute in the dtypes that it is given.
         if result.dtype != wanted.dtype and (low is None or result.dtype != without):
             return f"it gives dtype {plain(result.dtype)}, eager gives {plain(wanted.dtype)}"
     return subject.problem(found, exact, tolerances_of)

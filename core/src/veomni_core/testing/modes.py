@@ -1,8 +1,8 @@
-"""Does a kernel compute the same in every mode and from every place that training calls it?
+"""Checks that a kernel computes the same in every mode, thread and stream in which training calls it.
 
-Validation runs under ``no_grad`` or ``inference_mode`` and in evaluation mode, recomputation under ``checkpoint``,
-activation offloading through hooks on what is saved, data-parallel wrappers in threads, FSDP and pipelines on other
-CUDA streams; jobs ask for deterministic algorithms, or load models under another default dtype.
+Validation runs under ``no_grad`` or ``inference_mode`` and in eval mode, recomputation under ``checkpoint``, activation
+offloading through saved-tensor hooks, data-parallel wrappers in threads, FSDP and pipelines on other CUDA streams. Jobs
+may request deterministic algorithms, or load models under another default dtype.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from veomni_core.testing.situations import reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
 from veomni_core.testing.values import damage
 
-_DELAY = 20_000_000  # cycles, about 10 ms: a launch on another stream would read its inputs before they are written
+_DELAY = 20_000_000  # GPU cycles, about 10 ms: on the wrong stream, a kernel would read its inputs too early
 
 
 def check_modes(subject: Subject, position: Position) -> Iterator[str]:
-    """Compare with the oracle in each mode; what training would be told of by an error may be refused."""
+    """Compare with the oracle in each mode. Under deterministic algorithms, the kernel may raise instead."""
     for name, mode in (("torch.no_grad()", torch.no_grad), ("torch.inference_mode()", torch.inference_mode)):
         yield from reveal(f"under {name}", lambda m=mode: _without_gradients(subject, position, m))  # type: ignore[misc]
     modes: list[tuple[str, Callable[[], AbstractContextManager[Any]]]] = [
@@ -60,7 +60,7 @@ def _without_gradients(subject: Subject, position: Position, mode: Callable[[], 
         sample = subject.draw(position)
         results = subject.call(sample)
         problem = subject.problem(Outcome(results), subject.exact(position))
-        # Not merely a view of what it wrote: the inputs are compared too.
+        # The result may be right although the kernel wrote into its inputs, so the inputs are compared too.
         return problem or next(
             (f"it {found}" for found in damage(subject, sample, subject.draw(position), results)), None
         )
@@ -90,7 +90,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Which also fills what ``torch.empty`` gives with NaN: a kernel that reads it before writing shows."""
+    """Deterministic algorithms also fill ``torch.empty`` with NaN, which reveals reads of uninitialised memory."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
@@ -111,7 +111,7 @@ def _in_a_thread(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             found.append(work())
-        except BaseException as error:  # is raised where the thread is waited for
+        except BaseException as error:  # raised again in the calling thread
             raised.append(error)
 
     thread = threading.Thread(target=run)
@@ -144,7 +144,7 @@ def _in_mode(subject: Subject, position: Position, training: bool) -> str | None
 
 def _checkpointed(subject: Subject, position: Position, reentrant: bool) -> str | None:
     sample = subject.draw(position)
-    if reentrant:  # sees only tensors among the arguments themselves
+    if reentrant:  # the reentrant kind sees only tensors that are arguments themselves
         wanted = list(subject.differentiable(sample).values())
         results = checkpoint(lambda *_: subject.call(sample), *wanted, use_reentrant=True)
         reached = [result for result in results if result.requires_grad]

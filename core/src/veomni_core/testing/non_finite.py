@@ -1,12 +1,13 @@
-"""Does a NaN or an infinity come out where it mathematically must, and nowhere else?
+"""Checks that a NaN or an infinity in an input reaches the results that depend on it, and no others.
 
-Training learns of a broken step from a loss or a gradient norm that is not finite, and loss scaling of float16 lives on
-that; while a token that is masked out, or another sequence of the batch, must not suffer.
+Training notices a broken step by a loss or gradient norm that is not finite, and loss scaling in float16 relies on
+that. On the other hand, a NaN in a masked-out token must not spread, nor one in another sequence of the batch.
 
-What must turn non-finite is what depends on the element, as the oracle shows when the element changes, and is
-non-finite in eager too: skipping what is masked is right. Gradients are asked only where the results are finite, since
-a loss that is not reaches them by itself. What must stay right is what eager keeps finite in the rows (by the first
-dimension) that neither depend on the element nor are its own.
+One element of an input is made non-finite. A result must become non-finite if it depends on the element (it changes in
+the oracle when the element changes) and is non-finite in eager code too; results that are masked may stay finite.
+Gradients are checked only if the results are finite, since a non-finite loss makes them non-finite anyway. Results must
+stay right where eager code keeps them finite, in the rows (along the first dimension) that do not depend on the element
+and are not its own row.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ from veomni_core.testing.sample_tensors import to_float64, upstream_of
 from veomni_core.testing.situations import first_of, reveal
 from veomni_core.testing.subject import Outcome, Position, Subject, Upstream, result_name
 
-_DEPENDS = 1e-6  # of the root mean square; below it a change may be the oracle's own rounding
+_DEPENDS = 1e-6  # share of the root mean square below which a change may be the oracle's own rounding
 _SHIFT = 0.75
 _BROKEN = ((float("nan"), 0), (float("nan"), -1), (float("inf"), 0))
 
 
 @dataclass(frozen=True)
 class _Outcomes:
-    """What the kernel ``found`` with a broken element; the oracle without it, with it ``moved``, and with it broken."""
+    """The outcomes around one non-finite element.
+
+    Attributes:
+        found: the kernel's outcome with the element.
+        exact: the oracle's without it.
+        moved: the oracle's with a finite change of that element.
+        broken: the oracle's with the element.
+        eager: the reference's with the element, in the check's dtype.
+    """
 
     found: Outcome
     exact: Outcome
@@ -41,7 +50,10 @@ class _Outcomes:
     def tensors(
         self, kind: Literal["results", "gradients"]
     ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """A name and the five outcomes' tensors of it, in float64 on the CPU; of gradients those that all have."""
+        """Each tensor's name and its values in the five outcomes, in float64 on the CPU.
+
+        Gradients that are missing in one of the outcomes are left out.
+        """
         outcomes = (self.found, self.exact, self.moved, self.broken, self.eager)
         if kind == "results":
             count = len(self.exact.results)
@@ -61,7 +73,7 @@ class _Outcomes:
 
 
 def check_non_finite(subject: Subject, position: Position) -> Iterator[str]:
-    """Put a NaN and an infinity into the ends of each input in turn, and a NaN into an incoming gradient."""
+    """Put NaN or infinity into the first or last element of each input in turn, and of an incoming gradient."""
     sample = subject.sample(position)
     yield from first_of(
         sentence
@@ -134,7 +146,7 @@ def _last(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _hidden(outcomes: _Outcomes, kind: Literal["results", "gradients"]) -> str | None:
-    """A sentence where the kernel is finite, and must not be."""
+    """A sentence if the kernel's outcome is finite in places where it must not be."""
     for what, found, exact, moved, broken, eager in outcomes.tensors(kind):
         lost = _depends(exact, moved) & ~broken.isfinite() & ~eager.isfinite() & found.isfinite()
         if bool(lost.any()):
@@ -143,11 +155,11 @@ def _hidden(outcomes: _Outcomes, kind: Literal["results", "gradients"]) -> str |
 
 
 def _spread(subject: Subject, outcomes: _Outcomes, own_row: tuple[int, int]) -> str | None:
-    """A sentence where the kernel is not what eager is, in rows that have nothing to do with the element."""
+    """A sentence if the kernel's results are wrong in rows that do not depend on the element."""
     allowed = subject.contract.values[subject.dtype_name].element
     for what, found, exact, moved, broken, eager in outcomes.tensors("results"):
         limit = allowed * (broken.abs() + _rms(exact))
-        # Beside an infinity rounding may decide what is clamped: where eager itself is off, nothing is asked.
+        # Next to an infinity, rounding may decide what is clamped. Places where eager code itself is off are skipped.
         intact = broken.isfinite() & ((eager - broken).abs() <= limit)
         rows = _depends(exact, moved).reshape(exact.shape[0] if exact.dim() else 1, -1).any(dim=1)
         if exact.dim() and exact.shape[0] == own_row[0]:

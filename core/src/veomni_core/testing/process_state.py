@@ -1,7 +1,7 @@
-"""Does a kernel leave the process as it found it?
+"""Checks that a kernel leaves the global state of the process unchanged.
 
-A changed random state gives every run the same dropout; a changed default dtype, precision or determinism flag changes
-every other layer of the model, and whoever debugs that looks everywhere but in a kernel.
+A kernel that seeds the random state makes every step draw the same dropout. A changed default dtype, precision or
+determinism flag changes every other layer of the model, which is hard to trace back to a kernel.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class _Setting:
 
 
 class ProcessState:
-    """What of the process was how when this was made."""
+    """A snapshot of the process's global settings, taken when the object is created."""
 
     def __init__(self) -> None:
         self._settings = list(_settings())
         self._values = [setting.read() for setting in self._settings]
 
     def changes(self) -> list[str]:
-        """The names of what is no longer as it was."""
+        """The names of the settings that have changed since."""
         return [
             setting.name
             for setting, value in zip(self._settings, self._values, strict=True)
@@ -45,17 +45,17 @@ class ProcessState:
         ]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore every changed setting."""
         for setting, value in zip(self._settings, self._values, strict=True):
             if not _equal(setting.read(), value):
                 setting.write(value)
 
 
 def check_process_state(subject: Subject, position: Position) -> Iterator[str]:
-    """Look after the forward and after the backward, under the settings of the process and under unusual ones."""
+    """Look for changes after forward and after backward, under the process's own settings and under unusual ones."""
     yield from reveal("called", lambda: _changed(subject, position))
     with _unusual_settings():
-        # What deterministic algorithms or a 64-bit default refuse is for another question.
+        # Errors under deterministic algorithms are the subject of another check.
         yield from reveal("called under other settings", lambda: _changed(subject, position), may_refuse=True)
 
 
@@ -81,10 +81,10 @@ def _changed(subject: Subject, position: Position) -> str | None:
 
 @contextmanager
 def _unusual_settings() -> Iterator[None]:
-    """A kernel that puts back what is usual, and not what was there, shows."""
+    """Unusual settings, which reveal kernels that restore the defaults instead of the previous values."""
     before = ProcessState()
     random.seed(20_11)
-    torch.default_generator.manual_seed(20_11)  # torch.manual_seed would seed CUDA once that is first used
+    torch.default_generator.manual_seed(20_11)  # torch.manual_seed would also seed CUDA when it is first used
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(20_11)
     torch.set_float32_matmul_precision("high")

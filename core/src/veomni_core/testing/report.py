@@ -1,4 +1,4 @@
-"""What a conformance check found."""
+"""The report of a conformance check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from veomni_core.errors import ConformanceError
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One sample: what was wrong with it, and the worst error seen as a share of what is allowed."""
+    """The result on one sample.
+
+    Attributes:
+        sample: the sample's name.
+        failures: one sentence per failure.
+        worst_value, worst_gradient: the largest error, as a share of the tolerance (1.0 is the tolerance).
+    """
 
     sample: str
     failures: tuple[str, ...]
@@ -19,13 +25,16 @@ class CaseResult:
     worst_gradient: float = 0.0
 
     def with_failures(self, failures: Iterable[str]) -> CaseResult:
-        """This case with more of them."""
+        """A copy of this case with more failures."""
         return replace(self, failures=(*self.failures, *failures))
 
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """All samples of one kernel on one device in one dtype; ``skipped`` says which kinds of samples did not run."""
+    """The results of one kernel on one device in one dtype, one case per sample.
+
+    ``skipped`` says in words which kinds of samples did not run.
+    """
 
     kernel: str
     device: str
@@ -35,20 +44,20 @@ class ConformanceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every sample passed, and there was one."""
+        """Whether every sample passed. False if there was no sample."""
         return bool(self.cases) and not self.failures
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One sentence per thing that was wrong."""
+        """One sentence per failure, with the sample's name."""
         return tuple(f"sample {case.sample!r}: {failure}" for case in self.cases for failure in case.failures)
 
     def raise_if_failed(self) -> None:
-        """Raise :class:`ConformanceError` with every failure, unless all is well."""
+        """Raise :class:`~veomni_core.errors.ConformanceError` with every failure, unless the report is ``ok``."""
         if not self.ok:
             lines = "\n  ".join(self.failures or ("its contract has no samples",))
             raise ConformanceError(f"{self.kernel} on {self.device} in {self.dtype} breaks its contract:\n  {lines}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """The report as plain data, for JSON."""
         return {**asdict(self), "ok": self.ok}

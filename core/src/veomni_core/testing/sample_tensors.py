@@ -1,4 +1,4 @@
-"""The tensors of a contract's sample: their names, their copies, and the gradient that is sent back to a result."""
+"""The tensors of a contract's sample: their names, copies of them, and the incoming gradient of a result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tensors(sample: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
-    """``sample`` with ``change`` applied to each tensor once; an object that stands twice stays one object."""
+    """``sample`` with ``change`` applied once to each tensor. A tensor that occurs twice stays a single object."""
     changed: dict[int, Tensor] = {}
 
     def convert(value: Any) -> Any:
@@ -39,9 +39,10 @@ def map_tensors(sample: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
 
 
 def overwrite(sample: Sample, source: Sample, through_data: bool = False) -> Sample:
-    """``source``'s call with its values written into the tensors of ``sample``, as an optimizer or a loader does.
+    """Write the values of ``source`` into the tensors of ``sample`` in place, and return the call on them.
 
-    ``through_data`` writes as FSDP1 and DeepSpeed do: autograd's version counters don't see it.
+    Optimizers and data loaders write like this. ``through_data`` writes through ``.data``, as FSDP1 and DeepSpeed do,
+    which does not raise autograd's version counters.
     """
     old = _distinct(sample)
 
@@ -60,12 +61,12 @@ def _distinct(sample: Sample) -> Iterator[Tensor]:
 
 
 def copy_of(sample: Sample) -> Sample:
-    """Leaves of the same values, strides and offsets; tensors that share memory share it in the copy too."""
+    """A copy with new leaves of the same values, strides and offsets. Tensors that share memory still do so."""
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
-        key = memory.data_ptr() if memory.nbytes() else -id(tensor)  # all empty tensors lie at address 0
+        key = memory.data_ptr() if memory.nbytes() else -id(tensor)  # all empty tensors have address 0
         with torch.no_grad():
             if key not in copies:
                 copies[key] = tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0).clone()
@@ -76,7 +77,7 @@ def copy_of(sample: Sample) -> Sample:
 
 
 def to_float64(sample: Sample, device: torch.device | str = "cpu") -> Sample:
-    """Leaves on ``device`` with the same values, floating-point ones in float64: what the oracle computes with."""
+    """The inputs of the oracle: leaves on ``device`` with the same values, floating-point tensors in float64."""
 
     def convert(tensor: Tensor) -> Tensor:
         exact = tensor.detach().to(device)
@@ -90,5 +91,5 @@ def upstream_of(result: Tensor) -> Tensor:
     """The incoming gradient: fixed random values, the same for a kernel, the reference and the oracle."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(result.shape, generator=generator, dtype=torch.float64)
-    # Rounded to bf16 first, so that every dtype is sent exactly the same.
+    # Rounded to bf16 first, so that it has exactly the same values in every dtype.
     return values.bfloat16().to(result.device, result.dtype)

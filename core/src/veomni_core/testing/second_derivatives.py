@@ -1,6 +1,6 @@
-"""Whether a kernel's second derivatives are right, or refused.
+"""Checks that a kernel's second derivatives are right, or that double backward raises.
 
-Autograd takes what a kernel computes in backward for constants, unless that raises.
+If a kernel's backward can't be differentiated and does not raise, autograd treats its results as constants.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from veomni_core.testing.report import CaseResult
 from veomni_core.testing.sample_tensors import tensors_of, upstream_of
 from veomni_core.testing.subject import Position, Subject
 
-# A norm error: terms that are left out make it about 1, and 16-bit rounding, squared, a few hundredths.
+# Bound of the norm error. Missing terms give an error of about 1, and 16-bit rounding a few hundredths.
 _LIMIT = 0.2
 
 
 def check_second_derivatives(subject: Subject, position: Position) -> CaseResult:
-    """Compare them with the reference's in float64, on one sample."""
+    """Compare second derivatives with the float64 reference's, on one sample."""
     exact = _penalty_gradients(subject.reference_results, subject.exact_sample(position))
     try:
         found = _penalty_gradients(subject.call, subject.draw(position))
-    except Exception:  # whatever it is, nobody is given a wrong number
+    except Exception:  # any error will do: nobody gets a wrong number
         return CaseResult("second derivatives (refused)", ())
     errors = [
         float((mine.cpu().double() - wanted).norm() / wanted.norm())
@@ -37,10 +37,10 @@ def check_second_derivatives(subject: Subject, position: Position) -> CaseResult
 
 
 def _penalty_gradients(call: Callable[[Sample], tuple[Tensor, ...]], sample: Sample) -> list[Tensor]:
-    """The gradients of the gradients' squares, zeros where there is none.
+    """The gradients of a gradient penalty (the sum of all squared gradients); zeros where there is no gradient.
 
-    The results are squared first, or the gradients of a linear kernel would be constants; and scaled to 1, or float16
-    would overflow.
+    The results are squared first, since the gradients of a linear kernel would otherwise be constants, and scaled to at
+    most 1, since float16 would overflow.
     """
     values = (*sample.args, *sample.kwargs.values())
     inputs = [tensor for value in values for _, tensor in tensors_of(value, "") if tensor.requires_grad]
@@ -54,5 +54,5 @@ def _penalty_gradients(call: Callable[[Sample], tuple[Tensor, ...]], sample: Sam
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float32 or float64; not every device has the latter."""
+    """``tensor`` in at least float32. Not every device has float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

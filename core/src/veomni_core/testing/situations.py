@@ -1,4 +1,4 @@
-"""How a question puts a kernel into a situation, and says in one sentence what came of it."""
+"""Runs a check in one situation of training, and puts its failure into one sentence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Problem = Callable[[], str | None]
 
 
 def reveal(situation: str, problem: Problem, may_refuse: bool = False) -> Iterator[str]:
-    """The sentence "``situation``, ``problem``", if ``problem()`` finds one or the kernel raises.
+    """Yield the sentence "``situation``, ``problem``" if ``problem()`` returns a problem or raises.
 
-    With ``may_refuse`` an exception with a message is a good answer: whoever trains learns of it.
+    With ``may_refuse``, an exception with a message counts as success: the user of the kernel sees the error.
     """
     try:
         found = problem()
@@ -28,7 +28,7 @@ def reveal(situation: str, problem: Problem, may_refuse: bool = False) -> Iterat
 
 
 def first_of(sentences: Iterator[str]) -> Iterator[str]:
-    """The first sentence alone: situations of one kind mostly show one fault."""
+    """Only the first sentence, since similar situations usually fail for the same reason."""
     sentence = next(sentences, None)
     if sentence is not None:
         yield sentence

@@ -1,4 +1,4 @@
-"""The kernel under check: its contract's samples, what the oracle makes of them, and what the kernel makes of them."""
+"""The kernel under check, with its contract's samples, the oracle's results and the kernel's results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Upstream = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A call's results, detached, and the gradient of each input that wants one (``None`` where there is none)."""
+    """A call's results, detached, and the gradients of inputs that require one (``None`` if autograd gives none)."""
 
     results: tuple[Tensor, ...]
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -31,17 +31,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a sample stands in its contract: among the samples of one size."""
+    """Identifies a sample of a contract: its size, and its index among the samples of that size."""
 
     size: Size
     index: int
 
 
 class Subject:
-    """One kernel with its contract on one device in one dtype; every question of the check is asked of it.
+    """One kernel with its contract, on one device and in one dtype. All parts of the check work on it.
 
-    A sample is known by its :class:`Position` in the contract. ``other`` stands for the same sample with other values:
-    the next batch, or the same tensors after an optimizer step.
+    A sample is identified by its :class:`Position`. ``other=True`` selects the same sample with other values: the next
+    batch, or the same tensors after an optimizer step.
     """
 
     def __init__(
@@ -55,29 +55,29 @@ class Subject:
         self._others: dict[torch.dtype, Subject] = {}
 
     def in_dtype(self, dtype: torch.dtype) -> Subject:
-        """The same kernel on the contract's samples of another dtype."""
+        """The same kernel with the contract's samples in another dtype."""
         if dtype not in self._others:
             self._others[dtype] = Subject(self.spec, self.kernel, self.contract, self.device, dtype)
         return self._others[dtype]
 
     def has(self, position: Position) -> bool:
-        """Whether the contract has a sample there in this dtype."""
+        """Whether the contract has a sample at ``position`` in this dtype."""
         return position.index < len(self._samples(position.size, other=False))
 
     def positions(self, size: Size) -> list[Position]:
-        """Where the contract's samples of one size stand."""
+        """The positions of all samples of one size."""
         return [Position(size, index) for index in range(len(self._samples(size, other=False)))]
 
     def sample(self, position: Position) -> Sample:
-        """One sample, to be looked at and not to be run: a kernel may write into what it gets."""
+        """One sample, for inspection only. To run the kernel, use :meth:`draw`: a kernel may write into its inputs."""
         return self._samples(position.size, other=False)[position.index]
 
     def undeclared(self, position: Position) -> list[str]:
-        """What a sample needs and the kernel's spec does not declare, so that the kernel must refuse it."""
+        """The features that a sample needs and the kernel does not declare. If there are any, the kernel must raise."""
         return [feature for feature in self.sample(position).needs if feature not in self.spec.features]
 
     def is_asked_more(self, position: Position) -> bool:
-        """Whether a sample is asked more than its values and gradients: what training does with a kernel."""
+        """Whether the situations of training are checked on a sample too, besides values and gradients."""
         return position.size is Size.SMALL and not self.sample(position).values_only
 
     def draw(self, position: Position, other: bool = False) -> Sample:
@@ -99,12 +99,12 @@ class Subject:
         return self._drawn[size, other]
 
     def forget(self, position: Position) -> None:
-        """Free what the oracle gave for one sample."""
+        """Free the cached results of the oracle for one sample."""
         for other in (False, True):
             self._exact.pop((position, other), None)
 
     def inputs(self, sample: Sample) -> dict[str, Tensor]:
-        """The tensors of a call by the reference's names for its arguments, ``name[0]`` for one in a tuple.
+        """The tensors of a call, by the reference's parameter names; ``name[0]`` for a tensor in a tuple.
 
         Raises:
             ContractError: the sample does not fit the reference's signature.
@@ -115,14 +115,14 @@ class Subject:
         return {name: tensor for argument, value in named for name, tensor in tensors_of(value, argument)}
 
     def differentiable(self, sample: Sample) -> dict[str, Tensor]:
-        """The inputs whose gradients are wanted."""
+        """The inputs that require gradients, by name."""
         return {name: tensor for name, tensor in self.inputs(sample).items() if tensor.requires_grad}
 
     def call(self, sample: Sample) -> tuple[Tensor, ...]:
-        """What the kernel gives for ``sample``.
+        """Call the kernel on ``sample``.
 
         Raises:
-            RuntimeError: the kernel ends the process, which a check that goes on can't let it.
+            RuntimeError: the kernel calls ``sys.exit``, which must not end the check.
         """
         try:
             return self._compute(self.kernel, sample)
@@ -144,7 +144,15 @@ class Subject:
         only: tuple[str, ...] | None = None,
         **options: Any,
     ) -> dict[str, Tensor | None]:
-        """The gradients of ``sample``'s inputs (of those in ``only``, where given) by ``torch.autograd.grad``."""
+        """The gradients of ``sample``'s inputs, or of those in ``only``, by ``torch.autograd.grad``.
+
+        Args:
+            results: the results of a call on ``sample``.
+            sample: the call.
+            upstream: gives the incoming gradient of a result.
+            only: names of inputs; all that require gradients if it is ``None``.
+            options: passed on to ``torch.autograd.grad``.
+        """
         wanted = {name: x for name, x in self.differentiable(sample).items() if only is None or name in only}
         reached = [result for result in results if result.requires_grad]
         if not reached or not wanted:
@@ -154,13 +162,13 @@ class Subject:
         return dict(zip(wanted, found, strict=True))
 
     def outcome(self, sample: Sample, upstream: Upstream = upstream_of) -> Outcome:
-        """The kernel's results for ``sample``, and its gradients where its spec promises any."""
+        """The kernel's results on ``sample``, and its gradients if its spec declares ``backward``."""
         results = self.call(sample)
         gradients = self.gradients(results, sample, upstream) if self.spec.backward else {}
         return Outcome(tuple(result.detach() for result in results), gradients)
 
     def reference(self, sample: Sample, upstream: Upstream = upstream_of) -> Outcome:
-        """The reference on ``sample`` as it is.
+        """The reference's results and gradients on ``sample``, in the sample's own dtype.
 
         Raises:
             ContractError: the reference fails on it.
@@ -170,7 +178,7 @@ class Subject:
         return Outcome(tuple(result.detach() for result in results), gradients)
 
     def reference_results(self, sample: Sample) -> tuple[Tensor, ...]:
-        """What the reference gives for ``sample``, with its graph.
+        """The reference's results on ``sample``, with their autograd graph.
 
         Raises:
             ContractError: the reference fails on it.
@@ -189,12 +197,15 @@ class Subject:
         return self._exact[position, other]
 
     def exact_sample(self, position: Position, other: bool = False) -> Sample:
-        """What the oracle computes with: float64 copies on the CPU, or on a GPU that the large samples are for."""
+        """The oracle's inputs: float64 copies on the CPU, or on the GPU for large samples that run on one."""
         large_on_a_gpu = position.size is Size.LARGE and self.device.type == "cuda"
         return to_float64(self.draw(position, other), self.device if large_on_a_gpu else "cpu")
 
     def problem(self, found: Outcome, exact: Outcome, tolerances_of: str | None = None) -> str | None:
-        """What is wrong with ``found`` first, or ``None``; ``tolerances_of`` names another dtype to go by."""
+        """The first way in which ``found`` is wrong, or ``None``.
+
+        ``tolerances_of`` names the dtype whose tolerances apply; the check's dtype without it.
+        """
         name = tolerances_of or self.dtype_name
         if len(found.results) != len(exact.results):
             return f"it gives {len(found.results)} tensors, expected {len(exact.results)}"
@@ -219,14 +230,15 @@ class Subject:
 
 
 def result_name(index: int, count: int) -> str:
-    """How sentences call one of a call's results."""
+    """The name of a call's result in messages."""
     return "the result" if count == 1 else f"result {index}"
 
 
 def _made_different(first: Sample, other: Sample) -> Sample:
-    """``other``, or ``first`` with its differentiable inputs halved and negated where ``other`` is no use.
+    """``other``, if it has the same shapes and other values; else ``first`` with its inputs multiplied by -0.5.
 
-    A contract that does not draw by ``Draw`` gives the same values twice; one that draws its sizes gives other shapes.
+    A contract that does not use ``Draw`` yields the same values twice; one that draws its sizes yields other shapes.
+    Only inputs that require gradients are multiplied.
     """
     pairs = list(
         zip(

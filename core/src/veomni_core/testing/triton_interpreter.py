@@ -1,10 +1,10 @@
-"""Triton's interpreter, in which kernels are checked where there is no GPU, mended and made three times as fast.
+"""Patches Triton's interpreter, in which kernels are checked without a GPU: fixes bugs and makes it 3 times as fast.
 
-Written against Triton 3.6. What it gets wrong: NumPy 2.4 refuses its loop bounds, it cuts float32 off to bfloat16 where
-GPUs round, it multiplies bfloat16 as integers and adds none atomically, it leaves a float argument a float, and its
-minimum is NaN where a GPU's is the other number. What it spends its time on: patching the language anew for each device
-function, writing out the type of every shape, asking of each sum whether it overflows, and sorting one element after
-the other.
+Written against Triton 3.6. Bugs of the interpreter: NumPy 2.4 rejects its loop bounds; it truncates float32 to bfloat16
+where GPUs round; it multiplies bfloat16 as integers and has no atomic add of bfloat16; it passes a float argument as a
+Python float; its minimum is NaN where a GPU returns the other number. Where it spends its time: it patches the language
+for every device function, builds the name of every block type, checks every integer sum for overflow, and sorts element
+by element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 @functools.cache
 def mend_interpreter() -> None:
-    """Mend Triton's interpreter in this process; it runs what was imported with ``TRITON_INTERPRET=1`` set.
+    """Patch Triton's interpreter in this process. It runs kernels that are imported with ``TRITON_INTERPRET=1`` set.
 
     Raises:
         ImportError: Triton is not installed.
@@ -33,7 +33,7 @@ def mend_interpreter() -> None:
     _quicken_patching(interpreter)
     _quicken_types(interpreter)
     _quicken_sorting(interpreter)
-    # Asked of each sum of integers, and not said: only ``debug``, which is off, would let it raise.
+    # The interpreter checks every integer sum for overflow, but would only report it with ``debug``, which is off.
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
@@ -53,7 +53,7 @@ def _mend_numbers(interpreter: Any) -> None:
         return convert_float(data, source, target, rounding)
 
     def convert_floats_too(argument: Any) -> Any:
-        # On a GPU a float argument is a float32 tensor, of which kernels call methods.
+        # On a GPU a float argument is a float32 tensor, and kernels call methods of it.
         if isinstance(argument, float):
             handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
             return tl.tensor(handle, tl.float32)
@@ -75,7 +75,7 @@ def _mend_numbers(interpreter: Any) -> None:
         places = interpreter.TensorHandle(ptr.data, tl.pointer_type(tl.bfloat16))
         before = self.create_masked_load(places, mask, None, None, None, False)
         memory = interpreter._interpreter
-        # One after the other: an address may stand there twice.
+        # One after the other, since an address may occur twice.
         for place, value in zip(ptr.data[mask.data], val.data[mask.data], strict=True):
             address, one = np.array([place]), np.ones(1, dtype=bool)
             found = memory.load(address, one, np.zeros(1, dtype=np.uint16), np.dtype(np.uint16))
@@ -92,7 +92,7 @@ def _mend_numbers(interpreter: Any) -> None:
 
 
 def _mend_extremes(interpreter: Any) -> None:
-    """NaN passes through a minimum, a maximum or a clamp where a kernel says ``propagate_nan``, and else it doesn't."""
+    """Make minimum, maximum and clamp propagate NaN only if the kernel passes ``propagate_nan``, as on a GPU."""
     from triton._C.libtriton import ir
 
     builder = interpreter.InterpreterBuilder
@@ -108,17 +108,17 @@ def _mend_extremes(interpreter: Any) -> None:
 
 
 def _wide(bits: Any) -> Any:
-    """bfloat16, which the interpreter holds as its bits, in float32."""
+    """bfloat16 numbers, which the interpreter stores as uint16 bits, in float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _rounded(numbers: Any) -> Any:
-    """float32 as the bits of the nearest bfloat16."""
+    """float32 numbers rounded to bfloat16, as uint16 bits."""
     return torch.from_numpy(np.ascontiguousarray(numbers)).bfloat16().view(torch.uint16).numpy()
 
 
 def _quicken_patching(interpreter: Any) -> None:
-    """Look for the language's builtins once, and patch them once per launch instead of once per function called."""
+    """List the language's builtins once, and patch them once per launch instead of once per called function."""
     import triton.language as tl
 
     patch_lang, patch_attr = interpreter._patch_lang, interpreter._patch_attr
@@ -133,7 +133,7 @@ def _quicken_patching(interpreter: Any) -> None:
             patch_attr(package, name, member, builder, scope)
 
     class Launch(interpreter._LangPatchScope):  # type: ignore[misc, name-defined]
-        """What one launch patched; within it, its functions find the language patched."""
+        """The patches of one launch. The functions that it calls need no patching any more."""
 
         def __init__(self, scope: Any, languages: set[int]) -> None:
             super().__init__()
@@ -159,7 +159,7 @@ def _quicken_patching(interpreter: Any) -> None:
 
 
 def _quicken_types(interpreter: Any) -> None:
-    """Write out each shape once, compare shapes as tuples of integers, and keep the NumPy type of each element type."""
+    """Cache the type of each shape and the NumPy dtype of each element type; compare shapes as tuples of integers."""
     import triton.language as tl
     from triton._utils import validate_block_shape
 
@@ -202,7 +202,7 @@ def _quicken_types(interpreter: Any) -> None:
 
 
 def _quicken_sorting(interpreter: Any) -> None:
-    """``tl.sort`` compares by ``xor_sum``, which the interpreter leaves to a loop over elements."""
+    """Vectorise ``xor_sum``, which ``tl.sort`` uses and for which the interpreter loops over elements."""
     import triton.language as tl
 
     apply = interpreter.ReduceOps.apply_impl

@@ -1,9 +1,9 @@
-"""The first question: are the results and every gradient right, and is nothing else touched?
+"""The first check: results and gradients of every sample are right, and nothing else is written.
 
-Every sample is compared with the contract's reference on float64 copies on the CPU. Besides: no write into an input or
-an incoming gradient, no result that shares memory with an input or another result, no missing gradient, the
-reference's dtypes and shapes, its rounding where the contract bounds it, and, where the kernel promises it, the same
-bits on every run.
+Results and gradients are compared with those of the oracle, the contract's reference on float64 copies. Also checked:
+inputs and incoming gradients are not written to; results share no memory with inputs or with each other; no gradient is
+missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; and two runs give the same
+bits, if the kernel promises determinism.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from veomni_core.testing.subject import Outcome, Position, Subject, result_name
 
 @dataclass(frozen=True)
 class _Run:
-    """One call with fresh inputs, and what came of it."""
+    """One call with fresh inputs, its outcome, and the incoming gradients that it got."""
 
     sample: Sample
     outcome: Outcome
@@ -30,7 +30,7 @@ class _Run:
 
 
 def check_values(subject: Subject, position: Position) -> CaseResult:
-    """What is wrong with one sample's values, and how close to the contract's tolerances they came."""
+    """Check one sample's values. The result has the failures, and the largest errors as shares of the tolerances."""
     name = subject.sample(position).name
     exact = subject.exact(position)
     eager = subject.reference(subject.draw(position))
@@ -104,7 +104,7 @@ def _damage(subject: Subject, run: _Run, fresh: Sample) -> Iterator[str]:
 
 
 def damage(subject: Subject, sample: Sample, fresh: Sample, results: tuple[Tensor, ...]) -> Iterator[str]:
-    """Inputs that a call wrote into, and results that share memory with an input."""
+    """Phrases about inputs that a call wrote into, and about results that share memory with an input."""
     untouched = subject.inputs(fresh)
     for name, tensor in subject.inputs(sample).items():
         if not same(tensor.detach(), untouched[name].detach()):
