@@ -166,5 +166,6 @@ def inputs_that_it_would_cut_wrongly_are_refused_on_every_rank() -> None:
     raises(HostError, "they differ in position_ids)", lambda: other(ids, position_ids=packed_positions() + rank()))
     raises(HostError, "they differ in inputs_embeds)", lambda: other(inputs_embeds=embeds))
     raises(HostError, "num_items_in_batch)", lambda: other(ids, num_items_in_batch=torch.tensor(5 + rank())))
+    raises(HostError, "they differ in image_sizes)", lambda: other(ids, image_sizes=[(8, 8), (8, 9 + rank())]))
     raises(ConfigError, "ignore_index=0", lambda: other(ids, labels=ids, ignore_index=0))
     other(ids)

@@ -37,8 +37,8 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         *_table(("op", "types with it", "every site proven", "every site bound"), _summary_rows(built)),
         "",
         "A site is proven when its own code gave the values and gradients of a contract's reference, and bound when a "
-        "kernel of these plugins runs there under `preset: auto`. One that is refused was run too, and computes "
-        "something else than every variant.",
+        "kernel of these plugins runs there under `preset: auto`. One that is refused computes something else than "
+        "every variant, or its code shows that no kernel may stand in for it.",
         "",
         *_table(("model types", "reached", "of"), ((c.text, str(c.reached), str(c.types)) for c in claims(built))),
         "",
@@ -52,7 +52,7 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         "## Refused, and so left to the model's own code",
         "",
-        "They were run, and compute something else than every variant.",
+        "They compute something else than every variant, or their code shows that no kernel may stand in for them.",
         "",
         *_reason_lines(built, lambda op: op.unproven),
         "",

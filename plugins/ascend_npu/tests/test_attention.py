@@ -90,6 +90,7 @@ def test_a_row_of_which_nothing_is_kept_harms_no_other(npu):
         ({"s_aux": torch.zeros(2)}, 1, "does not compute s_aux"),
         ({"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "sliding_window": 4}, 1, "without a sliding window"),
         ({"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS}, 2, "a batch of one"),
+        ({"cu_seq_lens_k": STARTS}, 1, "needs cu_seq_lens_q and cu_seq_lens_k together"),
         ({"position_bias": torch.zeros(1)}, 1, "does not compute `position_bias`; choose eager"),
         ({"indices": torch.zeros(1)}, 1, "does not compute `indices`"),
         ({"block_indices": torch.zeros(1)}, 1, "does not compute `block_indices`"),

@@ -30,6 +30,7 @@ def heads():
         (torch.ones(1, 9, dtype=torch.bool), {}, "a mask of other than 4 dimensions"),
         (None, {"sliding_window": 8}, "a sliding window without a mask"),
         (None, {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "packed sequences without a mask"),
+        (None, {"cu_seq_lens_k": BOUNDS}, "packed sequences without a mask"),
         (None, {"softcap": 50.0, "s_aux": torch.zeros(2)}, "a softcap and sinks"),
         (None, {"indices": torch.zeros(1)}, "sdpa does not compute `indices`; choose eager"),
         (None, {"block_indices": torch.zeros(1)}, "`block_indices`"),

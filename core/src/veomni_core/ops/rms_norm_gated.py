@@ -1,7 +1,7 @@
 """rms_norm_gated: root-mean-square normalisation with a gate, as in state-space and linear-attention mixers.
 
 ``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are in float32.
-Only ``gate_first`` uses ``group_size``: it normalises each group of so many elements on its own.
+With ``group_size``, each group of so many elements of a row is normalised on its own.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from torch.nn import functional as F
 from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
 
 
-def _normalised(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+def _normalised(x: Tensor, eps: float, group_size: int | None) -> Tensor:
+    size = group_size or x.shape[-1]
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)  # [..., H / group_size, group_size]
+    return (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
 
 
 def standard(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
     """``weight * (x / rms(x)) * silu(gate)``: rounded to x's dtype before the weight and at the end (Qwen3-Next)."""
     wide = compute_dtype(x)
-    return ((weight * _normalised(x.to(wide), eps).to(x.dtype)) * F.silu(gate.to(wide))).to(x.dtype)
+    return ((weight * _normalised(x.to(wide), eps, group_size).to(x.dtype)) * F.silu(gate.to(wide))).to(x.dtype)
 
 
 def sigmoid(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
     """``weight * (x / rms(x)) * sigmoid(gate)`` in float32, rounded once at the end (Kimi Linear)."""
     wide = compute_dtype(x)
-    return (weight.to(wide) * _normalised(x.to(wide), eps) * torch.sigmoid(gate.to(wide))).to(x.dtype)
+    return (weight.to(wide) * _normalised(x.to(wide), eps, group_size) * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
 def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
-    """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, per group, rounded before the weight (Mamba 2)."""
+    """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, rounded before the weight (Mamba 2)."""
     wide = compute_dtype(x)
     gated = x.to(wide) * F.silu(gate.to(wide))
-    groups = gated.reshape(*x.shape[:-1], x.shape[-1] // (group_size or x.shape[-1]), group_size or x.shape[-1])
-    return weight * _normalised(groups, eps).flatten(-2).to(x.dtype)
+    return weight * _normalised(gated, eps, group_size).to(x.dtype)
 
 
 def _samples(group_size: int | None) -> SampleMaker:
@@ -53,6 +54,8 @@ def _samples(group_size: int | None) -> SampleMaker:
         yield Sample("no rows", problem(0, 64), options)
         x, gate, weight, eps = problem(12, 64)
         yield Sample("every other row", (leaf(x.detach()[::2]), leaf(gate.detach()[::2]), weight, eps), options)
+        name, other = ("one group", None) if group_size else ("groups of 32", 32)
+        yield Sample(name, problem(5, 96), {"group_size": other}, values_only=True)
 
     return samples
 

@@ -34,9 +34,18 @@ def check_batches_agree(inputs: dict[str, Any], group: ProcessGroup) -> None:
         )
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether equal values have equal reprs on every rank: numbers, strings, and lists and dictionaries of them."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    return value is None or isinstance(value, int | float | str)
+
+
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return str(value) if isinstance(value, int | float | str) else type(value).__name__
+        return repr(value) if _is_plain(value) else type(value).__name__
     rows = value.detach()
     wide = torch.float64 if rows.is_floating_point() else torch.int64
     if rows.dim() > 2:  # embeddings, or a 4-D mask: sum first, so as not to copy them in 64 bits

@@ -74,7 +74,7 @@ class SequenceParallel:
             BindingError: already undone.
         """
         if vars(self.model).get(_IN_FORCE) is not self:
-            raise BindingError("this sequence parallelism is not in force any more; it was undone before")
+            raise BindingError("this sequence parallelism is not in force: it is already undone")
         self._changes.revert()
 
     def __enter__(self) -> SequenceParallel:

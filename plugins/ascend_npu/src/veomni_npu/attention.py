@@ -54,7 +54,7 @@ def standard(
 
     Raises:
         ValueError: a softcap, sinks or a padding mask are requested; a sliding window comes without a mask; or packed
-            sequences come with a sliding window or a batch size other than 1.
+            sequences come with a sliding window, a batch size other than 1, or the boundaries of queries or keys alone.
     """
     refuse("npu_fusion_attention", kwargs)
     query, key, value = map(cast_as_autocast, (query, key, value))
@@ -63,6 +63,8 @@ def standard(
         raise ValueError(f"npu_fusion_attention does not compute {' and '.join(asked)}; choose eager")
     causal = module.is_causal if is_causal is None else is_causal
     options = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "keep_prob": 1.0 - dropout}
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("npu_fusion_attention needs cu_seq_lens_q and cu_seq_lens_k together; pass both")
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         if attention_mask is not None and attention_mask.dim() != 4:
             raise ValueError(f"npu_fusion_attention takes a mask of 4 dimensions, not {attention_mask.dim()}")

@@ -34,6 +34,7 @@ def sdpa(
     softcap: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
@@ -59,7 +60,7 @@ def sdpa(
         "sinks": s_aux is not None,
         "a mask of other than 4 dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
-        "packed sequences without a mask": cu_seq_lens_q is not None and not masked,
+        "packed sequences without a mask": not masked and not (cu_seq_lens_q is None and cu_seq_lens_k is None),
     }
     refuse("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED})
     if any(refused.values()):
