@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gpu import captured, peak_mib, timing
 from results import machine, write_results
+from veomni_core.ops.labels import IGNORED
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.pinned_experts import CONFIGURATIONS, pinned_experts
@@ -117,7 +118,7 @@ def linear_losses() -> Comparison:
     chosen = chunk_multiple(tokens, width, vocabulary, 2)
 
     def own(multiple: int, accumulate: torch.dtype | None, hidden: Tensor, weight: Tensor) -> Tensor:
-        options = (None, None, -100, 0.0, 0.0, "mean", None, False, accumulate, False, False, False, None, None)
+        options = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, accumulate, False, False, False, None, None)
         return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *options, multiple)[0]  # type: ignore[no-any-return]
 
     calls: Calls = {

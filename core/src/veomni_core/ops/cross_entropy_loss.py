@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
-
-IGNORED = -100
+from veomni_core.ops.labels import IGNORED
 
 
 def causal(

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from veomni_core.errors import ConfigError
+from veomni_core.ops.labels import IGNORED
 from veomni_core.sequence_parallel.exchange import ranks_of
 from veomni_core.sequence_parallel.slicing import slice_input_tensor
 
-_IGNORED = -100
 # Bounds and lengths of the sequences in a packed batch. They describe the whole batch, so they are not sliced.
 LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 _NOT_CUT = LENGTHS | {"num_items_in_batch", "logits_to_keep"}
@@ -74,10 +74,10 @@ def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
     mine["attention_mask"] = mask
     labels = inputs.get("shift_labels")
     if labels is None and "labels" in inputs:
-        labels = F.pad(inputs["labels"], (0, 1), value=_IGNORED)[..., 1:]
+        labels = F.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
     if labels is not None:
         whole.labels_here = slice_input_tensor(labels, 1, group).contiguous()
-        whole.items = (labels != _IGNORED).sum().clamp_min(1)
+        whole.items = (labels != IGNORED).sum().clamp_min(1)
         mine.setdefault("labels", whole.labels_here)
     mine["use_cache"] = False
     return mine, whole
@@ -104,17 +104,17 @@ def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
     if length % ranks:
         raise ConfigError(
             f"a sequence of {length} can't be split over {ranks} sequence-parallel ranks. Pad the batch to a "
-            f"multiple of {ranks}, with labels of {_IGNORED}, or choose another sequence length"
+            f"multiple of {ranks}, with labels of {IGNORED}, or choose another sequence length"
         )
     if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
         raise ConfigError("a sequence-parallel model keeps no cache: call it without past_key_values and use_cache")
     keep = inputs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ConfigError("logits_to_keep counts from the sequence's end, which only one rank holds; leave it out")
-    if inputs.get("ignore_index", _IGNORED) != _IGNORED:
+    if inputs.get("ignore_index", IGNORED) != IGNORED:
         raise ConfigError(
             f"ignore_index={inputs['ignore_index']} is not supported with sequence parallelism, which counts the "
-            f"labels itself: mark ignored labels with {_IGNORED}, and leave ignore_index out"
+            f"labels itself: mark ignored labels with {IGNORED}, and leave ignore_index out"
         )
     cut = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask"}
     for name, value in inputs.items():

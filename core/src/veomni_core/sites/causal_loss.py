@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from veomni_core.change_set import ChangeSet
 from veomni_core.changes import Change, ForwardChange
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
+from veomni_core.ops.labels import IGNORED
 from veomni_core.sites import probe
 from veomni_core.sites.code_reading import set_on_instance
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.fused_head import FusedHead, why_not_plain
-from veomni_core.sites.head_twin import IGNORED, VOCABULARY, head_twin
+from veomni_core.sites.head_twin import VOCABULARY, head_twin
 from veomni_core.sites.site import Kernel, Site
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from veomni_core.ops.autocast import autocast_dtype
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.labels import IGNORED
 from veomni_core.sites.deferred_tensor import DeferredTensor
 from veomni_core.sites.head_call import HeadCall
 from veomni_core.sites.logit_steps import Step
@@ -153,7 +154,7 @@ def fused_cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,

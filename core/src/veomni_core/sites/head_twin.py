@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from veomni_core.sites import probe
 
-VOCABULARY, IGNORED = 11, -100
+VOCABULARY = 11
 # Layers between decoder and output projection run at their real width (BERT's have 0.6 million numbers). A larger
 # module gets a placeholder, and a larger tensor is refused.
 _MOST_NUMBERS = 16_000_000

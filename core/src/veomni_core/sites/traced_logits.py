@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.ops.labels import IGNORED
+
 Kernel = Callable[..., Tensor]
 
 
@@ -149,7 +151,7 @@ class TracedLogits:
         target: Tensor,
         weight: Tensor | None = None,
         size_average: bool | None = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED,
         reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: Any = 0.0,

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.labels import IGNORED
 
-IGNORED = -100
 # Bytes of float32 logits held at a time. Not tuned: no NPU was available.
 CHUNK_BYTES = 1 << 30
 _FEWEST_ROWS = 128

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.labels import IGNORED
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.loading import part
 
@@ -32,7 +33,6 @@ _WIDEST_BLOCK = 32768
 # Liger sums the weight's gradient in the weight's dtype. float16 overflows at 65504, about 2048 summands of 32 each; so
 # at most this many tokens are summed in float16.
 _FLOAT16_TOKENS = 2048
-IGNORED = -100
 
 
 def causal(

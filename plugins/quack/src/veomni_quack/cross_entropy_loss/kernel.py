@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.ops.autocast import product_operands
+from veomni_core.ops.labels import IGNORED
 from veomni_quack.compiling import check_dtypes
 from veomni_quack.cross_entropy_loss.operators import forward
 
@@ -15,7 +16,7 @@ def causal(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     num_items_in_batch: int | Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
