@@ -59,7 +59,7 @@ def norms() -> Comparison:
     rows, width = 16384, 4096
 
     def own(in_place: bool, x: Tensor, weight: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "gemma", in_place)  # type: ignore[no-any-return]
+        return LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "gemma", in_place)
 
     calls = {
         OURS: lambda x, weight: rms_norm.cast_after(x, weight, 1e-6),
@@ -119,7 +119,7 @@ def linear_losses() -> Comparison:
 
     def own(multiple: int, accumulate: torch.dtype | None, hidden: Tensor, weight: Tensor) -> Tensor:
         options = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, accumulate, False, False, False, None, None)
-        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *options, multiple)[0]  # type: ignore[no-any-return]
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *options, multiple)[0]
 
     calls: Calls = {
         OURS: lambda hidden, weight: cross_entropy_loss.causal(hidden, weight, labels),

@@ -65,7 +65,7 @@ def model_of(model_type: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for norm in norms(model).values():
         norm.weight.data += 0.3 * torch.randn_like(norm.weight)
-    return model.to(DEVICE, torch.bfloat16).train()  # type: ignore[no-any-return]
+    return model.to(DEVICE, torch.bfloat16).train()
 
 
 def norms(model: nn.Module) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def run_apart(model_type: str, way: str) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "found.pt")
         subprocess.run([sys.executable, __file__, "--worker", model_type, way, file], check=True)
-        return torch.load(file)  # type: ignore[no-any-return]
+        return torch.load(file)
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

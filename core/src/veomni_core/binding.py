@@ -111,7 +111,7 @@ def binding_of(model: nn.Module) -> Binding | None:
     """
     for module in model.modules():
         if _BINDING in vars(module):
-            return vars(module)[_BINDING]  # type: ignore[no-any-return]
+            return vars(module)[_BINDING]
     return next((made.binding for module in model.modules() for made in bindings_in(module)), None)
 
 

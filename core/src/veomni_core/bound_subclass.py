@@ -94,7 +94,7 @@ def bound_subclass(
         methods += _guarding_hooks(bound, classes)
     for method in methods:
         setattr(bound, method.__name__, method)
-    return bound  # type: ignore[no-any-return]
+    return bound
 
 
 def _copying(bound: Any) -> Iterator[Callable[..., Any]]:

@@ -100,7 +100,7 @@ def build_foundation_model(
     else:
         model = _random_model(model_class, config, dtype, made_on, trust_remote_code)
     apply_plan(model, plan, ops.registry, on_change=ops.on_change, training_logits=ops.training_logits)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def build_skeleton(
@@ -108,9 +108,7 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """The unbound model on the meta device: all modules and shapes, no weight values."""
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    return _random_model(  # type: ignore[no-any-return]
-        _model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code
-    )
+    return _random_model(_model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code)
 
 
 def check_weights(path: Path) -> None:

@@ -244,7 +244,7 @@ class GuardChange(ForwardChange):
         duplicate: Any = super().__deepcopy__(memo)
         if (owner := self._owner()) is not None:
             duplicate._owner = weakref.ref(copy.deepcopy(owner, memo))
-        return duplicate  # type: ignore[no-any-return]
+        return duplicate
 
     def overridden(self) -> str:
         """Always empty: what is set on the child is recorded as a change of its owner."""

@@ -74,7 +74,7 @@ def _from_mapping(
         hint = nearest if nearest.startswith("Did") else f"transformers knows {len(known)} types"
         raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {hint}")
     known_class = CONFIG_MAPPING[model_type]
-    return known_class.from_dict({key: value for key, value in data.items() if key != "model_type"})  # type: ignore[no-any-return]
+    return known_class.from_dict({key: value for key, value in data.items() if key != "model_type"})
 
 
 def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
@@ -137,4 +137,4 @@ def _from_hub(name: str, overrides: dict[str, Any], trust_remote_code: bool) -> 
         raise HostError(
             f"{name}: neither a local path nor a model that can be fetched from the Hub: {reason}"
         ) from error
-    return _built_anew(stored, {**data, **overrides}) if overrides else stored  # type: ignore[no-any-return]
+    return _built_anew(stored, {**data, **overrides}) if overrides else stored

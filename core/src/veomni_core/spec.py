@@ -120,7 +120,7 @@ class KernelSpec:
             raise KernelLoadError(f"{self}: {self.factory} failed: {type(error).__name__}: {error}") from error
         if not callable(kernel):
             raise KernelLoadError(f"{self}: {self.factory} gave a {type(kernel).__name__}, which cannot be called")
-        return kernel  # type: ignore[no-any-return]
+        return kernel
 
 
 def _is_zero_argument(function: Callable[..., Any]) -> bool:

@@ -117,7 +117,7 @@ def contract_for(op: OpSpec, variant: str) -> Contract:
         raise ContractError(
             f"op {op.name}: {op.contract} has no contract for {variant!r}. {did_you_mean(variant, contracts)}"
         )
-    return contracts[variant]  # type: ignore[no-any-return]
+    return contracts[variant]
 
 
 def as_tensors(result: Any) -> tuple[Tensor, ...]:

@@ -107,12 +107,12 @@ def _swap(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) 
     if x.shape[scattered] % ranks:
         raise ValueError(f"dimension {scattered} of {tuple(x.shape)} can't be split equally over {ranks} ranks")
     parts = x.unflatten(scattered, (ranks, -1)).movedim(scattered, 0)
-    return _AllToAll.apply(parts, group).movedim(0, gathered).flatten(gathered, gathered + 1)  # type: ignore[no-any-return]
+    return _AllToAll.apply(parts, group).movedim(0, gathered).flatten(gathered, gathered + 1)
 
 
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
     """Part r of ``parts[n, ...]`` goes to rank r; part r of the result came from rank r."""
-    return collectives.wait_tensor(collectives.all_to_all_single(parts.contiguous(), None, None, group))  # type: ignore[no-any-return]
+    return collectives.wait_tensor(collectives.all_to_all_single(parts.contiguous(), None, None, group))
 
 
 class _AllToAll(torch.autograd.Function):

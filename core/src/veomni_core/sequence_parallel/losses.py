@@ -20,7 +20,7 @@ from veomni_core.sequence_parallel.slicing import gather_outputs, slice_input_te
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of all ranks' ``part``, on every rank; backward multiplies the gradient by the number of ranks."""
-    return _Sum.apply(part, group)  # type: ignore[no-any-return]
+    return _Sum.apply(part, group)
 
 
 def whole_sequence(parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -28,14 +28,14 @@ def whole_sequence(parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     ``[.., S/n, ..] -> [.., S, ..]``; backward takes this rank's part of the gradient, times the number of ranks.
     """
-    return _Gather.apply(parts, dim, group)  # type: ignore[no-any-return]
+    return _Gather.apply(parts, dim, group)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.ranks = group.size()
-        return collectives.wait_tensor(collectives.all_reduce(part, "sum", group))  # type: ignore[no-any-return]
+        return collectives.wait_tensor(collectives.all_reduce(part, "sum", group))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

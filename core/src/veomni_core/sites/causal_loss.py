@@ -85,7 +85,7 @@ def _decoder_width(model: Any, head: nn.Linear) -> int:
     config = model.config.get_text_config()
     for name in ("embedding_size", "output_embedding_size"):
         if getattr(config, name, None) == head.in_features:
-            return config.hidden_size  # type: ignore[no-any-return]
+            return config.hidden_size
     return head.in_features
 
 
@@ -106,7 +106,7 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, o
 
     def counted(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(states.shape[0])
-        return reference(states, *args, **kwargs)  # type: ignore[no-any-return]
+        return reference(states, *args, **kwargs)
 
     changes = ChangeSet()
 

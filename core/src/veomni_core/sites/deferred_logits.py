@@ -146,7 +146,7 @@ class _FusedLoss:
             gradient = each.backward(gradient)
             assert each.parent is not None
             each = each.parent
-        return gradient  # type: ignore[no-any-return]
+        return gradient
 
 
 def fused_cross_entropy(
@@ -172,7 +172,7 @@ def fused_cross_entropy(
         return None
     if reduction not in ("mean", "sum"):
         return None
-    return _Loss.apply(input, _FusedLoss(step, target, ignore_index, reduction))  # type: ignore[no-any-return,no-untyped-call]
+    return _Loss.apply(input, _FusedLoss(step, target, ignore_index, reduction))  # type: ignore[no-untyped-call]
 
 
 class _Loss(torch.autograd.Function):
@@ -222,4 +222,4 @@ def _summed(parts: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]
 
 def deferred_logits(call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``hidden[..., H] @ weight[V, H].T + bias[V]``, connected to autograd and not computed."""
-    return _Projection.apply(hidden, weight, bias, call)  # type: ignore[no-any-return,no-untyped-call]
+    return _Projection.apply(hidden, weight, bias, call)  # type: ignore[no-untyped-call]

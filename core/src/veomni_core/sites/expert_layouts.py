@@ -30,7 +30,7 @@ def _as_stored(kernel: Kernel) -> Forward:
     """``gate_up_proj[E, 2I, H]`` and ``down_proj[E, H, I]``, as most families have them."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return kernel(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)  # type: ignore[no-any-return]
+        return kernel(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 
     return forward
 
@@ -40,7 +40,7 @@ def _transposed(kernel: Kernel) -> Forward:
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        return kernel(hidden_states, top_k_index, top_k_weights, gate_up, down)  # type: ignore[no-any-return]
+        return kernel(hidden_states, top_k_index, top_k_weights, gate_up, down)
 
     return forward
 
@@ -52,7 +52,7 @@ def _one_block_per_expert(kernel: Kernel) -> Forward:
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         rows, experts = hidden_states.reshape(-1, hidden_states.shape[-1]), gate_up.shape[0]
         index = torch.arange(experts, device=rows.device).repeat_interleave(rows.shape[0] // experts).unsqueeze(1)
-        return kernel(rows, index, torch.ones_like(index, dtype=rows.dtype), gate_up, down)  # type: ignore[no-any-return]
+        return kernel(rows, index, torch.ones_like(index, dtype=rows.dtype), gate_up, down)
 
     return forward
 
@@ -65,7 +65,7 @@ def _with_identities(kernel: Kernel) -> Forward:
         gate_up = self.gate_up_proj[:experts]
         routed = kernel(hidden_states, top_k_index, top_k_weights, gate_up, self.down_proj)
         kept = torch.where(top_k_index < experts, 0.0, top_k_weights).sum(dim=-1, keepdim=True)
-        return routed + hidden_states * kept.to(hidden_states.dtype)  # type: ignore[no-any-return]
+        return routed + hidden_states * kept.to(hidden_states.dtype)
 
     return forward
 
@@ -76,7 +76,7 @@ def _clamped(kernel: Kernel) -> Forward:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.down_proj, None, None)
         options = (self.swiglu_alpha, self.swiglu_limit, False)
-        return kernel(hidden_states, top_k_index, top_k_weights, *weights, *options)  # type: ignore[no-any-return]
+        return kernel(hidden_states, top_k_index, top_k_weights, *weights, *options)
 
     return forward
 
@@ -86,7 +86,7 @@ def _clamped_silu(kernel: Kernel, limit: str) -> Forward:
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.down_proj, None, None)
-        return kernel(hidden_states, top_k_index, top_k_weights, *weights, 1.0, getattr(self, limit), False, 0.0)  # type: ignore[no-any-return]
+        return kernel(hidden_states, top_k_index, top_k_weights, *weights, 1.0, getattr(self, limit), False, 0.0)
 
     return forward
 
@@ -97,9 +97,7 @@ def _clamped_interleaved(kernel: Kernel) -> Forward:
     def forward(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         weights = (self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2))
         biases = (self.gate_up_proj_bias, self.down_proj_bias)
-        return kernel(  # type: ignore[no-any-return]
-            hidden_states, router_indices, routing_weights, *weights, *biases, self.alpha, self.limit, True
-        )
+        return kernel(hidden_states, router_indices, routing_weights, *weights, *biases, self.alpha, self.limit, True)
 
     return forward
 

@@ -148,7 +148,7 @@ def _copy(module: nn.Module, sizes: _TinySizes, dtype: torch.dtype) -> nn.Module
     for name, value in module._parameters.items():
         if value is not None:
             duplicate._parameters[name] = probe.random(*sizes.shape(name), dtype=dtype).requires_grad_()
-    return duplicate  # type: ignore[no-any-return]
+    return duplicate
 
 
 def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[tuple[bool, torch.dtype, tuple[Tensor, ...]]]:

@@ -112,7 +112,7 @@ def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Si
 
 def locator_of(rule: SiteRule) -> SiteLocator:
     """The object that finds the sites of ``rule`` and installs kernels there."""
-    return load_attribute(rule.locator)()  # type: ignore[no-any-return]
+    return load_attribute(rule.locator)()
 
 
 def _natural(path: str) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def current_forward(module: nn.Module) -> Function:
     own = vars(module).get("forward")
     if isinstance(own, MethodType):
         return own.__func__
-    return type(module).forward if own is None else own  # type: ignore[no-any-return]
+    return type(module).forward if own is None else own
 
 
 def global_functions(function: Function) -> Iterator[tuple[str, Any]]:

@@ -67,13 +67,13 @@ def _gated(kernel: Kernel, layout: Layout) -> Any:
     def separate(self: nn.Module, x: Tensor) -> Tensor:
         modules: Modules = self._modules
         gate, up, down = layout
-        return modules[down](kernel(modules[gate](x), modules[up](x)))  # type: ignore[no-any-return]
+        return modules[down](kernel(modules[gate](x), modules[up](x)))
 
     def packed(self: nn.Module, x: Tensor) -> Tensor:
         modules: Modules = self._modules
         both, down = layout
         gate, up = modules[both](x).chunk(2, dim=-1)
-        return modules[down](kernel(gate, up))  # type: ignore[no-any-return]
+        return modules[down](kernel(gate, up))
 
     return separate if len(layout) == 3 else packed
 

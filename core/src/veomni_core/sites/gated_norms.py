@@ -51,7 +51,7 @@ class GatedNormModules:
 def _gated(kernel: Kernel, eps: float, group_size: int | None) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
         # `+eps`, or two such norms can't be compiled with dynamic=True: see norms.py.
-        return kernel(hidden_states, gate, self.weight, +eps, group_size)  # type: ignore[no-any-return]
+        return kernel(hidden_states, gate, self.weight, +eps, group_size)
 
     return forward
 

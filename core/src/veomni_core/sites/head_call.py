@@ -114,4 +114,4 @@ def _sample(weight: Any) -> Tensor:
     """Some numbers of ``weight[V, H]``, at an odd step, so that they come from many columns."""
     weight = weight.detach()
     numbers = weight.view(-1) if weight.is_contiguous() else weight[:, 0]
-    return numbers[:: numbers.numel() // _SAMPLED | 1].clone()  # type: ignore[no-any-return]
+    return numbers[:: numbers.numel() // _SAMPLED | 1].clone()

@@ -78,7 +78,7 @@ class Step:
         """These logits, from the parent's logits."""
         if self.operator in RESHAPES:
             return parent.reshape(self.shape)
-        return self.operator(parent, *self.arguments, **self.options)  # type: ignore[no-any-return]
+        return self.operator(parent, *self.arguments, **self.options)
 
     def logits(self) -> Tensor:
         """The logits ``[..., V]``, computed from the call's."""
@@ -91,7 +91,7 @@ class Step:
         rows = self.parent.rows()
         if self.operator in RESHAPES:
             return rows.reshape(*self.shape[:-1], rows.shape[-1])
-        return self.operator(rows, *self.arguments, **self.options) if self.operator in _SELECTIONS else rows  # type: ignore[no-any-return]
+        return self.operator(rows, *self.arguments, **self.options) if self.operator in _SELECTIONS else rows
 
     def before(self, operator: Any) -> Step | None:
         """The step whose gradient results when autograd calls ``operator`` on the gradient of this step."""
@@ -108,9 +108,9 @@ class Step:
         """The gradient with respect to the parent's logits, from the gradient with respect to these."""
         assert self.parent is not None
         if self.operator in _SCALINGS:
-            return self.operator(gradient, *self.arguments)  # type: ignore[no-any-return]
+            return self.operator(gradient, *self.arguments)
         if self.operator is aten.tanh.default:
-            return aten.tanh_backward(gradient, self.logits())  # type: ignore[no-any-return]
+            return aten.tanh_backward(gradient, self.logits())
         if self.operator in _SELECTIONS:
             whole = torch.zeros(self.parent.shape, dtype=gradient.dtype, device=gradient.device)
             self.operator(whole, *self.arguments, **self.options).copy_(gradient)

@@ -58,14 +58,14 @@ class NormModules:
 
 def _weighted(kernel: Kernel, eps: float) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        return kernel(hidden_states, self.weight, +eps)  # type: ignore[no-any-return]
+        return kernel(hidden_states, self.weight, +eps)
 
     return forward
 
 
 def _unweighted(kernel: Kernel, eps: float) -> Any:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        return kernel(hidden_states, None, +eps)  # type: ignore[no-any-return]
+        return kernel(hidden_states, None, +eps)
 
     return forward
 

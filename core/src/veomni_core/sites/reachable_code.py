@@ -19,7 +19,7 @@ _NOT_READ = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 
 def own_function(module: nn.Module) -> FunctionType:
     """The forward of the module's class, without its decorators."""
-    return inspect.unwrap(type(module).forward)  # type: ignore[no-any-return]
+    return inspect.unwrap(type(module).forward)
 
 
 def is_library(function: Any) -> bool:

@@ -108,7 +108,7 @@ def _packed(
 def _attend(heads: list[Tensor], layout: str, options: dict[str, Any]) -> Tensor:
     """The output for query, key and value, each ``[..., heads, D]``: ``[B, S, H, D]`` or, packed, ``[T, H, D]``."""
     result = npu.npu_fusion_attention(*heads, heads[0].shape[-2], layout, **options)
-    return result[0]  # type: ignore[no-any-return]
+    return result[0]
 
 
 def _causal(device: torch.device) -> dict[str, Any]:

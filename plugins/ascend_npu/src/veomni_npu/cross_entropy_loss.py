@@ -50,7 +50,7 @@ def causal(
         divisor = (labels != ignore_index).sum().clamp_min(1)
     differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
     total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
-    return total / divisor  # type: ignore[no-any-return]
+    return total / divisor
 
 
 class _SumOfLosses(Function):

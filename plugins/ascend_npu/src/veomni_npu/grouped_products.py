@@ -30,4 +30,4 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor, group_type: int) -> Tens
     (result,) = npu.npu_grouped_matmul(
         [left], [right], group_list=ends, split_item=_ONE_TENSOR, group_type=group_type, group_list_type=_ENDS
     )
-    return result  # type: ignore[no-any-return]
+    return result

@@ -64,7 +64,7 @@ class _Experts(Function):
         pre = grouped_product(rows, gate_up.transpose(1, 2), ends)  # [N, 2I]
         outputs = grouped_product(npu.npu_swiglu(pre, -1), down.transpose(1, 2), ends)  # [N, H]
         ctx.save_for_backward(hidden, index, weights, gate_up, down, pre, place, ends)
-        return npu.npu_moe_token_unpermute(outputs, place, weights)  # type: ignore[no-any-return]
+        return npu.npu_moe_token_unpermute(outputs, place, weights)
 
     @staticmethod
     @first_derivatives_only

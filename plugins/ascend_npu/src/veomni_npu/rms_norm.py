@@ -35,4 +35,4 @@ def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
 
 def _scaled(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     rows = x if x.dim() > 1 else x.unsqueeze(0)  # the operator doesn't take one-dimensional tensors
-    return npu.npu_rms_norm(rows, gamma, eps)[0].view(x.shape)  # type: ignore[no-any-return]
+    return npu.npu_rms_norm(rows, gamma, eps)[0].view(x.shape)

@@ -22,7 +22,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``x[B, N, S, D]`` with ``cos[B or 1, 1, S, D]``, or ``x[B, S, N, D]`` with ``cos[B or 1, S, 1, D]``; N heads. Only
     ``x`` gets a gradient.
     """
-    return _Rotation.apply(x, cos.detach(), sin.detach())  # type: ignore[no-any-return]
+    return _Rotation.apply(x, cos.detach(), sin.detach())
 
 
 class _Rotation(Function):
@@ -41,4 +41,4 @@ class _Rotation(Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, cos.dtype)
-    return npu.npu_rotary_mul(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)  # type: ignore[no-any-return]
+    return npu.npu_rotary_mul(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)

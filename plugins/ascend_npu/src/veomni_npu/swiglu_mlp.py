@@ -13,4 +13,4 @@ from veomni_npu.operators import npu
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; shapes ``[..., I]``, of 1 to 8 dimensions."""
-    return npu.npu_swiglu(torch.cat((gate, up), dim=-1), -1)  # type: ignore[no-any-return]
+    return npu.npu_swiglu(torch.cat((gate, up), dim=-1), -1)

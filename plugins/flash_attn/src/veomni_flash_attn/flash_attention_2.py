@@ -27,7 +27,7 @@ class FlashAttention2:
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         output = flash_attn_func(*_readable(query, key, value), **_keywords(options))
-        return _FirstDerivatives.apply(output)[..., : value.shape[-1]]  # type: ignore[no-any-return]
+        return _FirstDerivatives.apply(output)[..., : value.shape[-1]]
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
         lengths = {
@@ -37,7 +37,7 @@ class FlashAttention2:
             "max_seqlen_k": bounds.longest_key,
         }
         output = flash_attn_varlen_func(*_readable(query, key, value), **lengths, **_keywords(options))
-        return _FirstDerivatives.apply(output)[..., : value.shape[-1]]  # type: ignore[no-any-return]
+        return _FirstDerivatives.apply(output)[..., : value.shape[-1]]
 
 
 def _readable(*heads: Tensor) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...],
     window = -1 if options.window is None else options.window
     numbers = (options.scaling, options.causal, window, options.softcap)
     output, _ = _forward(*equally_wide(query, key, value), *lengths, *numbers)
-    return output[..., : value.shape[-1]]  # type: ignore[no-any-return]
+    return output[..., : value.shape[-1]]
 
 
 _HEADS = "Tensor query, Tensor key, Tensor value"

@@ -101,7 +101,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple
     *others, softcap = settings
     keywords = _keywords(*others)
     heads = map(aligned, (query, key, value))
-    return _flash_attn_fwd(*heads, softcap=softcap or None, return_lse=True, **keywords)  # type: ignore[no-any-return]
+    return _flash_attn_fwd(*heads, softcap=softcap or None, return_lse=True, **keywords)
 
 
 @_forward.register_fake
@@ -132,7 +132,7 @@ def _backward(
     *others, softcap = settings
     heads = (*map(aligned, (query, key, value, output, upstream)), lse)
     dlse = None if upstream_lse is None else aligned(upstream_lse, upstream_lse.element_size())
-    return _flash_attn_bwd(*heads, softcap=softcap, dlse=dlse, **_keywords(*others))  # type: ignore[no-any-return]
+    return _flash_attn_bwd(*heads, softcap=softcap, dlse=dlse, **_keywords(*others))
 
 
 @_backward.register_fake

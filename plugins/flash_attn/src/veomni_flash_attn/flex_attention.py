@@ -159,7 +159,7 @@ def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tens
         return result
 
     make = _compiled(create_block_mask)
-    return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)  # type: ignore[no-any-return]
+    return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)
 
 
 def _by_position(causal: bool, window: int | None, query: Tensor, key: Tensor) -> Keeps:

@@ -64,7 +64,7 @@ def causal(
     hidden, weight, bias = product_operands("liger_kernel", hidden=hidden, weight=weight, bias=bias)
     total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap, torch.is_grad_enabled())
     items = _counted(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
-    return total / items  # type: ignore[no-any-return]
+    return total / items
 
 
 def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
@@ -74,7 +74,7 @@ def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tens
         AssertionError: a label is neither a class nor ``ignore_index``.
     """
     total = _ClassSum.apply(logits, labels, ignore_index, torch.is_grad_enabled())
-    return total / _counted(labels, ignore_index)  # type: ignore[no-any-return]
+    return total / _counted(labels, ignore_index)
 
 
 def _counted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -99,7 +99,7 @@ class _CausalSum(Function):
         total, *gradients = _causal_sum(hidden, weight, bias, labels, ignore_index, softcap, train, ctx.wanted[1])
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
-        return total  # type: ignore[no-any-return]
+        return total
 
     @staticmethod
     @first_derivatives_only
@@ -115,7 +115,7 @@ class _ClassSum(Function):
         total, dlogits = _class_sum(logits, labels, ignore_index, learns and ctx.needs_input_grad[0])
         ctx.save_for_backward(dlogits)
         ctx.dtype = logits.dtype
-        return total  # type: ignore[no-any-return]
+        return total
 
     @staticmethod
     @first_derivatives_only

@@ -29,20 +29,20 @@ def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.promote_types(x.dtype, weight.dtype) != x.dtype:
         # Liger's result always has x's dtype. So with a wider weight, Liger only normalises, and the weight is
         # multiplied here.
-        return weight * _apply(x, None, eps, 0.0, "llama", _IN_PLACE)  # type: ignore[no-any-return]
-    return _apply(x, weight, eps, 0.0, "llama", _IN_PLACE)  # type: ignore[no-any-return]
+        return weight * _apply(x, None, eps, 0.0, "llama", _IN_PLACE)
+    return _apply(x, weight, eps, 0.0, "llama", _IN_PLACE)
 
 
 def cast_after(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
-    return _apply(x, weight, eps, 0.0, "gemma", _IN_PLACE)  # type: ignore[no-any-return]
+    return _apply(x, weight, eps, 0.0, "gemma", _IN_PLACE)
 
 
 def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``(1 + weight) * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
-    return _apply(x, weight, eps, 1.0, "gemma", _IN_PLACE)  # type: ignore[no-any-return]
+    return _apply(x, weight, eps, 1.0, "gemma", _IN_PLACE)
 
 
 def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x / rms(x)`` in float32, rounded to x's dtype at the end."""
-    return _apply(x, None, eps, 0.0, "gemma", _IN_PLACE)  # type: ignore[no-any-return]
+    return _apply(x, None, eps, 0.0, "gemma", _IN_PLACE)

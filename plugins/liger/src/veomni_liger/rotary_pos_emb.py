@@ -55,7 +55,7 @@ def _rotated(
         raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
     # Liger computes in the dtype of the angles, eager code in the widest of all: promote the angles to that.
     wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), cos.dtype)
-    return _RotaryPosEmb.apply(q, k, cos.to(wide), sin.to(wide), 3 - unsqueeze_dim, rotary_width)  # type: ignore[no-any-return]
+    return _RotaryPosEmb.apply(q, k, cos.to(wide), sin.to(wide), 3 - unsqueeze_dim, rotary_width)
 
 
 class _RotaryPosEmb(Function):
@@ -65,7 +65,7 @@ class _RotaryPosEmb(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.layout = positions_dim, rotary_width
-        return _turn(q, k, cos, sin, positions_dim, rotary_width, False)  # type: ignore[no-any-return]
+        return _turn(q, k, cos, sin, positions_dim, rotary_width, False)
 
     @staticmethod
     @first_derivatives_only

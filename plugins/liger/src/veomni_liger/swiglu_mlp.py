@@ -29,12 +29,12 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; the activation is rounded to up's dtype before the product."""
-    return _GatedActivation.apply(*_promoted(gate, up), "silu")  # type: ignore[no-any-return]
+    return _GatedActivation.apply(*_promoted(gate, up), "silu")
 
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with the tanh approximation, rounded as in :func:`standard`."""
-    return _GatedActivation.apply(*_promoted(gate, up), "gelu_tanh")  # type: ignore[no-any-return]
+    return _GatedActivation.apply(*_promoted(gate, up), "gelu_tanh")
 
 
 def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class _GatedActivation(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return _forward(gate, up, activation)  # type: ignore[no-any-return]
+        return _forward(gate, up, activation)
 
     @staticmethod
     @first_derivatives_only
@@ -66,7 +66,7 @@ _LIBRARY.define(
 def _activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     forward, _ = _KERNELS[activation]
     *_, result = forward(gate.contiguous(), up.contiguous())
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _activated_like(gate: Tensor, *_: object) -> Tensor:

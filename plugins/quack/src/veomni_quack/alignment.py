@@ -32,4 +32,4 @@ def operator(schema: str, implementation: Callable[..., Any]) -> Callable[..., A
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     library.register_fake(f"veomni_quack::{name}", implementation, lib=_LIBRARY)
-    return getattr(torch.ops.veomni_quack, name).default  # type: ignore[no-any-return]
+    return getattr(torch.ops.veomni_quack, name).default

@@ -141,7 +141,7 @@ class _Turn(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, starts)
         ctx.neighbours, ctx.backwards = neighbours, backwards
-        return _turn(x, cos, sin, starts, neighbours, backwards)  # type: ignore[no-any-return]
+        return _turn(x, cos, sin, starts, neighbours, backwards)
 
     @staticmethod
     @first_derivatives_only

@@ -32,7 +32,7 @@ def standard(
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
     gate_logits = tuple(map(as_softmax_takes, gate_logits))
-    return _LoadBalancing.apply(num_experts, top_k, attention_mask, *gate_logits)  # type: ignore[no-any-return]
+    return _LoadBalancing.apply(num_experts, top_k, attention_mask, *gate_logits)
 
 
 def product_keys(

@@ -17,27 +17,27 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 
 def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` with ``x / rms(x)`` rounded to x's dtype first; shapes ``[..., H]`` and ``[H]``."""
-    return _Weighted.apply(x, weight, eps, 0.0, True)  # type: ignore[no-any-return]
+    return _Weighted.apply(x, weight, eps, 0.0, True)
 
 
 def cast_after(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
-    return _Weighted.apply(x, weight, eps, 0.0, False)  # type: ignore[no-any-return]
+    return _Weighted.apply(x, weight, eps, 0.0, False)
 
 
 def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``(1 + weight) * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
-    return _Weighted.apply(x, weight, eps, 1.0, False)  # type: ignore[no-any-return]
+    return _Weighted.apply(x, weight, eps, 1.0, False)
 
 
 def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x / rms(x)`` in float32, rounded to x's dtype at the end."""
-    return _Unweighted.apply(x, eps, False)  # type: ignore[no-any-return]
+    return _Unweighted.apply(x, eps, False)
 
 
 def unweighted_rounded_scale(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x * (1 / rms(x))`` with ``1 / rms(x)`` rounded to x's dtype first."""
-    return _Unweighted.apply(x, eps, True)  # type: ignore[no-any-return]
+    return _Unweighted.apply(x, eps, True)
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -14,17 +14,17 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; shapes ``[..., I]``."""
-    return _SiluMul.apply(gate, up)  # type: ignore[no-any-return]
+    return _SiluMul.apply(gate, up)
 
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with GELU's tanh approximation; shapes ``[..., I]``."""
-    return _GeluMul.apply(gate, up, "tanh")  # type: ignore[no-any-return]
+    return _GeluMul.apply(gate, up, "tanh")
 
 
 def gelu(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate) * up`` with the exact error function; shapes ``[..., I]``."""
-    return _GeluMul.apply(gate, up, "none")  # type: ignore[no-any-return]
+    return _GeluMul.apply(gate, up, "none")
 
 
 class _SiluMul(Function):

@@ -58,7 +58,7 @@ def standard(
         raise ValueError(
             f"attention_mask has {attention_mask.numel()} elements, expected one for each of {shape[0]} tokens"
         )
-    return _LoadBalancing.apply(top_k, attention_mask, *map(as_softmax_takes, gate_logits))  # type: ignore[no-any-return]
+    return _LoadBalancing.apply(top_k, attention_mask, *map(as_softmax_takes, gate_logits))
 
 
 class _LoadBalancing(Function):
@@ -66,7 +66,7 @@ class _LoadBalancing(Function):
     def forward(ctx: Any, top_k: int, mask: Tensor | None, *gate_logits: Tensor) -> Tensor:
         loss, slope = _forward(gate_logits, top_k, mask)
         ctx.save_for_backward(slope, mask, *gate_logits)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     @staticmethod
     @first_derivatives_only

@@ -44,7 +44,7 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     """As :func:`full` with ``cos`` and ``sin`` of ``[B or 1, S, R]``: dimensions from ``R`` on are copied unchanged."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
-    return _RotaryPosEmb.apply(q, k, cos, sin, unsqueeze_dim, False)  # type: ignore[no-any-return]
+    return _RotaryPosEmb.apply(q, k, cos, sin, unsqueeze_dim, False)
 
 
 class _RotaryPosEmb(Function):
@@ -54,7 +54,7 @@ class _RotaryPosEmb(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.unsqueeze_dim, ctx.transposed = unsqueeze_dim, transposed
-        return _rotate(q, k, cos, sin, unsqueeze_dim, transposed)  # type: ignore[no-any-return]
+        return _rotate(q, k, cos, sin, unsqueeze_dim, transposed)
 
     @staticmethod
     @first_derivatives_only

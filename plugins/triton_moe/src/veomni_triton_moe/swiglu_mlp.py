@@ -47,7 +47,7 @@ def _gated(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
         raise ValueError(
             f"gate is {gate.dtype} of {tuple(gate.shape)} and up is {up.dtype} of {tuple(up.shape)}: expected the same"
         )
-    return _GatedActivation.apply(gate, up, tanh)  # type: ignore[no-any-return]
+    return _GatedActivation.apply(gate, up, tanh)
 
 
 class _GatedActivation(Function):
@@ -55,7 +55,7 @@ class _GatedActivation(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.tanh = tanh
-        return _forward(gate, up, tanh)  # type: ignore[no-any-return]
+        return _forward(gate, up, tanh)
 
     @staticmethod
     @first_derivatives_only

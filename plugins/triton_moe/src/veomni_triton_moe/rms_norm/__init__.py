@@ -30,31 +30,31 @@ def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The result has the dtype to which PyTorch promotes the dtypes of ``x`` and ``weight``.
     """
     _check(x, weight)
-    return _RmsNorm.apply(x, weight, eps, 0.0, False, True)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight, eps, 0.0, False, True)
 
 
 def cast_after(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
     _check(x, weight)
-    return _RmsNorm.apply(x, weight, eps, 0.0, False, False)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight, eps, 0.0, False, False)
 
 
 def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``(1 + weight) * (x / rms(x))`` in float32, rounded to x's dtype at the end."""
     _check(x, weight)
-    return _RmsNorm.apply(x, weight, eps, 1.0, False, False)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight, eps, 1.0, False, False)
 
 
 def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x / rms(x)`` in float32, rounded to x's dtype at the end."""
     _check(x, weight)
-    return _RmsNorm.apply(x, None, eps, 0.0, False, False)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, None, eps, 0.0, False, False)
 
 
 def unweighted_rounded_scale(x: Tensor, weight: None, eps: float) -> Tensor:
     """``x * (1 / rms(x))`` with ``1 / rms(x)`` rounded to x's dtype first."""
     _check(x, weight)
-    return _RmsNorm.apply(x, None, eps, 0.0, True, False)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, None, eps, 0.0, True, False)
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
@@ -81,7 +81,7 @@ class _RmsNorm(Function):
         y, reciprocal = rms_norm_forward(x, weight, eps, offset, round_scale, round_normalised)
         ctx.save_for_backward(x, weight, reciprocal)
         ctx.offset = offset
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     @first_derivatives_only
