@@ -46,9 +46,9 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	done
 
 bench: $(INSTALLED)  ## measure the core, the CPU kernels and chunk sizes, and rewrite their pages in docs/benchmarks
-	$(BIN)/python benchmarks/core.py
-	$(BIN)/python benchmarks/cpu_kernels.py
-	$(BIN)/python benchmarks/chunk_sizes.py
+	$(BIN)/python benchmarks/core/core.py
+	$(BIN)/python benchmarks/plugins/cpu_kernels.py
+	$(BIN)/python benchmarks/cross_entropy_loss/chunk_sizes.py
 
 coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage run -m pytest

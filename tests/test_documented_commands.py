@@ -87,7 +87,8 @@ def test_commands_are_found_in_pages():
     found = {
         word for page in PAGES for command in commands(page.read_text(encoding="utf-8")) for word in command.split()
     }
-    assert {"veomni", "make", "python", "pytest", "verify", "train", "demo", "benchmarks/train_step.py"} <= found
+    assert {"veomni", "make", "python", "pytest", "verify", "train", "demo"} <= found
+    assert "benchmarks/whole_models/train_step.py" in found
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_step_is_as_eager(model_type, variants):
 
 @pytest.mark.gpu
 def test_in_bf16_norms_round_as_eager_where_liger_s_own_patch_does_not(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "liger_against_its_own_patch.py"), "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "whole_models" / "liger_against_its_own_patch.py"), "--json"]
     subprocess.run([*command, str(tmp_path / "found.json")], check=True)
     models = json.loads((tmp_path / "found.json").read_text())["models"]
     assert models.keys() == {"olmo2", "gpt_oss", "gemma3_text"}

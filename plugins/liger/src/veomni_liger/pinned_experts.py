@@ -16,7 +16,8 @@ from typing import Any
 from veomni_liger.loading import part
 
 Configuration = Mapping[str, int]
-# Found by Liger's own autotuning on an H200 for Qwen3-30B-A3B, T = 16384 (`benchmarks/liger_adapters.py --search`).
+# Found by Liger's own autotuning on an H200 for Qwen3-30B-A3B, T = 16384, in a run of
+# `benchmarks/plugins/liger_adapters.py --search`.
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "_fused_up_proj_swiglu_kernel": {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
     "_fused_down_proj_kernel": {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},

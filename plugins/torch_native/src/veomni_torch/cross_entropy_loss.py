@@ -19,9 +19,9 @@ from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.labels import IGNORED
 
-# Bytes of float32 logits held at a time. On a CPU (benchmarks/chunk_sizes.py: 2 cores, T=2048, H=256, V=32000) 16, 32,
-# 64 and 128 MiB took 0.71, 0.65, 0.63 and 0.70 of the time of transformers' loss, and 11, 17, 30 and 54 % of its
-# memory. A GPU needs more rows to fill its tensor cores: 1 GiB holds 1766 rows of 151936 logits.
+# Bytes of float32 logits held at a time. On a CPU (benchmarks/cross_entropy_loss/chunk_sizes.py: 2 cores, T=2048,
+# H=256, V=32000) 16, 32, 64 and 128 MiB took 0.71, 0.65, 0.63 and 0.70 of the time of transformers' loss, and 11, 17,
+# 30 and 54 % of its memory. A GPU needs more rows to fill its tensor cores: 1 GiB holds 1766 rows of 151936 logits.
 CPU_CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 32 << 20, 1 << 30
 _FEWEST_ROWS = 128
 

@@ -101,7 +101,7 @@ def sums_launch(gate_logits: Sequence[Tensor], programs_per_processor: int = 4, 
     """Few programs with many tiles each, since :func:`loss_kernel` has to add up the sums that each one leaves.
 
     With 128 registers a thread, four of them fit a multiprocessor: the best that
-    `benchmarks/triton_load_balancing_loss.py --tune` found on an H200.
+    `benchmarks/load_balancing_loss/triton_load_balancing_loss.py --tune` found on an H200.
     """
     logits = gate_logits[0]
     tokens = _tokens_per_tile(logits, num_warps)

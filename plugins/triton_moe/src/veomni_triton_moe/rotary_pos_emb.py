@@ -74,7 +74,8 @@ class Launch:
 def rotate_launch(q: Tensor, unsqueeze_dim: int) -> Launch:
     """The launch in which a thread holds 64 elements of ``q``, loaded 16 bytes at a time if they are of 16 bits.
 
-    Of the launches that `benchmarks/triton_rotary_pos_emb.py --tune` tries on an H200, none is faster by 1 %.
+    Of the launches that `benchmarks/rotary_pos_emb/triton_rotary_pos_emb.py --tune` tries on an H200, none is
+    faster by 1 %.
     """
     # q[:, :, s] padded to powers of two: a program has all heads of a position, since they share its angles.
     heads, positions = q.shape[unsqueeze_dim], q.shape[3 - unsqueeze_dim]

@@ -20,7 +20,7 @@ from veomni_quack.compiling import check_target, first_call
 check_target()
 
 # GEMMs for which QuACK's default for SM90 (tiles of 128 x 192, pingpong) is not the fastest. Milliseconds measured by
-# `benchmarks/tune_quack.py` on an H200 for Qwen3-30B-A3B, T = 16384.
+# `benchmarks/moe_experts/tune_quack.py` on an H200 for Qwen3-30B-A3B, T = 16384.
 _WIDE_TILES = {"tile_m": 128, "tile_n": 256, "pingpong": False}  # backward of the down projection: 1.40 to 0.94
 _LARGE_TILES = {"tile_m": 256, "tile_n": 192, "pingpong": False}  # gradient of gate and up: 1.49 to 1.31
 _SM90 = 9

@@ -1,6 +1,7 @@
 """Launch configurations of the matrix products. Tables, never an autotuner: a search costs a user's first step minutes.
 
-The tables for 16-bit values through TMA descriptors are the best that `benchmarks/tune_moe.py` found on an H200.
+The tables for 16-bit values through TMA descriptors are the best on an H200, by
+`benchmarks/moe_experts/tune_moe.py`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class BackwardLaunch:
 
 
 # Key: the bytes of one row, padded to a power of two. The entries of 256, 4096, 8192 and 16384 bytes are the best that
-# `benchmarks/triton_rms_norm.py --tune` found on an H200 in bfloat16; the others follow their neighbours.
+# `benchmarks/rms_norm/triton_rms_norm.py --tune` found on an H200 in bfloat16; the others follow their neighbours.
 FORWARD = {
     128: ForwardLaunch(32, 4),
     256: ForwardLaunch(16, 4),

@@ -1,0 +1,55 @@
+"""Times of contenders over both passes: medians over turns, and over processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
+
+Calls = dict[str, Callable[[], Tensor]]
+# glibc otherwise gives freed memory back to the system and faults it in again page by page, in some processes at every
+# call and in others at none: swiglu_mlp then took 6 or 28 ms.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
+def leaf(*shape: int, scale: float = 1.0, **options: Any) -> Tensor:
+    """Normal values that want a gradient."""
+    return (torch.randn(*shape, **options) * scale).requires_grad_()
+
+
+def median_seconds(calls: Calls, inputs: Sequence[Tensor], repeats: int) -> dict[str, float]:
+    """The median time of each call's forward and backward; the first turn warms up."""
+    steps = {name: partial(_both_passes, call) for name, call in calls.items()}
+    waits = {"wait": torch.cuda.synchronize} if inputs[0].is_cuda else {}
+    times = seconds_in_turns(steps, repeats, before=lambda: drop_gradients(inputs), **waits)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _both_passes(call: Callable[[], Tensor]) -> None:
+    result = call()
+    result.backward(torch.ones_like(result))
+
+
+def measured_in_processes(script: str, arguments: Sequence[str], processes: int) -> dict[str, Any]:
+    """What ``script`` prints as JSON, with the median over processes of its ``seconds``.
+
+    In processes of its own, none inherits another's heap, and no single one's luck with it decides.
+    """
+    command, environment = [sys.executable, script, *arguments], {**os.environ, **KEEP_FREED_MEMORY}
+    runs = []
+    for _ in range(processes):
+        result = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+        runs.append(json.loads(result.stdout.splitlines()[-1]))
+    times = {which: [run["seconds"][which] for run in runs] for which in runs[0]["seconds"]}
+    medians = {which: statistics.median(values) for which, values in times.items()}
+    return {**runs[0], "seconds": medians, "seconds in each process": times}

@@ -1,0 +1,94 @@
+"""Compares kernels that are bound by memory with their peers on a GPU: the command line, the measuring and the page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.shared.ceilings import copy_gb_per_second
+from benchmarks.shared.measuring import Call, captured, timing, training_step
+from benchmarks.shared.memory import peak_mib_of_step
+from benchmarks.shared.results import machine, write_results
+
+COLUMNS = (
+    "shape",
+    "kernel",
+    "forward ms",
+    "forward+backward ms (20 to 80 %)",
+    "GB/s",
+    "as a CUDA graph, ms",
+    "peak MiB",
+)
+
+
+def options(description: str | None) -> argparse.Namespace:
+    """The command line that these benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--tune", action="store_true", help="time our kernels over launch parameters instead")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="these contenders alone")
+    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    return parser.parse_args()
+
+
+def measure(
+    name: str,
+    shape: str,
+    forward: Call,
+    backward: Callable[[Any], None],
+    inputs: Sequence[Tensor],
+    traffic: int,
+) -> dict[str, Any]:
+    """Times and memory of one contender; ``traffic`` is the bytes that both passes must move."""
+    both = training_step(forward, backward, inputs)
+    peak = peak_mib_of_step(both, inputs)
+    times = {"forward": timing(forward), "both": timing(both)}
+    if replay := captured(both):
+        times["graph"] = timing(replay)
+    found = {"name": name, "shape": shape, "traffic": traffic, "peak MiB": peak}
+    print(f"{shape} {name}: {', '.join(f'{what} {time}' for what, time in times.items())}, {peak:.0f} MiB", flush=True)
+    return found | {what: asdict(time) for what, time in times.items()}
+
+
+def fastest(what: str, candidates: Iterable[tuple[Any, Call]], keep: int = 5) -> None:
+    """Time candidates of one kernel and print the best."""
+    times = [(timing(call, rep=30), launch) for launch, call in candidates]
+    for time, launch in sorted(times, key=lambda pair: pair[0].median)[:keep]:
+        print(f"{what} {time}  {launch}", flush=True)
+
+
+def write(name: str | None, title: str, figures: Sequence[dict[str, Any]], script: str) -> None:
+    """The page, where one is asked for; ``script`` is the ``__file__`` of what measured."""
+    copy = copy_gb_per_second()
+    print(f"a copy runs at {copy:.0f} GB/s")
+    if name:
+        data = {"machine": machine(), "copy GB/s": copy, "figures": list(figures)}
+        write_page(name, title, data, script)
+
+
+def write_page(name: str, title: str, data: dict[str, Any], script: str) -> None:
+    """``docs/benchmarks/<name>.json`` and ``.md`` of what was measured."""
+    note = f"A copy in the same run: {data['copy GB/s']:.0f} GB/s. GB/s counts what both passes must move. "
+    note += "Peak memory is beyond the inputs; the gradients are part of it."
+    write_results(name, title, data, COLUMNS, [_row(found) for found in data["figures"]], note, script=script)
+
+
+def _row(found: dict[str, Any]) -> tuple[str, ...]:
+    both = found["both"]
+    return (
+        found["shape"],
+        found["name"],
+        f"{found['forward']['median']:.3f}",
+        f"{both['median']:.3f} ({both['low']:.3f} to {both['high']:.3f})",
+        f"{found['traffic'] / both['median'] / 1e6:.0f}",
+        f"{found['graph']['median']:.3f}" if "graph" in found else "",
+        f"{found['peak MiB']:.0f}" if "peak MiB" in found else "",
+    )
+
+
+def selected(contenders: dict[str, Any], only: Sequence[str] | None) -> dict[str, Any]:
+    """The contenders that the command line asks for."""
+    return {name: contender for name, contender in contenders.items() if not only or name in only}

@@ -1,0 +1,85 @@
+"""The page on one model's training step: its table, where the GPU's time goes, and the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shared.gpu_kernels import IDLE
+from benchmarks.shared.results import FOLDER, table, write_results
+from benchmarks.whole_models.contenders import THEIRS
+from benchmarks.whole_models.kernel_kinds import KINDS, OTHER
+
+COLUMNS = (
+    "batch",
+    "kernels",
+    "ms (least to most)",
+    "tokens/s",
+    "peak GB",
+    "speed",
+    "memory",
+    "largest loss difference",
+)
+
+
+def write(name: str, data: dict[str, Any], script: str) -> None:
+    """What has been measured so far: ``docs/benchmarks/<name>.json``, ``.md`` and ``.svg``; measured by ``script``."""
+    contenders = data["contenders"]
+    plot(contenders, FOLDER / f"{name}.svg")
+    failed = [f"- {each}: {found['failed']}" for each, found in contenders.items() if "failed" in found]
+    parts = [
+        "Ratios are to transformers in the same run. Peaks include weights and gradients.",
+        *(["\n".join(failed)] if failed else []),
+        f"![losses of the steps of a real training]({name}.svg)",
+        f"What the GPU does in one step of the first batch, in ms; `{IDLE}` is the time between kernels:",
+        table(("kernels", *KINDS, OTHER, IDLE), kernel_rows(contenders)),
+    ]
+    title = f"Forward and backward of {data['model']}, bf16"
+    write_results(name, title, data, COLUMNS, rows(data), "\n\n".join(parts), script=script)
+
+
+def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One line per batch and contender."""
+    contenders = data["contenders"]
+    baseline = contenders[THEIRS]
+    for batch, theirs in baseline.get("batches", {}).items():
+        for name, found in contenders.items():
+            if batch not in found.get("batches", {}):
+                continue
+            this = found["batches"][batch]
+            yield (
+                batch,
+                name,
+                f"{this['ms']:.0f} ({this['low ms']:.0f} to {this['high ms']:.0f})",
+                f"{this['tokens/s']:,.0f}",
+                f"{this['peak GB']:.1f}",
+                f"{theirs['ms'] / this['ms']:.2f}x",
+                f"{this['peak GB'] / theirs['peak GB']:.2f}x",
+                f"{largest_difference(found['losses'], baseline['losses']):.2g}",
+            )
+
+
+def kernel_rows(contenders: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Where a step goes, one line per contender."""
+    for name, found in contenders.items():
+        if "kernels ms" in found:
+            yield name, *(f"{time:.1f}" for time in found["kernels ms"].values())
+
+
+def largest_difference(losses: list[float], others: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+def plot(contenders: dict[str, Any], path: Path) -> None:
+    """The losses of every contender over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, found in contenders.items():
+        if "losses" in found:
+            axes.plot(found["losses"], label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})

@@ -1,0 +1,142 @@
+"""Forward and backward of a whole model on one GPU: transformers, compiled, Liger's own patch, and our presets.
+
+    python benchmarks/whole_models/train_step.py llama-1b --name train_step_llama_1b_h200
+    python benchmarks/whole_models/train_step.py qwen3-moe --name train_step_qwen3_moe_h200
+
+A Llama of the 1B shape, or a Qwen3-MoE of the released model's widths with 4 of its layers; random bf16 weights, 16384
+tokens as 4 sequences of 4096 and as one of 16384. Each contender runs in a process of its own, since Liger's patch and
+``torch.compile`` change the whole process. One more step is profiled: how long the GPU spends in matrix products,
+attention and all else. Then the same process trains 50 steps on Python's own sources, from weights drawn with one seed,
+and the losses are compared. Writes ``docs/benchmarks/<name>.json``, ``.md`` and, for the losses, ``.svg``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
+
+from benchmarks.shared.gpu_kernels import kernel_times
+from benchmarks.shared.measuring import event_milliseconds, warm_up
+from benchmarks.shared.results import machine
+from benchmarks.whole_models.contenders import CONTENDERS, MODELS, build, contenders_of
+from benchmarks.whole_models.kernel_kinds import by_kind
+from benchmarks.whole_models.page import write
+
+TOKENS, SEQUENCES = 16384, (4096, 16384)
+LOSS_SEQUENCE, LOSS_BATCH, LOSS_STEPS = 1024, 4, 50
+
+
+def step(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """One forward and backward; gives the loss."""
+    model.zero_grad(set_to_none=True)
+    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def token_ids(model: PreTrainedModel, sequence: int) -> Tensor:
+    """Random ones, in sequences of one length."""
+    return torch.randint(0, model.config.vocab_size, (TOKENS // sequence, sequence), device="cuda")
+
+
+def timed(model: PreTrainedModel, sequence: int, repeats: int = 8) -> dict[str, Any]:
+    """The median of ``repeats`` steps after three, with the peak of the allocator's memory, weights included."""
+    ids = token_ids(model, sequence)
+    call = partial(step, model, ids)
+    warm_up(call)
+    torch.cuda.reset_peak_memory_stats()
+    times = event_milliseconds(call, repeats)
+    return {
+        "ms": statistics.median(times),
+        "low ms": min(times),
+        "high ms": max(times),
+        "tokens/s": 1e3 * TOKENS / statistics.median(times),
+        "peak GB": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+def texts() -> Iterator[Tensor]:
+    """The bytes of Python's own sources, in order, as token ids."""
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in sources)
+    size = LOSS_BATCH * LOSS_SEQUENCE
+    for at in range(0, size * LOSS_STEPS, size):
+        yield torch.tensor(list(text[at : at + size]), device="cuda").view(LOSS_BATCH, LOSS_SEQUENCE)
+
+
+def losses(model: PreTrainedModel) -> list[float]:
+    """The losses of 50 steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    found = []
+    for ids in texts():
+        found.append(step(model, ids))
+        optimizer.step()
+    return [float(loss) for loss in found]
+
+
+def measure(model_name: str, contender: str, sequences: list[int]) -> dict[str, Any]:
+    """Everything that is said of one contender, in this process."""
+    transformers.logging.set_verbosity_error()
+    model = build(model_name)
+    CONTENDERS[contender](model)
+    batches = {f"{TOKENS // sequence}x{sequence}": timed(model, sequence) for sequence in sequences}
+    ids = token_ids(model, sequences[0])
+    kernels = by_kind(kernel_times(lambda: step(model, ids)))
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"batches": batches, "kernels ms": kernels, "losses": losses(model)}
+
+
+def measure_in_a_process(model: str, contender: str, sequences: list[int], limit: int) -> dict[str, Any]:
+    """:func:`measure` in a process of its own; what went wrong instead, where something did."""
+    command = [sys.executable, __file__, model, "--once", contender, "--sequences", *map(str, sequences)]
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not through after {limit} s"}
+    if result.returncode:
+        return {"failed": f"ended with exit code {result.returncode}"}
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
+    parser.add_argument("--sequences", nargs="+", type=int, default=list(SEQUENCES))
+    parser.add_argument("--limit", type=int, default=400, help="seconds for one contender")
+    parser.add_argument("--name", default="train_step")
+    parser.add_argument("--once", metavar="CONTENDER", help="print one's figures as JSON")
+    options = parser.parse_args()
+    if options.once:
+        print(json.dumps(measure(options.model, options.once, options.sequences)))
+        return
+    contenders: dict[str, Any] = {}
+    for contender in contenders_of(options.model, options.skip):
+        # Compiling takes a minute per length, so it is done for the first alone.
+        sequences = options.sequences[:1] if contender.endswith("compiled") else options.sequences
+        found = contenders[contender] = measure_in_a_process(options.model, contender, sequences, options.limit)
+        print(f"{contender}: { {key: value for key, value in found.items() if key != 'losses'} }", flush=True)
+        write(options.name, {"machine": machine(), "model": options.model, "contenders": contenders}, __file__)
+
+
+if __name__ == "__main__":
+    main()
