@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
@@ -56,3 +60,48 @@ def test_a_script_that_needs_no_gpu_starts_from_the_repository_s_root(script):
         [sys.executable, f"benchmarks/{script}", "--help"], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert "usage:" in result.stdout
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Imports a module of benchmarks, as a script does."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def test_contenders_take_turns_and_warm_ups_do_not_count(shared):
+    said = []
+    calls = {"a": lambda: said.append("a"), "b": lambda: said.append("b")}
+    times = shared("shared.measuring").seconds_in_turns(calls, 2, before=lambda: said.append("before"))
+    assert said == ["before", "a", "before", "b"] * 3
+    assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
+
+
+def test_only_the_call_is_timed(shared):
+    waits = []
+    (taken,) = shared("shared.measuring").seconds(
+        lambda: None, repeats=1, warm_ups=0, before=lambda: time.sleep(0.2), wait=lambda: waits.append(1)
+    )
+    assert taken < 0.1
+    assert len(waits) == 2
+
+
+def test_a_step_starts_without_gradients_and_leaves_its_own(shared):
+    x = torch.ones(3, requires_grad=True)
+    step = shared("shared.measuring").training_step(lambda: 2 * x.sum(), lambda loss: loss.backward(), [x])
+    step(), step()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("page", ["triton_rms_norm_h200", "triton_swiglu_mlp_h200", "quack_adapters_h200", "moe_h200"])
+def test_a_page_is_what_its_figures_give(page, shared, tmp_path, monkeypatch):
+    wanted = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    data = json.loads((PAGES / f"{page}.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(shared("shared.results"), "FOLDER", tmp_path)
+    (script,) = re.findall(r"Script: `(.*?)`", wanted)
+    if "moe" in page:
+        shared("moe_experts.moe").write(page, data)
+    else:
+        title = wanted.splitlines()[0].removeprefix("# ")
+        shared("shared.memory_bound").write_page(page, title, data, str(ROOT / script))
+    assert (tmp_path / f"{page}.md").read_text(encoding="utf-8") == wanted
