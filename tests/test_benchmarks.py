@@ -93,8 +93,10 @@ def test_a_step_starts_without_gradients_and_leaves_its_own(shared):
     assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize("page", ["triton_rms_norm_h200", "triton_swiglu_mlp_h200", "quack_adapters_h200", "moe_h200"])
-def test_a_page_is_what_its_figures_give(page, shared, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page", [path.stem for path in sorted(PAGES.glob("*.json")) if path.name.startswith(("moe", "quack", "triton"))]
+)
+def test_a_page_begins_with_what_its_figures_give(page, shared, tmp_path, monkeypatch):
     wanted = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     data = json.loads((PAGES / f"{page}.json").read_text(encoding="utf-8"))
     monkeypatch.setattr(shared("shared.results"), "FOLDER", tmp_path)
@@ -104,4 +106,5 @@ def test_a_page_is_what_its_figures_give(page, shared, tmp_path, monkeypatch):
     else:
         title = wanted.splitlines()[0].removeprefix("# ")
         shared("shared.memory_bound").write_page(page, title, data, str(ROOT / script))
-    assert (tmp_path / f"{page}.md").read_text(encoding="utf-8") == wanted
+    # What a person adds about a run stands below.
+    assert wanted.startswith((tmp_path / f"{page}.md").read_text(encoding="utf-8"))
