@@ -55,6 +55,9 @@ class KernelSpec:
         expert_parallel: whether it also runs with experts that are sharded over ranks. Nothing reads this yet.
         features: the optional parts of the contract that it computes (for attention, see
             :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
+        can_run: ``"module:function"`` of a function from a :class:`~veomni_core.Site` to the reason why the kernel
+            can't run there, or an empty string. It is asked when a plan is made, once for sites that agree in variant,
+            dtype, features and ``sizes``, and may look at nothing else. Its module must not import torch.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -73,6 +76,7 @@ class KernelSpec:
     dtypes: tuple[str, ...] = DTYPES
     expert_parallel: bool = False
     features: tuple[str, ...] = ()
+    can_run: str = ""
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -81,6 +85,8 @@ class KernelSpec:
         if self.name in (EAGER, "auto"):
             raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
         require_reference(owner, "factory", self.factory)
+        if self.can_run:
+            require_reference(owner, "can_run", self.can_run)
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
         require_integer(owner, "preference", self.preference)

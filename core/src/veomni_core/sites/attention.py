@@ -74,6 +74,7 @@ def _site(model: nn.Module, owner: str, paths: list[str], rule: str, verdict: Ve
         needs=tuple(dict.fromkeys((*_needs(model, paths), *verdict.needs))),
         refuses=verdict.refuses,
         declared=verdict.declared,
+        sizes={"head_dim": tuple(sorted(set(verdict.head_widths)))},
     )
 
 

@@ -48,7 +48,9 @@ class GatedMlpModules:
             proof = proofs[key]
             if proof is not None:
                 dtype, detail = probe.parameter_dtype(module), {"layout": list(proof.layout)}
-                site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail)
+                down = linears[layouts[0][-1]]
+                sizes = {"hidden": (down.out_features,), "intermediate": (down.in_features,)}
+                site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail, sizes=sizes)
                 yield replace(site, examined=proof.examined)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:

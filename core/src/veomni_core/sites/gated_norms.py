@@ -38,7 +38,8 @@ class GatedNormModules:
             if key not in proofs:
                 proofs[key] = _prove(module, reading, eps)
             detail = {"eps": eps, "group_size": vars(module).get("group_size")}
-            yield Site("rms_norm_gated", path, rule, *proofs[key], probe.parameter_dtype(module), detail)
+            dtype, sizes = probe.parameter_dtype(module), probe.width_of(module)
+            yield Site("rms_norm_gated", path, rule, *proofs[key], dtype, detail, sizes=sizes)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None

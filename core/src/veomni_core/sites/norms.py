@@ -41,7 +41,8 @@ class NormModules:
             key = probe.behaviour(module, reading.names)
             if key not in proofs:
                 proofs[key] = _prove(module, reading, eps)
-            yield Site("rms_norm", path, rule, *proofs[key], probe.parameter_dtype(module), {"eps": eps})
+            dtype, sizes = probe.parameter_dtype(module), probe.width_of(module)
+            yield Site("rms_norm", path, rule, *proofs[key], dtype, {"eps": eps}, sizes=sizes)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
         assert kernel is not None
