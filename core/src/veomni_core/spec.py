@@ -58,6 +58,8 @@ class KernelSpec:
         can_run: ``"module:function"`` of a function from a :class:`~veomni_core.Site` to the reason why the kernel
             can't run there, or an empty string. It is asked when a plan is made, once for sites that agree in variant,
             dtype, features and ``sizes``, and may look at nothing else. Its module must not import torch.
+        mask: for an attention kernel that takes masks of its own kind: ``"module:function"`` of the function that
+            builds them, with the call signature of ``transformers.masking_utils.sdpa_mask``.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -77,6 +79,7 @@ class KernelSpec:
     expert_parallel: bool = False
     features: tuple[str, ...] = ()
     can_run: str = ""
+    mask: str = ""
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -85,8 +88,9 @@ class KernelSpec:
         if self.name in (EAGER, "auto"):
             raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
         require_reference(owner, "factory", self.factory)
-        if self.can_run:
-            require_reference(owner, "can_run", self.can_run)
+        for name in ("can_run", "mask"):
+            if getattr(self, name):
+                require_reference(owner, name, getattr(self, name))
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
         require_integer(owner, "preference", self.preference)
@@ -127,6 +131,23 @@ class KernelSpec:
         if not callable(kernel):
             raise KernelLoadError(f"{self}: {self.factory} gave a {type(kernel).__name__}, which cannot be called")
         return kernel  # type: ignore[no-any-return]
+
+    def load_mask(self) -> Callable[..., Any] | None:
+        """Import the function that builds the kernel's masks; ``None`` if the spec names none.
+
+        Raises:
+            KernelLoadError: the import failed, or what it gave is not callable.
+        """
+        if not self.mask:
+            return None
+        try:
+            with random_states_kept():
+                builder = load_attribute(self.mask)
+        except Exception as error:
+            raise KernelLoadError(f"{self}: {self.mask} failed: {type(error).__name__}: {error}") from error
+        if not callable(builder):
+            raise KernelLoadError(f"{self}: {self.mask} is a {type(builder).__name__}, which cannot be called")
+        return builder  # type: ignore[no-any-return]
 
 
 def _is_zero_argument(function: Callable[..., Any]) -> bool:

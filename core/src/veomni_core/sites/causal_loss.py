@@ -24,6 +24,7 @@ from veomni_core.sites.functions import current_forward
 from veomni_core.sites.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.head_twin import IGNORED, VOCABULARY, head_twin
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 
 class CausalLosses:
@@ -43,7 +44,7 @@ class CausalLosses:
             dtype, sizes = probe.parameter_dtype(head), _sizes(head)
             yield Site("cross_entropy_loss", path, rule, variant, evidence, dtype, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         return _changes(model.get_submodule(site.path), kernel)
 

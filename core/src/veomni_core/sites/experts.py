@@ -15,6 +15,7 @@ from veomni_core.sites.expert_proof import WEIGHTS, ExpertProof, prove_experts
 from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 
 class ExpertsModules:
@@ -38,7 +39,7 @@ class ExpertsModules:
             sizes = sizes_of(*weights)
             yield Site("moe_experts", path, rule, variant, evidence, dtype, detail, own, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         module = model.get_submodule(site.path)
         if kernel is None:
             if is_dispatched(module):

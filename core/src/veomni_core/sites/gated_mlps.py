@@ -21,6 +21,7 @@ from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
 from veomni_core.sites.mlp_proof import Layout, MlpProof, prove_mlp
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 Modules = dict[str, Any]
 
@@ -53,7 +54,7 @@ class GatedMlpModules:
                 site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail, sizes=sizes)
                 yield replace(site, examined=proof.examined)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])
         reading = self._readings.of(module)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from veomni_core.spec import EAGER
+from veomni_core.spec import EAGER, KernelSpec
 
 if TYPE_CHECKING:  # planning from sites alone imports no torch
     from veomni_core.changes import Change
@@ -62,8 +62,9 @@ class SiteLocator(Protocol):
     def find(self, model: Any, rule: str) -> Iterable[Site]:
         """The sites in ``model``. The model is only read: it is not changed, and its weights are not computed on."""
 
-    def install(self, model: Any, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        """The changes that make ``kernel`` run at ``site``. The caller applies each one as it is yielded.
+    def install(self, model: Any, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
+        """The changes that make ``kernel``, loaded from ``spec``, run at ``site``.
 
-        ``kernel`` is ``None`` only for rules with ``installs_eager``: the changes then select the op's eager code.
+        The caller applies each change as it is yielded. ``kernel`` and ``spec`` are ``None`` only for rules with
+        ``installs_eager``: the changes then select the op's eager code.
         """
