@@ -175,6 +175,8 @@ class OpSpec:
         legacy_values: old kernel names, each with the present one.
         follows_autocast: whether under ``torch.autocast`` the op computes in autocast's dtype, whatever the dtype of
             its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
+        added: the contracts of variants that plugins added, each as ``"module:attribute"``, by the variant's name. The
+            registry fills it in.
     """
 
     name: str
@@ -187,6 +189,7 @@ class OpSpec:
     published: Mapping[str, str] = field(default_factory=dict, hash=False)
     legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     follows_autocast: bool = False
+    added: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         owner = f"OpSpec {self.name!r}"
@@ -198,7 +201,7 @@ class OpSpec:
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
             raise SpecError(f"{owner}: variants is empty; list at least one")
-        for name in ("variant_aliases", "published", "legacy_values"):
+        for name in ("variant_aliases", "published", "legacy_values", "added"):
             require_mapping(owner, name, getattr(self, name), str)
         for alias, variant in self.variant_aliases.items():
             if variant not in self.variants:
@@ -210,6 +213,30 @@ class OpSpec:
     def canonical_variant(self, variant: str) -> str:
         """``variant`` with an alias resolved."""
         return self.variant_aliases.get(variant, variant)
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """A variant of an op that another distribution defines.
+
+    Args:
+        op_name: the op.
+        name: the variant's name among the op's.
+        contract: ``"module:attribute"`` of its :class:`veomni_core.ops.contract.Contract`, which has the call signature
+            of the op's other contracts. Imported only when a kernel is checked or a site is compared.
+    """
+
+    op_name: str
+    name: str
+    contract: str
+
+    def __post_init__(self) -> None:
+        for name in ("op_name", "name"):
+            require_name(f"VariantSpec {self.name!r}", name, getattr(self, name))
+        require_reference(f"VariantSpec {self}", "contract", self.contract)
+
+    def __str__(self) -> str:
+        return f"{self.op_name}/{self.name}"
 
 
 @dataclass(frozen=True)
