@@ -19,7 +19,7 @@ class Rule:
             if path.endswith(self.ends):
                 yield Site(self.op_name, path, rule, self.variant, "the plugin says so")
 
-    def install(self, model, site, kernel):
+    def install(self, model, site, kernel, spec):
         yield ForwardChange(model.get_submodule(site.path), self.forward(kernel, model.get_submodule(site.path)))
 
     def forward(self, kernel, module):
@@ -45,7 +45,7 @@ class HoldingNorms(Rule):
 class GuardedNorms(Rule):
     """Its proof would rest on ``eps`` and on the child ``act``."""
 
-    def install(self, model, site, kernel):
+    def install(self, model, site, kernel, spec):
         module = model.get_submodule(site.path)
         yield ForwardChange(module, self.forward(kernel, module), guarded=("eps", "act"))
 
@@ -60,7 +60,7 @@ class Layers(Rule):
 
 
 class CallingLayers(Layers):
-    def install(self, model, site, kernel):
+    def install(self, model, site, kernel, spec):
         within = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
         yield ForwardChange(model.get_submodule(site.path), self.forward(kernel, None), calls=within)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from veomni_core import Hardware, HardwareRequirement
@@ -31,6 +34,9 @@ def test_an_unknown_name_is_answered_by_the_nearest():
         Hardware.named("h20")
 
 
+HOPPER_OR_AMD = HardwareRequirement("cuda", min_compute_capability=90) | HardwareRequirement("rocm")
+
+
 @pytest.mark.parametrize(
     "requirement, hardware, reasons",
     [
@@ -50,6 +56,18 @@ def test_an_unknown_name_is_answered_by_the_nearest():
             ("needs compute capability <= 9.0, this GPU is 10.0 (NVIDIA B200)",),
         ),
         (HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90), "sm90", ()),
+        (HOPPER_OR_AMD, "h200", ()),
+        (HOPPER_OR_AMD, "mi300x", ()),
+        (HOPPER_OR_AMD, "a100", ("needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)",)),
+        (HOPPER_OR_AMD, "cpu", ("needs device type cuda or rocm, this is cpu (cpu)",)),
+        (
+            HardwareRequirement("cuda", max_compute_capability=80) | HOPPER_OR_AMD,
+            "l40s",
+            (
+                "needs compute capability <= 8.0, this GPU is 8.9 (NVIDIA L40S), or "
+                "needs compute capability >= 9.0, this GPU is 8.9 (NVIDIA L40S)",
+            ),
+        ),
     ],
 )
 def test_unmet(requirement, hardware, reasons):
@@ -74,3 +92,21 @@ def test_packages_are_checked_on_detected_hardware_only():
 def test_a_requirement_that_contradicts_itself(arguments, message):
     with pytest.raises(SpecError, match=message):
         HardwareRequirement("cuda", **arguments)
+
+
+def test_of_alternatives_the_one_for_the_hardware_counts():
+    requirement = HardwareRequirement("cuda", packages=("cuda-lib",)) | HardwareRequirement(
+        "rocm", packages=("hip-lib",)
+    )
+    assert requirement.chosen_for(Hardware.named("mi300x")).packages == ("hip-lib",)
+    assert requirement.chosen_for(Hardware.named("cpu")).packages == ("cuda-lib",)
+    assert HardwareRequirement.from_dict(json.loads(json.dumps(asdict(requirement)))) == requirement
+    (missing,) = requirement.unmet(Hardware("rocm", detected=True))
+    assert missing == "needs hip-lib, which is not installed"
+
+
+def test_three_in_any_order_are_alternatives():
+    a, b, c = (HardwareRequirement(name) for name in ("cuda", "rocm", "xpu"))
+    assert ((a | b) | c).others == (a | (b | c)).others == (b, c)
+    with pytest.raises(SpecError, match="others"):
+        HardwareRequirement("cuda", others=("rocm",))

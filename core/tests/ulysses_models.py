@@ -19,7 +19,6 @@ from veomni_core.sequence_parallel import (
     apply_ulysses,
     gather_outputs,
 )
-from veomni_core.sites.interface_names import MASK_INTERFACE
 
 LENGTH = 16
 # Grouped matrix products know no float64.
@@ -30,9 +29,6 @@ def by_lengths(*args: Any, **kwargs: Any) -> Any:
     """The contract's reference, given lengths and padding as a FlashAttention is, and no mask."""
     assert args[4] is None or args[4].dim() == 2
     return standard(*args, **kwargs)
-
-
-setattr(by_lengths, MASK_INTERFACE, "flash_attention_2")
 
 
 def registry() -> Registry:

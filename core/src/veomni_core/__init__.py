@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
     from veomni_core.slot import OpSlot
-    from veomni_core.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, OpSpec, SiteRule
+    from veomni_core.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, OpSpec, SiteRule, VariantSpec
 
 _HOME = {
     "Binding": "binding",
@@ -41,6 +41,7 @@ _HOME = {
     "Registry": "registry",
     "Site": "sites.site",
     "SiteRule": "spec",
+    "VariantSpec": "spec",
     "bind": "binding",
     "binding_of": "binding",
     "build_foundation_model": "build",
@@ -68,6 +69,7 @@ __all__ = [
     "Registry",
     "Site",
     "SiteRule",
+    "VariantSpec",
     "bind",
     "binding_of",
     "build_foundation_model",

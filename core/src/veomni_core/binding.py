@@ -205,7 +205,7 @@ def apply_plan(
 ) -> Binding:
     """:func:`bind` for a plan that all ranks already have."""
     _refuse_unbindable(model)
-    kernels = {planned.spec.key: planned.spec.load() for planned in plan.kernels}
+    kernels = {planned.spec.key: (planned.spec.load(), planned.spec) for planned in plan.kernels}
     verification = Verification()
     if verify:
         if why := misplaced(model, plan):

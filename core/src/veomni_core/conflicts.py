@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from veomni_core.errors import did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
-from veomni_core.registry import PluginRecord, SkippedKernel
+from veomni_core.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.spec import KernelSpec, OpSpec
 
 CORE = PluginRecord(
@@ -34,7 +34,7 @@ def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
             replace(record, status="failed", problem=problems[id(record)]) if id(record) in problems else record
             for record in settled
         ]
-    ops = {op.name: op for record in settled if record.healthy for op in record.ops}
+    ops = ops_of(settled)
     return [_with_known_kernels(record, ops, settled) if record.healthy else record for record in settled]
 
 
@@ -69,10 +69,11 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
             if len(claimants) > 1:
                 who = " and ".join(sorted({str(record) for record in claimants}))
                 problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in claimants)
+    problems |= _variants_twice(healthy)
     problems.pop(id(CORE), None)
     if problems:
         return problems
-    ops = {op.name: op for record in healthy for op in record.ops}
+    ops = ops_of(healthy)
     fields = {op.config_field for op in ops.values()}
     for record in healthy:
         for device in record.devices:
@@ -87,6 +88,28 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
             if key in seen:
                 problems[id(record)] = f"kernel {'{}/{}:{}'.format(*key)} is described twice by one plugin"
             seen.add(key)
+    return problems
+
+
+def _variants_twice(healthy: list[PluginRecord]) -> dict[int, str]:
+    """The plugins that add a variant which another one, or the op itself, has already."""
+    problems: dict[int, str] = {}
+    owners: dict[str, list[PluginRecord]] = defaultdict(list)
+    own = {
+        f"{op.name}/{name}": record
+        for record in healthy
+        for op in record.ops
+        for name in (*op.variants, *op.variant_aliases)
+    }
+    for record in healthy:
+        for variant in record.variants:
+            owners[str(variant)].append(record)
+    for name, claimants in owners.items():
+        if name in own:
+            problems.update((id(record), f"{own[name]} has the variant {name} already") for record in claimants)
+        elif len(claimants) > 1:
+            who = " and ".join(sorted({str(record) for record in claimants}))
+            problems.update((id(record), f"the variant {name} is defined by {who}") for record in claimants)
     return problems
 
 

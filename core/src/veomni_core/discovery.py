@@ -25,6 +25,7 @@ from veomni_core.registry import PluginRecord, Registry, build_registry
 
 _FIELDS = {
     "veomni_ops": "ops",
+    "veomni_variants": "variants",
     "veomni_kernels": "kernels",
     "veomni_devices": "devices",
     "veomni_sites": "site_rules",

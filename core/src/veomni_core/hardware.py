@@ -6,12 +6,20 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from veomni_core.errors import SpecError, UnknownNameError, did_you_mean
-from veomni_core.field_types import names_in, require_boolean, require_integer, require_name, require_text
+from veomni_core.field_types import (
+    names_in,
+    require_boolean,
+    require_instance,
+    require_integer,
+    require_name,
+    require_text,
+)
 
 ANY_DEVICE = "any"
 _DEVICE_ALIASES = {"gpu": "cuda"}
@@ -121,21 +129,27 @@ def show_capability(capability: int) -> str:
 class HardwareRequirement:
     """What a kernel requires of the machine. All given fields must be met.
 
+    Two requirements joined by ``|`` are met where either is: one spec for several device types.
+
     Args:
         device_type: ``any``, ``cuda``, ``rocm``, ``cpu``, or a plugin's own.
         min_compute_capability: the lowest that works, times ten (``90`` for 9.0), inclusive.
         max_compute_capability: the highest that works, inclusive.
         packages: PEP 508 requirements of the libraries that the kernel calls, as ``"quack-kernels>=0.4"``.
+        others: the alternatives to all of the above, as ``|`` puts them together.
 
     Example:
         >>> HardwareRequirement("cuda", min_compute_capability=90).unmet(Hardware.named("a100"))
         ('needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)',)
+        >>> (HardwareRequirement("cuda") | HardwareRequirement("rocm")).unmet(Hardware.named("mi300x"))
+        ()
     """
 
     device_type: str = ANY_DEVICE
     min_compute_capability: int | None = None
     max_compute_capability: int | None = None
     packages: tuple[str, ...] = ()
+    others: tuple[HardwareRequirement, ...] = ()
 
     def __post_init__(self) -> None:
         owner = "HardwareRequirement"
@@ -152,9 +166,40 @@ class HardwareRequirement:
                 Requirement(package)
             except InvalidRequirement as error:
                 raise SpecError(f"HardwareRequirement: {package!r} is not a package requirement: {error}") from None
+        object.__setattr__(self, "others", tuple(self.others))
+        for other in self.others:
+            require_instance(owner, "others", other, HardwareRequirement)
+
+    def __or__(self, other: HardwareRequirement) -> HardwareRequirement:
+        return replace(self, others=(*self.others, replace(other, others=()), *other.others))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> HardwareRequirement:
+        """The requirement that ``dataclasses.asdict`` turned into ``data``."""
+        return cls(**{**data, "others": tuple(map(cls.from_dict, data.get("others", ())))})
 
     def unmet(self, hardware: Hardware) -> tuple[str, ...]:
-        """The requirements that ``hardware`` does not meet, one sentence each; empty if it meets all."""
+        """The requirements that ``hardware`` does not meet, one sentence each; empty if it meets all.
+
+        Of alternatives, those for the hardware's own device type are told about, if there are any.
+        """
+        alternatives = (replace(self, others=()), *self.others)
+        reasons = {each: each._unmet_alone(hardware) for each in alternatives}
+        if not all(reasons.values()):
+            return ()
+        near = [each for each in alternatives if each.device_type in (ANY_DEVICE, hardware.device_type)]
+        if near:
+            return reasons[near[0]] if len(near) == 1 else (", or ".join(" and ".join(reasons[each]) for each in near),)
+        types = " or ".join(dict.fromkeys(each.device_type for each in alternatives))
+        packages = reasons[alternatives[0]][1:] if len(alternatives) == 1 else ()
+        return (f"needs device type {types}, this is {hardware.describe()}", *packages)
+
+    def chosen_for(self, hardware: Hardware) -> HardwareRequirement:
+        """The alternative that ``hardware`` meets; the first if it meets none."""
+        alternatives = (replace(self, others=()), *self.others)
+        return next((each for each in alternatives if not each._unmet_alone(hardware)), alternatives[0])
+
+    def _unmet_alone(self, hardware: Hardware) -> tuple[str, ...]:
         reasons = self._unmet_by_device(hardware)
         if hardware.detected:
             reasons += tuple(reason for package in self.packages if (reason := _package_unmet(package)))

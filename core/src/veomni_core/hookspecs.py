@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pluggy
 
-from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule
+from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, VariantSpec
 
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"
@@ -19,6 +19,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def veomni_ops() -> Iterable[OpSpec]:  # type: ignore[empty-body]
     """New ops: their variants, config field and contract."""
+
+
+@hookspec
+def veomni_variants() -> Iterable[VariantSpec]:  # type: ignore[empty-body]
+    """Variants of ops that the core or another plugin defines, each with its contract."""
 
 
 @hookspec
@@ -44,6 +49,7 @@ def veomni_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
 # The type that each hook returns, in the order in which the hooks are called.
 DESCRIPTIONS: dict[str, type] = {
     "veomni_ops": OpSpec,
+    "veomni_variants": VariantSpec,
     "veomni_kernels": KernelSpec,
     "veomni_devices": DeviceSpec,
     "veomni_sites": SiteRule,

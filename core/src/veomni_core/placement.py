@@ -44,7 +44,7 @@ def misplaced(model: nn.Module, plan: Plan) -> str:
     """
     here = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     for planned in plan.kernels if here else ():
-        needed = torch_device_type(planned.spec.hardware.device_type)
+        needed = torch_device_type(planned.spec.hardware.chosen_for(plan.hardware).device_type)
         if needed == ANY_DEVICE or needed in here:
             continue
         paths = [

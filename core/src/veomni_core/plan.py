@@ -70,7 +70,9 @@ class Plan:
             ops=tuple(OpDecision.from_dict(op) for op in data["ops"]),
             kernels=tuple(
                 PlannedKernel(
-                    KernelSpec(**{**kernel["spec"], "hardware": HardwareRequirement(**kernel["spec"]["hardware"])}),
+                    KernelSpec(
+                        **{**kernel["spec"], "hardware": HardwareRequirement.from_dict(kernel["spec"]["hardware"])}
+                    ),
                     kernel["distribution"],
                     kernel["version"],
                 )
@@ -182,7 +184,9 @@ def make_plan(
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry))
-    return Plan(hardware, ops, kernels, () if hardware.detected else _assumptions(kernels), failed_rules, autocast)
+    return Plan(
+        hardware, ops, kernels, () if hardware.detected else _assumptions(kernels, hardware), failed_rules, autocast
+    )
 
 
 def _autocast_name(autocast: Any) -> str | None:
@@ -232,8 +236,12 @@ def _planned_kernels(ops: tuple[OpDecision, ...], registry: Registry) -> Iterabl
         yield PlannedKernel(spec, plugin.distribution, plugin.version)
 
 
-def _assumptions(kernels: tuple[PlannedKernel, ...]) -> tuple[str, ...]:
-    return tuple(f"{kernel.spec}: {package}" for kernel in kernels for package in kernel.spec.hardware.packages)
+def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware) -> tuple[str, ...]:
+    return tuple(
+        f"{kernel.spec}: {package}"
+        for kernel in kernels
+        for package in kernel.spec.hardware.chosen_for(hardware).packages
+    )
 
 
 def _what(op: OpDecision, decision: SiteDecision) -> str:

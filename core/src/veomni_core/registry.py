@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 from veomni_core.hardware import Hardware
-from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, load_attribute
+from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, VariantSpec, load_attribute
 
 Status = Literal["loaded", "failed", "blocked"]
 
@@ -42,7 +42,7 @@ class PluginRecord:
         problem: why it failed, or what blocks it.
         traceback: the traceback of a plugin that raised.
         seconds: how long it took to load.
-        ops, devices, site_rules, commands: what its hooks returned.
+        ops, variants, devices, site_rules, commands: what its hooks returned.
         kernels: the kernels whose op and variant are known.
         skipped: the kernels whose op or variant is not known.
     """
@@ -56,6 +56,7 @@ class PluginRecord:
     traceback: str = ""
     seconds: float = 0.0
     ops: tuple[OpSpec, ...] = ()
+    variants: tuple[VariantSpec, ...] = ()
     kernels: tuple[KernelSpec, ...] = ()
     skipped: tuple[SkippedKernel, ...] = ()
     devices: tuple[DeviceSpec, ...] = ()
@@ -233,6 +234,17 @@ class Registry:
         return {kernel.name for kernel in self._kernels.get(op, ())}
 
 
+def ops_of(records: Iterable[PluginRecord]) -> dict[str, OpSpec]:
+    """The ops of the loaded plugins by name, with the variants that plugins add; one of an unknown op is left out."""
+    healthy = sorted((record for record in records if record.healthy), key=lambda each: (each.name, each.distribution))
+    ops = {op.name: op for record in healthy for op in record.ops}
+    for variant in (variant for record in healthy for variant in record.variants):
+        if op := ops.get(variant.op_name):
+            added = {**op.added, variant.name: variant.contract}
+            ops[op.name] = replace(op, variants=(*op.variants, variant.name), added=added)
+    return ops
+
+
 def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
     """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
     try:
@@ -258,7 +270,7 @@ def build_registry(
     rules = [rule for record in healthy for rule in record.site_rules]
     return Registry(
         plugins=plugins,
-        ops=MappingProxyType({op.name: op for record in healthy for op in record.ops}),
+        ops=MappingProxyType(ops_of(healthy)),
         site_rules=tuple(sorted(rules, key=lambda rule: (rule.order, rule.name))),
         devices=MappingProxyType({device.device_type: device for record in healthy for device in record.devices}),
         commands=MappingProxyType({command.name: command for record in healthy for command in record.commands}),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from veomni_core.config import AUTO
 from veomni_core.hardware import Hardware
 from veomni_core.registry import Registry
 from veomni_core.sites.site import Site
-from veomni_core.spec import DTYPES, EAGER, KernelSpec
+from veomni_core.spec import DTYPES, EAGER, KernelSpec, load_attribute
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 
@@ -31,6 +31,8 @@ class _Place:
     dtypes: tuple[str, ...]
     needs: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...]
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    site: Site = field(compare=False)  # the first of those that agree in all of the above
 
 
 class Selection:
@@ -52,7 +54,8 @@ class Selection:
             return Verdict(EAGER, "as asked", as_asked=True)
         if site.variant is None:
             return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
-        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, tuple(site.refuses.items()))
+        refuses, sizes = tuple(site.refuses.items()), tuple(sorted(site.sizes.items()))
+        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, refuses, sizes, site)
         key = (op_name, names, place)
         if key not in self._answers:
             self._answers[key] = self._first(op_name, names, place)
@@ -92,28 +95,21 @@ class Selection:
         names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
         return (EAGER, *sorted(names))
 
-    def why_not(
-        self,
-        spec: KernelSpec,
-        dtypes: tuple[str, ...] = (),
-        needs: tuple[str, ...] = (),
-        refuses: tuple[tuple[str, str], ...] = (),
-    ) -> tuple[str, ...]:
-        """The reasons why ``spec`` can't run, as phrases; empty if it can.
+    def why_not(self, spec: KernelSpec) -> tuple[str, ...]:
+        """The reasons why ``spec`` can't run on this hardware, as phrases; empty if it can."""
+        reasons = spec.hardware.unmet(self._hardware)
+        return reasons if spec.backward else (*reasons, "has no backward, and training needs one")
 
-        Args:
-            spec: the kernel.
-            dtypes: the dtypes that it must accept, all of them.
-            needs: the features that the site needs.
-            refuses: ``(feature, why)`` pairs: features that a kernel at this site must not have.
-        """
-        reasons = list(spec.hardware.unmet(self._hardware))
-        if not spec.backward:
-            reasons.append("has no backward, and training needs one")
-        if not set(dtypes) <= set(spec.dtypes):
-            reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {self._shown(spec, dtypes)}")
-        reasons += [f"does not compute {need}, which this site needs" for need in needs if need not in spec.features]
-        reasons += [f"has {feature}: {why}" for feature, why in refuses if feature in spec.features]
+    def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
+        """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
+        reasons = list(self.why_not(spec))
+        if not set(place.dtypes) <= set(spec.dtypes):
+            reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {self._shown(spec, place.dtypes)}")
+        missing = [need for need in place.needs if need not in spec.features]
+        reasons += [f"does not compute {need}, which this site needs" for need in missing]
+        reasons += [f"has {feature}: {why}" for feature, why in place.refuses if feature in spec.features]
+        if spec.can_run and (why := _refused_by_plugin(spec, place.site)):
+            reasons.append(why)
         return tuple(reasons)
 
     def _shown(self, spec: KernelSpec, dtypes: tuple[str, ...]) -> str:
@@ -135,7 +131,7 @@ class Selection:
                 return self._best(op_name, place, passed_over)
             spec = self._registry.find(op_name, place.variant, name)
             covered = (self._not_covered(op_name, place.variant, name),)
-            why_not = self.why_not(spec, place.dtypes, place.needs, place.refuses) if spec else covered
+            why_not = self._why_not_at(spec, place) if spec else covered
             if not why_not:
                 return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
             passed_over.append(f"{name} {' and '.join(why_not)}")
@@ -143,7 +139,7 @@ class Selection:
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         specs = self._registry.kernels(op_name, place.variant)
-        candidates = [spec for spec in specs if not self.why_not(spec, place.dtypes, place.needs, place.refuses)]
+        candidates = [spec for spec in specs if not self._why_not_at(spec, place)]
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
         if measured:
@@ -162,8 +158,7 @@ class Selection:
             return f"no kernel for {place.variant} is installed"
         not_preferred = ("is not preferred to the model's own code",)
         return "; ".join(
-            f"{spec.name} {' and '.join(self.why_not(spec, place.dtypes, place.needs, place.refuses) or not_preferred)}"
-            for spec in specs
+            f"{spec.name} {' and '.join(self._why_not_at(spec, place) or not_preferred)}" for spec in specs
         )
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
@@ -180,6 +175,17 @@ class Selection:
         if not all(reasons):
             return ""
         return f"{name} can't run here: {' and '.join(dict.fromkeys(reason for some in reasons for reason in some))}"
+
+
+def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:
+    """What the kernel's ``can_run`` says of ``site``. One that fails refuses the kernel, and no other."""
+    try:
+        reason = load_attribute(spec.can_run)(site)
+    except Exception as error:
+        return f"can't be asked: {spec.can_run} failed: {type(error).__name__}: {error}"
+    if isinstance(reason, str):
+        return reason
+    return f"can't be asked: {spec.can_run} must return a string, empty if the kernel can run, not {reason!r}"
 
 
 def _after(passed_over: list[str], reason: str) -> str:

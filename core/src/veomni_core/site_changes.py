@@ -13,9 +13,9 @@ from veomni_core.plan import Plan
 from veomni_core.registry import Registry
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
-from veomni_core.spec import SiteRule
+from veomni_core.spec import KernelSpec, SiteRule
 
-Kernels = Mapping[tuple[str, str, str], Callable[..., Any]]
+Kernels = Mapping[tuple[str, str, str], tuple[Callable[..., Any], KernelSpec]]  # by the specs' keys
 
 
 def site_changes(
@@ -45,5 +45,7 @@ def changes_at(
     model: nn.Module, op: OpDecision, decision: SiteDecision, locator: SiteLocator, kernels: Kernels
 ) -> Iterator[Change]:
     """The changes that put the kernel of one decision into its site."""
-    key = (op.op_name, decision.site.variant or "", decision.kernel)
-    yield from locator.install(model, decision.site, kernels[key] if decision.bound else None)
+    kernel, spec = None, None
+    if decision.bound:
+        kernel, spec = kernels[op.op_name, decision.site.variant or "", decision.kernel]
+    yield from locator.install(model, decision.site, kernel, spec)

@@ -55,6 +55,11 @@ class KernelSpec:
         expert_parallel: whether it also runs with experts that are sharded over ranks. Nothing reads this yet.
         features: the optional parts of the contract that it computes (for attention, see
             :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
+        can_run: ``"module:function"`` of a function from a :class:`~veomni_core.Site` to the reason why the kernel
+            can't run there, or an empty string. It is asked when a plan is made, once for sites that agree in variant,
+            dtype, features and ``sizes``, and may look at nothing else. Its module must not import torch.
+        mask: for an attention kernel that takes masks of its own kind: ``"module:function"`` of the function that
+            builds them, with the call signature of ``transformers.masking_utils.sdpa_mask``.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -73,6 +78,8 @@ class KernelSpec:
     dtypes: tuple[str, ...] = DTYPES
     expert_parallel: bool = False
     features: tuple[str, ...] = ()
+    can_run: str = ""
+    mask: str = ""
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -81,6 +88,9 @@ class KernelSpec:
         if self.name in (EAGER, "auto"):
             raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
         require_reference(owner, "factory", self.factory)
+        for name in ("can_run", "mask"):
+            if getattr(self, name):
+                require_reference(owner, name, getattr(self, name))
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
         require_integer(owner, "preference", self.preference)
@@ -122,6 +132,23 @@ class KernelSpec:
             raise KernelLoadError(f"{self}: {self.factory} gave a {type(kernel).__name__}, which cannot be called")
         return kernel
 
+    def load_mask(self) -> Callable[..., Any] | None:
+        """Import the function that builds the kernel's masks; ``None`` if the spec names none.
+
+        Raises:
+            KernelLoadError: the import failed, or what it gave is not callable.
+        """
+        if not self.mask:
+            return None
+        try:
+            with random_states_kept():
+                builder = load_attribute(self.mask)
+        except Exception as error:
+            raise KernelLoadError(f"{self}: {self.mask} failed: {type(error).__name__}: {error}") from error
+        if not callable(builder):
+            raise KernelLoadError(f"{self}: {self.mask} is a {type(builder).__name__}, which cannot be called")
+        return builder  # type: ignore[no-any-return]
+
 
 def _is_zero_argument(function: Callable[..., Any]) -> bool:
     try:
@@ -148,6 +175,8 @@ class OpSpec:
         legacy_values: old kernel names, each with the present one.
         follows_autocast: whether under ``torch.autocast`` the op computes in autocast's dtype, whatever the dtype of
             its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
+        added: the contracts of variants that plugins added, each as ``"module:attribute"``, by the variant's name. The
+            registry fills it in.
     """
 
     name: str
@@ -160,6 +189,7 @@ class OpSpec:
     published: Mapping[str, str] = field(default_factory=dict, hash=False)
     legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     follows_autocast: bool = False
+    added: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         owner = f"OpSpec {self.name!r}"
@@ -171,7 +201,7 @@ class OpSpec:
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
             raise SpecError(f"{owner}: variants is empty; list at least one")
-        for name in ("variant_aliases", "published", "legacy_values"):
+        for name in ("variant_aliases", "published", "legacy_values", "added"):
             require_mapping(owner, name, getattr(self, name), str)
         for alias, variant in self.variant_aliases.items():
             if variant not in self.variants:
@@ -183,6 +213,30 @@ class OpSpec:
     def canonical_variant(self, variant: str) -> str:
         """``variant`` with an alias resolved."""
         return self.variant_aliases.get(variant, variant)
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """A variant of an op that another distribution defines.
+
+    Args:
+        op_name: the op.
+        name: the variant's name among the op's.
+        contract: ``"module:attribute"`` of its :class:`veomni_core.ops.contract.Contract`, which has the call signature
+            of the op's other contracts. Imported only when a kernel is checked or a site is compared.
+    """
+
+    op_name: str
+    name: str
+    contract: str
+
+    def __post_init__(self) -> None:
+        for name in ("op_name", "name"):
+            require_name(f"VariantSpec {self.name!r}", name, getattr(self, name))
+        require_reference(f"VariantSpec {self}", "contract", self.contract)
+
+    def __str__(self) -> str:
+        return f"{self.op_name}/{self.name}"
 
 
 @dataclass(frozen=True)

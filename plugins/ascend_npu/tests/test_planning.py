@@ -89,3 +89,12 @@ def test_a_classifiers_loss_stays_eager_and_the_plan_says_why():
 def test_a_product_that_is_not_known_is_answered_by_the_nearest():
     with pytest.raises(UnknownNameError, match="Did you mean 'ascend-910b'"):
         plan({}, hardware="ascend-910c")
+
+
+@pytest.mark.parametrize(("widths", "kernel"), [((128, 768), "npu_fusion_attention"), ((128, 800), "eager")])
+def test_heads_that_the_operator_does_not_take_stay_eager(widths, kernel):
+    site = Site("attention", "", "a rule", "standard", "proven", "bfloat16", sizes={"head_dim": widths})
+    result = plan({"preset": "auto"}, sites=(site,))
+    (decision,) = (site for op in result.ops for site in op.sites)
+    assert decision.kernel == kernel
+    assert ("takes heads of at most 768, this site has 800" in decision.reason) == (kernel == "eager")

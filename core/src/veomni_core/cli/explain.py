@@ -32,7 +32,7 @@ def explain(
             "preference": kernel.preference,
             "runs": not selection.why_not(kernel),
             "reasons": list(selection.why_not(kernel)),
-            "assumes": [] if target.detected else list(kernel.hardware.packages),
+            "assumes": [] if target.detected else list(kernel.hardware.chosen_for(target).packages),
         }
         for kernel in registry.kernels(spec.name)
     ]

@@ -65,7 +65,7 @@ def _run(command: list[str], timeout: float) -> str:
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return f"did not end within {timeout:g} s"
+            return f"did not end within {timeout:g} s (--timeout gives it longer)"
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

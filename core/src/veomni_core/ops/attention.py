@@ -29,7 +29,7 @@ The kind of mask that transformers builds for a kernel is a feature too, one of 
 refuses the kernels that take them.
 
 Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
-:func:`refuse`.
+:func:`refuse`. A site's ``sizes``: ``head_dim``, every width of its queries' and values' heads.
 """
 
 from __future__ import annotations

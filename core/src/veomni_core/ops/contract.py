@@ -107,6 +107,8 @@ def contract_for(op: OpSpec, variant: str) -> Contract:
     Raises:
         ContractError: the op's contract cannot be imported, or does not cover the variant.
     """
+    if reference := op.added.get(variant):
+        return _added_contract(op, variant, reference)
     try:
         contracts = load_attribute(op.contract)
     except Exception as error:
@@ -118,6 +120,21 @@ def contract_for(op: OpSpec, variant: str) -> Contract:
             f"op {op.name}: {op.contract} has no contract for {variant!r}. {did_you_mean(variant, contracts)}"
         )
     return contracts[variant]
+
+
+def _added_contract(op: OpSpec, variant: str, reference: str) -> Contract:
+    try:
+        contract = load_attribute(reference)
+    except Exception as error:
+        message = f"{op.name}/{variant}: its contract {reference} failed: {type(error).__name__}: {error}"
+        raise ContractError(message) from error
+    if not isinstance(contract, Contract):
+        raise ContractError(f"{op.name}/{variant}: {reference} is a {type(contract).__name__}, not a Contract")
+    if (contract.op_name, contract.variant) != (op.name, variant):
+        raise ContractError(
+            f"{op.name}/{variant}: {reference} is the contract of {contract.op_name}/{contract.variant}"
+        )
+    return contract
 
 
 def as_tensors(result: Any) -> tuple[Tensor, ...]:

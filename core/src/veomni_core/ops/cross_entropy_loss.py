@@ -1,6 +1,7 @@
 """cross_entropy_loss: the loss of a language model's head, or of a sequence classifier, as a float32 scalar.
 
 ``causal`` takes hidden states and the output projection's weight, so that a kernel can avoid materialising all logits.
+A site's ``sizes`` are then ``hidden`` and ``vocabulary``.
 """
 
 from __future__ import annotations

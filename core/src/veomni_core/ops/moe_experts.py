@@ -5,7 +5,7 @@
 ``T`` tokens, ``K`` choices per token (int64 indices), ``E`` experts, ``H`` hidden and ``I`` intermediate size.
 
 ``clamped`` takes ``(…, gate_up_bias[E, 2I] or None, down_bias[E, H] or None, alpha, limit, interleaved, up_offset)``.
-Weights may be transposed views.
+Weights may be transposed views. A site's ``sizes``: ``experts`` (E), ``hidden`` (H) and ``intermediate`` (I).
 """
 
 from __future__ import annotations

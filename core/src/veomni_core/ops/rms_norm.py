@@ -1,6 +1,7 @@
 """rms_norm: ``(x[..., H], weight[H] or None, eps) -> [..., H]``, root-mean-square normalisation (Zhang, Sennrich 2019).
 
 The variants differ in what the weight means and in where the result is rounded to the dtype of ``x``.
+A site's ``sizes``: ``width`` (H), if it has a weight.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 ``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are in float32.
 With ``group_size``, each group of so many elements of a row is normalised on its own.
+A site's ``sizes``: ``width`` (H), if it has a weight.
 """
 
 from __future__ import annotations

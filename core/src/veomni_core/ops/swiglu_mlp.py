@@ -1,7 +1,7 @@
 """swiglu_mlp: ``(gate[..., I], up[..., I]) -> act(gate) * up``, the activation between a gated MLP's linears.
 
 ``standard`` activates with SiLU (Shazeer 2020, SwiGLU), ``gelu`` with the exact GELU, ``gelu_tanh`` with GELU's tanh
-approximation (Gemma).
+approximation (Gemma). A site's ``sizes``: ``hidden`` and ``intermediate`` (I).
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from veomni_core.sites import probe
 from veomni_core.sites.attention_evidence import Verdict, verdicts
 from veomni_core.sites.config_changes import config_changes, interface_of
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
-from veomni_core.sites.interface_names import MASK_INTERFACE, RegisteredInterface, registered
+from veomni_core.sites.interface_names import RegisteredInterface, registered
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import EAGER
+from veomni_core.spec import EAGER, KernelSpec
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
@@ -35,16 +35,17 @@ class AttentionInterface:
         for owner, paths in readers.items():
             yield _site(model, owner, paths, rule, found[owner])
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         if kernel is None:
             return config_changes(model, site.path, EAGER)
-        interface = getattr(kernel, MASK_INTERFACE, "sdpa")
-        if why := site.refuses.get(MASK_FEATURES[_family(interface)]):
+        assert spec is not None
+        declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())
+        if not declared and (why := site.refuses.get(MASK_FEATURES["sdpa"])):
             raise BindingError(
-                f"{kernel.__module__}.{kernel.__qualname__} takes the masks of {interface}, and {why}. Declare the "
-                f"feature {MASK_FEATURES[_family(interface)]!r} in its KernelSpec, so that planning refuses it"
+                f"{spec} declares no kind of masks, so it is given those of sdpa, and {why}. Declare the feature "
+                f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
             )
-        return _kernel_changes(model, site.path, registered(model, kernel))
+        return _kernel_changes(model, site.path, registered(model, kernel, spec))
 
 
 def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
@@ -52,10 +53,6 @@ def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface 
         yield interface
         interface = interface.name
     yield from config_changes(model, path, interface)
-
-
-def _family(interface: str) -> str:
-    return "flash_attention" if "flash" in interface else interface
 
 
 def _site(model: nn.Module, owner: str, paths: list[str], rule: str, verdict: Verdict) -> Site:
@@ -74,6 +71,7 @@ def _site(model: nn.Module, owner: str, paths: list[str], rule: str, verdict: Ve
         needs=tuple(dict.fromkeys((*_needs(model, paths), *verdict.needs))),
         refuses=verdict.refuses,
         declared=verdict.declared,
+        sizes={"head_dim": tuple(sorted(set(verdict.head_widths)))},
     )
 
 

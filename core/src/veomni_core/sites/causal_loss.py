@@ -25,6 +25,7 @@ from veomni_core.sites.functions import current_forward
 from veomni_core.sites.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.head_twin import VOCABULARY, head_twin
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 
 class CausalLosses:
@@ -41,11 +42,19 @@ class CausalLosses:
                 continue
             heads.add(id(head))
             variant, evidence = _prove(module, head)
-            yield Site("cross_entropy_loss", path, rule, variant, evidence, probe.parameter_dtype(head))
+            dtype, sizes = probe.parameter_dtype(head), _sizes(head)
+            yield Site("cross_entropy_loss", path, rule, variant, evidence, dtype, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         return _changes(model.get_submodule(site.path), kernel)
+
+
+def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:
+    weight = head._parameters.get("weight")
+    return (
+        {} if weight is None or weight.dim() != 2 else {"hidden": (weight.shape[1],), "vocabulary": (weight.shape[0],)}
+    )
 
 
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:

@@ -14,6 +14,7 @@ from veomni_core.changes import AttributeChange, Change
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 _SINGLE_LABEL = "single_label_classification"
 
@@ -26,7 +27,7 @@ class ClassificationLosses:
             if getattr(module, "loss_type", None) == "ForSequenceClassification" and hasattr(module, "loss_function"):
                 yield Site("cross_entropy_loss", path, rule, *_prove(module.loss_function))  # type: ignore[arg-type]
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
         yield AttributeChange(module, "_loss_function", _with_kernel(module.loss_function, kernel))  # type: ignore[arg-type]

@@ -26,6 +26,14 @@ class ExpertLayout:
     forward_with: Callable[[Kernel], Forward]
 
 
+def sizes_of(gate_up_proj: Tensor, down_proj: Tensor) -> dict[str, tuple[int, ...]]:
+    """The experts' ``sizes``: ``[E, 2I, H]`` beside ``[E, H, I]``, or ``[E, H, 2I]`` beside ``[E, I, H]``."""
+    experts, rows, columns = down_proj.shape
+    stored = gate_up_proj.shape[1:] == (2 * columns, rows)
+    hidden, intermediate = (rows, columns) if stored else (columns, rows)
+    return {"experts": (experts,), "hidden": (hidden,), "intermediate": (intermediate,)}
+
+
 def _as_stored(kernel: Kernel) -> Forward:
     """``gate_up_proj[E, 2I, H]`` and ``down_proj[E, H, I]``, as most families have them."""
 

@@ -10,11 +10,12 @@ from torch import nn
 from veomni_core.changes import Change, ForwardChange, GuardChange
 from veomni_core.sites import probe
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
-from veomni_core.sites.expert_layouts import LAYOUTS
+from veomni_core.sites.expert_layouts import LAYOUTS, sizes_of
 from veomni_core.sites.expert_proof import WEIGHTS, ExpertProof, prove_experts
 from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 
 class ExpertsModules:
@@ -35,9 +36,10 @@ class ExpertsModules:
                 proofs[key] = prove_experts(module, self._readings)
             variant, evidence, layout = proofs[key]
             dtype, detail, own = probe.parameter_dtype(module), {"layout": layout}, selected_implementation(module)
-            yield Site("moe_experts", path, rule, variant, evidence, dtype, detail, own)
+            sizes = sizes_of(*weights)
+            yield Site("moe_experts", path, rule, variant, evidence, dtype, detail, own, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         module = model.get_submodule(site.path)
         if kernel is None:
             if is_dispatched(module):

@@ -21,6 +21,7 @@ from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
 from veomni_core.sites.mlp_proof import Layout, MlpProof, prove_mlp
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 Modules = dict[str, Any]
 
@@ -48,10 +49,12 @@ class GatedMlpModules:
             proof = proofs[key]
             if proof is not None:
                 dtype, detail = probe.parameter_dtype(module), {"layout": list(proof.layout)}
-                site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail)
+                down = linears[layouts[0][-1]]
+                sizes = {"hidden": (down.out_features,), "intermediate": (down.in_features,)}
+                site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail, sizes=sizes)
                 yield replace(site, examined=proof.examined)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])
         reading = self._readings.of(module)

@@ -15,6 +15,7 @@ from veomni_core.sites.code_reading import Reading, Readings, guarded_names, uns
 from veomni_core.sites.norm_proof import Case, Inputs, Proof, eps_of, prove_norm
 from veomni_core.sites.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 _WEIGHTS = ("weight",)
 
@@ -38,9 +39,10 @@ class GatedNormModules:
             if key not in proofs:
                 proofs[key] = _prove(module, reading, eps)
             detail = {"eps": eps, "group_size": vars(module).get("group_size")}
-            yield Site("rms_norm_gated", path, rule, *proofs[key], probe.parameter_dtype(module), detail)
+            dtype, sizes = probe.parameter_dtype(module), probe.width_of(module)
+            yield Site("rms_norm_gated", path, rule, *proofs[key], dtype, detail, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = _gated(kernel, site.detail["eps"], site.detail["group_size"])

@@ -15,10 +15,16 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.ops.attention import MASK_FEATURES
+from veomni_core.spec import KernelSpec
+
 Function = Callable[..., Any]
-# transformers selects the function that builds a kernel's mask by the kernel's name. A kernel of ours names the
-# interface whose mask it takes in an attribute of this name; without the attribute that is sdpa.
-MASK_INTERFACE = "veomni_mask_interface"
+# transformers' interface whose masks a kernel takes, by the feature that its spec declares.
+_INTERFACES = {
+    MASK_FEATURES["sdpa"]: "sdpa",
+    MASK_FEATURES["flash_attention"]: "flash_attention_2",
+    MASK_FEATURES["flex_attention"]: "flex_attention",
+}
 
 _uses: dict[str, int] = {}
 _beneath: dict[str, str] = {}
@@ -62,16 +68,23 @@ class RegisteredInterface:
         return duplicate
 
 
-def registered(model: nn.Module, kernel: Function) -> RegisteredInterface | str:
-    """The change that registers ``kernel`` in transformers, or its name if transformers has it registered already."""
+def registered(model: nn.Module, kernel: Function, spec: KernelSpec) -> RegisteredInterface | str:
+    """The change that registers ``kernel`` in transformers, or its name if transformers has it registered already.
+
+    transformers selects the function that builds a kernel's mask by the kernel's name, so both are registered: the
+    function that ``spec`` names, or that of the interface whose masks it declares.
+
+    Raises:
+        KernelLoadError: the function that builds the mask can't be imported.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    mask = getattr(kernel, MASK_INTERFACE, "sdpa")
-    builder = ALL_MASK_ATTENTION_FUNCTIONS[mask]
+    mask = next((_INTERFACES[feature] for feature in spec.features if feature in _INTERFACES), "sdpa")
+    builder: Function = spec.load_mask() or ALL_MASK_ATTENTION_FUNCTIONS[mask]
     with _lock:
         for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-            if ALL_ATTENTION_FUNCTIONS[name] is kernel:
+            if ALL_ATTENTION_FUNCTIONS[name] is kernel and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is builder:
                 return RegisteredInterface(model, kernel, builder, name) if name in _uses else str(name)
         return RegisteredInterface(model, kernel, builder, _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS))
 

@@ -18,6 +18,7 @@ from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import read_function, set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 _NAME = "load_balancing_loss_func"
 _EXPERTS, _TOP_K, _BATCH = 9, 2, 2
@@ -37,7 +38,7 @@ class LoadBalancingFunctions:
                 variant, evidence = (None, why_not) if why_not else _prove(function)
                 yield Site("load_balancing_loss", path, rule, variant, evidence)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = with_globals(current_forward(module), {_NAME: kernel})

@@ -16,6 +16,7 @@ from veomni_core.sites.code_reading import Reading, Readings, guarded_names, uns
 from veomni_core.sites.norm_proof import Case, Inputs, Proof, eps_of, prove_norm
 from veomni_core.sites.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
 _WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
@@ -41,9 +42,10 @@ class NormModules:
             key = probe.behaviour(module, reading.names)
             if key not in proofs:
                 proofs[key] = _prove(module, reading, eps)
-            yield Site("rms_norm", path, rule, *proofs[key], probe.parameter_dtype(module), {"eps": eps})
+            dtype, sizes = probe.parameter_dtype(module), probe.width_of(module)
+            yield Site("rms_norm", path, rule, *proofs[key], dtype, {"eps": eps}, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
         weighted = module._parameters.get("weight") is not None

@@ -265,6 +265,12 @@ def takes(module: nn.Module, name: str) -> bool:
     return name in inspect.signature(type(module).forward).parameters
 
 
+def width_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """A norm's ``sizes``: its width, if it has a weight of one dimension to read it from."""
+    weight = module._parameters.get("weight")
+    return {} if weight is None or weight.dim() != 1 else {"width": (weight.shape[0],)}
+
+
 def parameter_dtype(module: nn.Module) -> str | None:
     """The dtype of the module's first parameter, as configs write it."""
     return next((dtype_name(parameter.dtype) for parameter in module.parameters()), None)

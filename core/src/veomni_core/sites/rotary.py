@@ -14,6 +14,7 @@ from veomni_core.sites.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.rotary_proof import Proofs, Verdict
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 
@@ -31,7 +32,7 @@ class RotaryFunctions:
                 for site in _sites_in(path, rule, module, rotary_embeddings.nearest(path, handed_over), proofs)
             ]
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module = model.get_submodule(site.path)
         forward = with_globals(current_forward(module), {site.detail["function"]: kernel})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from veomni_core.spec import EAGER
+from veomni_core.spec import EAGER, KernelSpec
 
 if TYPE_CHECKING:  # planning from sites alone imports no torch
     from veomni_core.changes import Change
@@ -26,6 +26,9 @@ class Site:
         evidence: how the variant was proven, or without a variant, what was tried.
         dtype: the dtype of the module's parameters, as configs write it.
         detail: what the rule needs to put a kernel there.
+        sizes: the widths and counts that a kernel's ``can_run`` may look at, by the names in the op's documentation
+            (for experts ``experts``, ``hidden`` and ``intermediate``). Each is a tuple, mostly of one: an attention
+            site covers all layers that share a config, and their heads may differ in width.
         own: what runs there when nothing is bound; not ``eager`` where the model is set to another implementation.
         examined: whether what the site computes could be determined. With ``variant=None``, True means that it matches
             no known variant, and False that we could not tell.
@@ -46,9 +49,11 @@ class Site:
     needs: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", tuple(self.needs))
+        object.__setattr__(self, "sizes", {name: tuple(sizes) for name, sizes in self.sizes.items()})
 
 
 class SiteLocator(Protocol):
@@ -57,8 +62,9 @@ class SiteLocator(Protocol):
     def find(self, model: Any, rule: str) -> Iterable[Site]:
         """The sites in ``model``. The model is only read: it is not changed, and its weights are not computed on."""
 
-    def install(self, model: Any, site: Site, kernel: Kernel | None) -> Iterable[Change]:
-        """The changes that make ``kernel`` run at ``site``. The caller applies each one as it is yielded.
+    def install(self, model: Any, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
+        """The changes that make ``kernel``, loaded from ``spec``, run at ``site``.
 
-        ``kernel`` is ``None`` only for rules with ``installs_eager``: the changes then select the op's eager code.
+        The caller applies each change as it is yielded. ``kernel`` and ``spec`` are ``None`` only for rules with
+        ``installs_eager``: the changes then select the op's eager code.
         """

@@ -19,6 +19,7 @@ from veomni_core.sites.functions import code_layers, current_forward, with_globa
 from veomni_core.sites.probe import parameter_dtype
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.slot import OpSlot
+from veomni_core.spec import KernelSpec
 
 _DECLARED = "declared by the modeling code"
 # How many calls to follow from a forward to a function that uses a slot. Generated modeling code needs one: the forward
@@ -56,7 +57,7 @@ class DeclaredSlots:
                 )
                 yield Site(slot.op_name, "", rule, None, why, own=_own(slot), examined=False)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
         module, slot = model.get_submodule(site.path), self._filled(site, kernel)
         if "attribute" in site.detail:

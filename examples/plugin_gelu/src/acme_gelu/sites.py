@@ -11,6 +11,7 @@ from transformers.activations import GELUTanh, NewGELUActivation
 from acme_gelu.contract import tanh
 from veomni_core.changes import Change, ForwardChange
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.spec import KernelSpec
 
 
 class GeluModules:
@@ -24,7 +25,7 @@ class GeluModules:
                 variant = "tanh" if miss < 1e-6 else None
                 yield Site("gelu", path, rule, variant, f"{type(module).__name__} misses tanh by {miss:.1e}")
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None) -> Iterable[Change]:
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
 
         def forward(self: nn.Module, input: Tensor) -> Tensor:

@@ -44,7 +44,15 @@ def veomni_kernels() -> list[KernelSpec]:
             "npu", "cross_entropy_loss", ("causal",), "logits and their gradient for one chunk of tokens at a time"
         ),
         *_kernels("fused_npu", "moe_experts", ("standard",), "npu_moe_token_permute, npu_grouped_matmul, npu_swiglu"),
-        *_kernels("npu_fusion_attention", "attention", ("standard",), "dense, causal and packed", False, _FEATURES),
+        *_kernels(
+            "npu_fusion_attention",
+            "attention",
+            ("standard",),
+            "dense, causal and packed",
+            deterministic=False,
+            features=_FEATURES,
+            can_run="veomni_npu.limits:attention",
+        ),
     ]
 
 
@@ -55,6 +63,7 @@ def _kernels(
     description: str,
     deterministic: bool = True,
     features: tuple[str, ...] = (),
+    can_run: str = "",
 ) -> list[KernelSpec]:
     return [
         KernelSpec(
@@ -67,6 +76,7 @@ def _kernels(
             preference=_PREFERENCE,
             deterministic=deterministic,
             features=features,
+            can_run=can_run,
         )
         for variant in variants
     ]

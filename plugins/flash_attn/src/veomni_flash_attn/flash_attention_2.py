@@ -10,7 +10,6 @@ from torch import Tensor
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.memory_layout import aligned
-from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 
@@ -83,6 +82,3 @@ def standard(
     Options and errors: :func:`veomni_flash_attn.by_lengths.attend`.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
-
-
-setattr(standard, MASK_INTERFACE, "flash_attention_2")

@@ -15,7 +15,6 @@ from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.memory_layout import aligned
-from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 
@@ -143,6 +142,3 @@ def standard(
     Options and errors: :func:`veomni_flash_attn.by_lengths.attend`.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
-
-
-setattr(standard, MASK_INTERFACE, "flash_attention_2")

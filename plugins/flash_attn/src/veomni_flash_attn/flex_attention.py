@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from veomni_core.ops.attention import refuse
 from veomni_core.ops.autocast import cast_as_autocast
-from veomni_core.sites.interface_names import MASK_INTERFACE
 from veomni_flash_attn.packing import packing
 
 _MOST_VARIANTS = 256
@@ -216,6 +215,3 @@ def _score(softcap: float | None, added: Tensor | None) -> Callable[..., Tensor]
         return value
 
     return score
-
-
-setattr(standard, MASK_INTERFACE, "flex_attention")
