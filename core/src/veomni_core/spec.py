@@ -147,7 +147,7 @@ class KernelSpec:
             raise KernelLoadError(f"{self}: {self.mask} failed: {type(error).__name__}: {error}") from error
         if not callable(builder):
             raise KernelLoadError(f"{self}: {self.mask} is a {type(builder).__name__}, which cannot be called")
-        return builder  # type: ignore[no-any-return]
+        return builder
 
 
 def _is_zero_argument(function: Callable[..., Any]) -> bool:
