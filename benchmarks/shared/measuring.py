@@ -74,7 +74,7 @@ def seconds(call: Call, repeats: int, warm_ups: int = 1, before: Call = _nothing
 def seconds_in_turns(
     calls: Mapping[str, Call], repeats: int, warm_ups: int = 1, before: Call = _nothing, wait: Call = _nothing
 ) -> dict[str, list[float]]:
-    """Time ``calls`` on the wall clock. They take turns, so that all of them see the same moods of the machine.
+    """Time ``calls`` on the wall clock. They take turns, so that a slow spell of the machine meets all of them.
 
     Args:
         calls: what is timed, by name.
