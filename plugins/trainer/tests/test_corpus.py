@@ -9,8 +9,8 @@ import pytest
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.corpus import read_corpus
-from veomni_trainer.job import DataSection
-from veomni_trainer.text import STDLIB, Reading, read_documents
+from veomni_trainer.job import STDLIB, DataSection
+from veomni_trainer.text import Reading, read_documents
 from veomni_trainer.tokens import ByteTokenizer, load_tokenizer
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from veomni_core.errors import ConfigError, did_you_mean
+from veomni_trainer.signals import INTERRUPTED
 
-INTERRUPTED = 130
 _COMPARABLE = ("eager",)
 
 

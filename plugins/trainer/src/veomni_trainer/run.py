@@ -18,9 +18,8 @@ from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileE
 from veomni_core.sequence_parallel import apply_ulysses
 from veomni_trainer.arguments import training_arguments
 from veomni_trainer.checkpoints import CheckpointCallback, check_plan
-from veomni_trainer.command import INTERRUPTED
-from veomni_trainer.compare import train_eager
 from veomni_trainer.corpus import Corpus, read_corpus
+from veomni_trainer.eager import train_eager
 from veomni_trainer.interrupt import InterruptCallback
 from veomni_trainer.job import Job
 from veomni_trainer.load_job import changed_keys, dump_job
@@ -31,6 +30,7 @@ from veomni_trainer.record import RunRecord
 from veomni_trainer.report import describe_run, write_report
 from veomni_trainer.run_folder import RunFolder
 from veomni_trainer.sequence_parallel import check_sequence_parallel, sequence_parallel_group
+from veomni_trainer.signals import INTERRUPTED
 from veomni_trainer.tokens import load_tokenizer
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
