@@ -82,8 +82,8 @@ def write_job(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 @pytest.fixture
 def train(write_job: Callable[[dict[str, Any]], Path]) -> Callable[..., bool]:
     """Runs a job in this process; returns whether it was interrupted."""
-    from veomni_trainer.load_job import load_job
-    from veomni_trainer.run import run_job
+    from veomni_trainer.job.load import load_job
+    from veomni_trainer.run.run_job import run_job
 
     def run(data: dict[str, Any], *changes: str, **options: Any) -> bool:
         return run_job(load_job(write_job(data), changes), **options)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from veomni_trainer import run
+from veomni_trainer.run import run_job
 
 pytestmark = pytest.mark.slow
 
@@ -146,8 +146,8 @@ def test_the_model_is_gone_before_the_process_group_is(monkeypatch: pytest.Monke
     model = torch.nn.Linear(1, 1)
     model.in_a_cycle = [model]
     remains, here = weakref.ref(model), []
-    monkeypatch.setattr(run.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(run.distributed, "destroy_process_group", lambda: here.append(remains()))
+    monkeypatch.setattr(run_job.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(run_job.distributed, "destroy_process_group", lambda: here.append(remains()))
     del model
-    run._let_go()
+    run_job._let_go()
     assert here == [None]

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.clock import StepClock
-from veomni_trainer.files import publish_folder, write_whole
-from veomni_trainer.memory import peak_memory
-from veomni_trainer.metrics import append_metrics, figures, read_metrics, steady, truncate_metrics
-from veomni_trainer.progress import Progress
-from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.loop.clock import StepClock
+from veomni_trainer.loop.memory import peak_memory
+from veomni_trainer.output.files import publish_folder, write_whole
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.metrics import append_metrics, figures, read_metrics, steady, truncate_metrics
+from veomni_trainer.report.progress import Progress
 
 
 def _checkpoint(run: Path, step: int, complete: bool = True) -> Path:
@@ -140,7 +140,7 @@ def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's own account")
 def test_a_child_does_not_report_its_parents_peak_of_memory() -> None:
-    code = "import torch; from veomni_trainer.memory import peak_memory; print(peak_memory(torch.device('cpu')))"
+    code = "import torch; from veomni_trainer.loop.memory import peak_memory; print(peak_memory(torch.device('cpu')))"
     held = np.ones(100_000_000)
     here = peak_memory(torch.device("cpu"))
     child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

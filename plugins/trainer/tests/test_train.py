@@ -20,7 +20,7 @@ from veomni_core.errors import (
     PlanMismatchError,
     UnknownNameError,
 )
-from veomni_trainer import checkpoints
+from veomni_trainer.loop import checkpoints
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

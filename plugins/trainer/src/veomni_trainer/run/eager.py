@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from veomni_trainer.run_folder import RunFolder
-from veomni_trainer.signals import receiving
+from veomni_trainer.loop.signals import receiving
+from veomni_trainer.output.folder import RunFolder
 
 _ALL_EAGER = "{preset: eager}"
 

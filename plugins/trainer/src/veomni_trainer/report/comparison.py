@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from veomni_trainer.metrics import Row, figures, training_rows
+from veomni_trainer.output.metrics import Row, figures, training_rows
 
 
 @dataclass(frozen=True)
