@@ -12,8 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from veomni_core.job_model import ModelSection, read_model_section
 
-STDLIB = "python-stdlib"  # of data.files
-BYTES = "bytes"  # of data.tokenizer
+STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
+BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
