@@ -1,4 +1,4 @@
-"""The architecture page and the glossary say what the sources say: the drawing, the table of modules, the names."""
+"""The architecture page and the glossary say what the sources say: the drawing, the tables of modules, the names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = draw_architecture.PAGE.read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs" / "explanation" / "glossary.md").read_text(encoding="utf-8")
 STEPS = re.findall(r"^\d+\. \[`[\w/.]+`\]\((\S+?)\): (.*?)(?=^\d+\. |^$)", PAGE, re.MULTILINE | re.DOTALL)
+TRAINER = ROOT / "plugins" / "trainer" / "src" / "veomni_trainer"
+TRAINER_ROWS = re.findall(r"^\| `(\w+)/` \| ([^|]+) \|", PAGE, re.MULTILINE)
 WORDS = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY, re.MULTILINE)
 
 
@@ -62,6 +64,14 @@ def test_a_module_that_the_table_lacks_is_named():
     grouped = {**draw_architecture.groups(PAGE), "Config": ()}
     with pytest.raises(SystemExit, match=r"\['config'\]"):
         draw_architecture.arrows(grouped)
+
+
+def test_the_trainer_s_table_has_its_folders_and_their_modules():
+    listed = {folder: sorted(re.findall(r"`(\w+)`", modules)) for folder, modules in TRAINER_ROWS}
+    folders = {path.parent for path in TRAINER.glob("*/__init__.py")}
+    assert listed == {
+        folder.name: sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__") for folder in folders
+    }
 
 
 def test_each_step_s_functions_are_in_its_file():

@@ -68,6 +68,20 @@ def job_data(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The output folder of the job."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, Any]:
+    """The same job with a tiny mixture of experts, accumulating gradients."""
+    job_data["model"]["config"] = qwen3_moe
+    job_data["train"] |= {"steps": 6, "gradient_accumulation": 2, "warmup": 2}
+    return job_data
+
+
+@pytest.fixture
 def write_job(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     """Writes a job's YAML beside its data."""
 
@@ -82,13 +96,13 @@ def write_job(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 @pytest.fixture
 def train(write_job: Callable[[dict[str, Any]], Path]) -> Callable[..., bool]:
     """Runs a job in this process; returns whether it was interrupted."""
-    from veomni_trainer.load_job import load_job
-    from veomni_trainer.run import run_job
+    from veomni_trainer.job.load import load_job
+    from veomni_trainer.run.run_job import run_job
 
-    def run(data: dict[str, Any], *changes: str, **options: Any) -> bool:
+    def train_job(data: dict[str, Any], *changes: str, **options: Any) -> bool:
         return run_job(load_job(write_job(data), changes), **options)
 
-    return run
+    return train_job
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def _interrupt_after(rows: int, metrics: Path, *arguments: str | Path) -> subpro
 
 def test_describing_the_plugin_imports_nothing_heavy() -> None:
     code = (
-        "import sys, veomni_trainer.plugin as plugin; plugin.veomni_commands(); import veomni_trainer.command;"
+        "import sys, veomni_trainer.plugin as plugin; plugin.veomni_commands(); import veomni_trainer.run.command;"
         "print(sorted({'torch', 'transformers', 'pydantic', 'matplotlib', 'numpy', 'jinja2'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

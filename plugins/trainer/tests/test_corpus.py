@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.corpus import read_corpus
-from veomni_trainer.job import DataSection
-from veomni_trainer.text import STDLIB, Reading, read_documents
-from veomni_trainer.tokens import ByteTokenizer, load_tokenizer
+from veomni_trainer.data.corpus import read_corpus
+from veomni_trainer.data.text import Reading, read_documents
+from veomni_trainer.data.tokens import ByteTokenizer, load_tokenizer
+from veomni_trainer.job.schema import STDLIB, DataSection
 
 
 def _read(files: str | list[str], pattern: str = "**/*") -> tuple[list[bytes], Reading]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from veomni_core.errors import ConfigError, JobFileError, UnknownNameError
-from veomni_trainer.load_job import changed_keys, dump_job, load_job, parse_job
-from veomni_trainer.overrides import apply_overrides
+from veomni_trainer.job.load import changed_keys, dump_job, load_job, parse_job
+from veomni_trainer.job.overrides import apply_overrides
 
 
 def test_defaults_are_filled_and_paths_are_made_absolute(

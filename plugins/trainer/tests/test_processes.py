@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from veomni_trainer import run
+from veomni_trainer.run import run_job
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def _assert_same(found: Curve, wanted: Curve) -> None:
 
 
 @pytest.fixture
-def moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, Any]:
+def balanced_moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, Any]:
     """A mixture of experts whose load-balancing loss is a part of the loss that shows."""
     config = {**qwen3_moe, "router_aux_loss_coef": 0.5}
     return {**job_data, "model": {**job_data["model"], "config": config}}
@@ -97,8 +97,10 @@ def test_two_processes_train_save_and_resume_as_one_job(
     assert losses(run) == whole
 
 
-def test_two_processes_balance_experts_as_one(moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
-    job = write_job(moe_data)
+def test_two_processes_balance_experts_as_one(
+    balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+) -> None:
+    job = write_job(balanced_moe_data)
     found, _ = _train(TWO, job, tmp_path / "run")
     # One process takes the same batches one after the other, and adds the load-balancing loss for each.
     alone, _ = _train(
@@ -114,9 +116,9 @@ def test_two_processes_balance_experts_as_one(moe_data: dict[str, Any], write_jo
 
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
 def test_two_processes_that_share_each_sequence_train_as_one(
-    job_data: dict[str, Any], moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, is_moe: bool
+    job_data: dict[str, Any], balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, is_moe: bool
 ) -> None:
-    data = moe_data if is_moe else job_data
+    data = balanced_moe_data if is_moe else job_data
     data["model"]["ops_implementation"] = {"preset": "eager", "attn_implementation": "sdpa"}
     data["data"]["validation_fraction"] = 0.1  # seventeen sequences, and batches of two
     data["train"] |= {"steps": 6, "gradient_accumulation": 2}
@@ -146,8 +148,8 @@ def test_the_model_is_gone_before_the_process_group_is(monkeypatch: pytest.Monke
     model = torch.nn.Linear(1, 1)
     model.in_a_cycle = [model]
     remains, here = weakref.ref(model), []
-    monkeypatch.setattr(run.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(run.distributed, "destroy_process_group", lambda: here.append(remains()))
+    monkeypatch.setattr(run_job.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(run_job.distributed, "destroy_process_group", lambda: here.append(remains()))
     del model
-    run._let_go()
+    run_job._let_go()
     assert here == [None]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from veomni_trainer.compare import compare_rows
-from veomni_trainer.metrics import append_metrics
-from veomni_trainer.plots import draw_charts
-from veomni_trainer.report import comparison_sentence, describe_run, write_report
-from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.metrics import append_metrics
+from veomni_trainer.report.charts import draw_charts
+from veomni_trainer.report.comparison import compare_rows
+from veomni_trainer.report.write import comparison_sentence, describe_run, write_report
 
 RECEIPT = {
     "hardware": "cpu (CPU)",

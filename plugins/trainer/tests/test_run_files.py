@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from rich.console import Console
 
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.clock import StepClock
-from veomni_trainer.files import publish_folder, write_whole
-from veomni_trainer.memory import peak_memory
-from veomni_trainer.metrics import append_metrics, figures, read_metrics, steady, truncate_metrics
-from veomni_trainer.progress import Progress
-from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.output.files import publish_folder, write_whole
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.metrics import append_metrics, figures, read_metrics, steady, truncate_metrics
 
 
 def _checkpoint(run: Path, step: int, complete: bool = True) -> Path:
@@ -119,52 +110,3 @@ def test_figures_leave_the_warm_up_out() -> None:
     assert (found["step_seconds"], found["peak_memory_bytes"], found["validation_loss"]) == (1.0, 10, 0.5)
     assert (found["first_loss"], found["last_loss"]) == (1.0, 0.1)
     assert figures([]) == {}
-
-
-def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    clock = StepClock()
-    for _ in range(2):
-        clock.start()
-        clock.count(50)
-        now += 2.0
-        clock.end_step()
-        now += 100.0  # a checkpoint
-        clock.forget_pause()
-    assert clock.read() == {"step_seconds": 2.0, "tokens_per_second": 25.0}
-    now += 3.0
-    clock.end_step()
-    assert clock.read() == {"step_seconds": 3.0, "tokens_per_second": 0.0}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's own account")
-def test_a_child_does_not_report_its_parents_peak_of_memory() -> None:
-    code = "import torch; from veomni_trainer.memory import peak_memory; print(peak_memory(torch.device('cpu')))"
-    held = np.ones(100_000_000)
-    here = peak_memory(torch.device("cpu"))
-    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert held.nbytes < here
-    assert 10_000_000 < child < here - held.nbytes / 2
-
-
-def test_progress_is_a_line_now_and_then_in_a_log_and_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"step": n, "loss": 2.0, "tokens_per_second": 1234.5, "peak_memory_bytes": 10**9} for n in range(1, 6)]
-    progress = Progress(total=5)
-    with progress.running():
-        for row in rows:
-            progress.show(row)
-        progress.show({"step": 5, "validation_loss": 1.5})
-    assert capsys.readouterr().out == (
-        "step 1/5  loss 2.0000  1,234 tok/s  1.00 GB\n"
-        "step 5/5  loss 2.0000  1,234 tok/s  1.00 GB\n"
-        "step 5/5  validation loss 1.5000\n"
-    )
-    terminal = Console(force_terminal=True, width=100, file=io.StringIO())
-    progress = Progress(total=5, done=2, console=terminal)
-    with progress.running():
-        progress.show(rows[3])
-        progress.show({"step": 4, "validation_loss": 1.5})
-    shown = terminal.file.getvalue()
-    assert "4/5" in shown
-    assert "validation loss 1.5000" in shown

@@ -12,14 +12,16 @@ def settle_claims(sites: Iterable[Site]) -> tuple[Site, ...]:
     """``sites``, in which at most one rule per op and module keeps its variant; the other sites get ``variant=None``.
 
     A proven site takes precedence over declared ones. If several rules have proven the module, or none has, no rule
-    gets it: the model's own code runs there, and the evidence names the rules.
+    gets it: the model's own code runs there, and the evidence names the rules. A rule that looked at a module and could
+    not prove it says nothing where another rule claims it.
     """
     sites = tuple(sites)
     claims: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         if site.variant is not None:
             claims.setdefault((site.op_name, site.path), []).append(site)
-    return tuple(_settled(site, claims.get((site.op_name, site.path), [])) for site in sites)
+    claimed = [(site, claims.get((site.op_name, site.path), [])) for site in sites]
+    return tuple(_settled(site, rivals) for site, rivals in claimed if site.variant is not None or not rivals)
 
 
 def _settled(site: Site, claims: list[Site]) -> Site:

@@ -6,7 +6,7 @@ What it gives is compared with the reference in each layout of the weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from veomni_core.ops.moe_experts import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, unseen_changes
-from veomni_core.sites.expert_layouts import LAYOUTS, ExpertLayout
+from veomni_core.sites.expert_layouts import ExpertLayout
 from veomni_core.sites.reachable_code import own_function
 from veomni_core.sites.signatures import leading_parameters, why_not_callable
 
@@ -50,8 +50,8 @@ class _Run:
         return probe.miss(self.found, wanted, leaves)
 
 
-def prove_experts(module: nn.Module, readings: Readings) -> ExpertProof:
-    """What the module computes, in which layout, or why that is not known."""
+def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, ExpertLayout]) -> ExpertProof:
+    """What the module computes, in which of ``layouts``, or why that is not known."""
     reading = readings.of(module)
     whole = reading.with_children(readings.of(child) for _, child in bypassed(module, reading, WEIGHTS))
     sizes, why_not = _tiny_sizes(module)
@@ -75,12 +75,12 @@ def prove_experts(module: nn.Module, readings: Readings) -> ExpertProof:
             return None, "it draws random numbers in training mode", ""
         if not all(isinstance(run.found, Tensor) for run in runs):
             return None, f"gives a {type(runs[0].found).__name__}, expected a tensor", ""
-        return _match(runs, branches)
+        return _match(runs, branches, layouts)
 
 
-def _match(runs: list[_Run], branches: Branches) -> ExpertProof:
+def _match(runs: list[_Run], branches: Branches, layouts: Mapping[str, ExpertLayout]) -> ExpertProof:
     misses = []
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.items():
         miss = max(run.miss(layout) for run in runs)
         if miss == 0.0:
             if open_choice := branches.never_run():

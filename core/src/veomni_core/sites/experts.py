@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from veomni_core.changes import Change, ForwardChange, GuardChange
 from veomni_core.sites import probe
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
-from veomni_core.sites.expert_layouts import LAYOUTS, sizes_of
+from veomni_core.sites.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
 from veomni_core.sites.expert_proof import WEIGHTS, ExpertProof, prove_experts
 from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.signatures import with_own_signature
@@ -19,7 +19,12 @@ from veomni_core.spec import KernelSpec
 
 
 class ExpertsModules:
-    """Finds modules of experts, and replaces their ``forward`` by the forward of their weights' layout."""
+    """Finds modules of experts, and replaces their ``forward`` by the forward of their weights' layout.
+
+    A subclass with other ``layouts`` proves modules that keep their weights in those.
+    """
+
+    layouts: Mapping[str, ExpertLayout] = LAYOUTS
 
     def __init__(self) -> None:
         self._readings = Readings()
@@ -33,7 +38,7 @@ class ExpertsModules:
             reading = self._readings.of(module)
             key = probe.behaviour(module, reading.names)
             if key not in proofs:
-                proofs[key] = prove_experts(module, self._readings)
+                proofs[key] = prove_experts(module, self._readings, self.layouts)
             variant, evidence, layout = proofs[key]
             dtype, detail, own = probe.parameter_dtype(module), {"layout": layout}, selected_implementation(module)
             sizes = sizes_of(*weights)
@@ -46,7 +51,7 @@ class ExpertsModules:
                 yield EagerExpertsChange(module)
             return
         reading = self._readings.of(module)
-        forward = with_own_signature(module, LAYOUTS[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
+        forward = with_own_signature(module, self.layouts[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
         yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
         for name, child in bypassed(module, reading, WEIGHTS):
             yield GuardChange(module, name, child, guarded_names(child, self._readings.of(child)))

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, NewGELUActivation
 
 from acme_gelu.contract import tanh
-from veomni_core.changes import Change, ForwardChange
-from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
+from veomni_core import KernelSpec
+from veomni_core.authoring import Change, ForwardChange, Kernel, Site, probe
 
 
 class GeluModules:
@@ -20,10 +19,10 @@ class GeluModules:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         for path, module in model.named_modules():
             if isinstance(module, (NewGELUActivation, GELUTanh)):
-                x = torch.linspace(-6, 6, 101)
-                miss = float((module(x) - tanh(x)).abs().max())
-                variant = "tanh" if miss < 1e-6 else None
-                yield Site("gelu", path, rule, variant, f"{type(module).__name__} misses tanh by {miss:.1e}")
+                miss = _miss(module)
+                variant = "tanh" if miss == 0.0 else None
+                evidence = f"{type(module).__name__} " + (f"misses tanh by {miss:.1%}" if miss else "is tanh")
+                yield Site("gelu", path, rule, variant, evidence)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
         assert kernel is not None
@@ -32,3 +31,14 @@ class GeluModules:
             return kernel(input)  # type: ignore[no-any-return]
 
         yield ForwardChange(model.get_submodule(site.path), forward)
+
+
+def _miss(module: nn.Module) -> float:
+    """The share by which values, gradients or bfloat16's bits of the module's own code differ from the contract's."""
+    with probe.seeded():
+        x = probe.random(7, 33, scale=4.0).requires_grad_()
+        rounded = probe.random(7, 33, dtype=torch.bfloat16, scale=4.0)
+        return max(
+            probe.miss(module(x), tanh(x), [x]),
+            probe.rounded_miss(module(rounded), tanh(rounded)),
+        )

@@ -13,8 +13,8 @@ def veomni_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
             "train",
-            "veomni_trainer.command:train",
+            "veomni_trainer.run.command:train",
             "Train a model as a job's YAML says.",
-            job_check="veomni_trainer.check_job:check_job",
+            job_check="veomni_trainer.run.check:check_job",
         )
     ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from veomni_core import JobConditions
-from veomni_trainer.load_job import load_job
-from veomni_trainer.model import conditions, model_config, ops_config
-from veomni_trainer.tokens import load_tokenizer
+from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.job.load import load_job
+from veomni_trainer.setup.model import conditions, model_config, ops_config
 
 
 def check_job(path: Path) -> JobConditions:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+INTERRUPTED = 130  # the exit code of a command that one of the signals ended early
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from veomni_trainer.files import write_whole
+from veomni_trainer.output.files import write_whole
 
 Row = dict[str, Any]
 

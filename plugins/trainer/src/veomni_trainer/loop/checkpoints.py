@@ -11,9 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from veomni_core import Plan
 from veomni_core.errors import CheckpointError, PlanMismatchError
-from veomni_trainer.files import publish_folder, write_whole
-from veomni_trainer.job import TrainSection
-from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.output.files import publish_folder, write_whole
+from veomni_trainer.output.folder import RunFolder
 
 
 class CheckpointCallback(TrainerCallback):

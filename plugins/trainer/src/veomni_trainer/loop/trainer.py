@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from veomni_trainer.clock import StepClock
-from veomni_trainer.corpus import Corpus
-from veomni_trainer.memory import peak_memory, reset_peak
-from veomni_trainer.metrics import Row
-from veomni_trainer.shared_batches import SharedBatches
-from veomni_trainer.validation_batches import validation_batches
+from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.shared_batches import SharedBatches
+from veomni_trainer.data.validation_batches import validation_batches
+from veomni_trainer.loop.clock import StepClock
+from veomni_trainer.loop.memory import peak_memory, reset_peak
+from veomni_trainer.output.metrics import Row
 
 Listener = Callable[[Row], None]
 

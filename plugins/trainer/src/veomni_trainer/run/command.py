@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from veomni_core.errors import ConfigError, did_you_mean
+from veomni_trainer.loop.signals import INTERRUPTED
 
-INTERRUPTED = 130
 _COMPARABLE = ("eager",)
 
 
@@ -40,11 +40,11 @@ def train(
     if resume and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
-    from veomni_trainer.load_job import load_job
+    from veomni_trainer.job.load import load_job
 
     loaded = load_job(job, changes or ())
 
-    from veomni_trainer.run import run_job
+    from veomni_trainer.run.run_job import run_job
 
     if run_job(loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change):
         raise typer.Exit(INTERRUPTED)

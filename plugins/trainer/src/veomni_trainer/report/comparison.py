@@ -1,18 +1,11 @@
-"""Trains the same job all-eager in a separate process, and compares the two runs."""
+"""Compares a run with the all-eager run of the same job."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from veomni_trainer.metrics import Row, figures, training_rows
-from veomni_trainer.run_folder import RunFolder
-from veomni_trainer.signals import receiving
-
-ALL_EAGER = "{preset: eager}"
+from veomni_trainer.output.metrics import Row, figures, training_rows
 
 
 @dataclass(frozen=True)
@@ -28,24 +21,6 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary."""
         return asdict(self)
-
-
-def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
-    """Run ``folder``'s job with everything eager into ``folder/eager``; returns the process's exit code.
-
-    In a separate process, the allocator, the peak memory and the compiled code of this run don't affect the eager one.
-    An eager run that was interrupted before is resumed.
-    """
-    eager = folder.compared("eager")
-    command = [sys.executable, "-m", "veomni_core.cli", "train", str(folder.job)]
-    command += ["--set", f"model.ops_implementation={ALL_EAGER}"]
-    command += ["--set", f"train.output_dir={json.dumps(str(eager.path))}"]
-    command += ["--resume"] if eager.checkpoints() else ["--overwrite"]
-    command += ["--accept-plan-change"] if accept_plan_change else []
-    # In its own process group, the child doesn't get the terminal's Ctrl-C. This process forwards each signal, once.
-    child = subprocess.Popen(command, process_group=0)
-    with receiving(lambda number, _: child.send_signal(number)):
-        return child.wait()
 
 
 def compare_rows(rows: list[Row], eager_rows: list[Row]) -> Comparison | None:

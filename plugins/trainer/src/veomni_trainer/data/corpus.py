@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import Dataset
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.job import DataSection
-from veomni_trainer.text import Reading, read_documents
-from veomni_trainer.tokens import Tokenizer, Tokens
+from veomni_trainer.data.text import Reading, read_documents
+from veomni_trainer.data.tokens import Tokenizer, Tokens
+from veomni_trainer.job.schema import DataSection
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):

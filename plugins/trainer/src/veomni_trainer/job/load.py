@@ -11,11 +11,9 @@ from pydantic import ValidationError
 
 from veomni_core.errors import JobFileError
 from veomni_core.jobfile import beside_job, load_yaml
-from veomni_trainer.job import Job
-from veomni_trainer.job_problems import explain_problems
-from veomni_trainer.overrides import apply_overrides
-from veomni_trainer.text import STDLIB
-from veomni_trainer.tokens import BYTES
+from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.job.problems import explain_problems
+from veomni_trainer.job.schema import BYTES, STDLIB, Job
 
 
 def load_job(path: Path, assignments: Iterable[str] = ()) -> Job:

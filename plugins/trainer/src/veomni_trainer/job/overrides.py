@@ -8,8 +8,8 @@ from typing import Any
 
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 from veomni_core.jobfile import parse_yaml, shown
-from veomni_trainer.job import Job
-from veomni_trainer.job_problems import is_free_mapping, keys_of, known_paths, section_at
+from veomni_trainer.job.problems import is_free_mapping, keys_of, known_paths, section_at
+from veomni_trainer.job.schema import Job
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

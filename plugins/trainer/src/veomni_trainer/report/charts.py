@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import matplotlib
 
-from veomni_trainer.metrics import Row, training_rows
+from veomni_trainer.output.metrics import Row, training_rows
 
 # matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
 _INK, _GRID, _MINE, _EAGER = "#010101", "#020202", "#030303", "#040404"

@@ -16,22 +16,22 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from veomni_core import Binding, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
 from veomni_core.sequence_parallel import apply_ulysses
-from veomni_trainer.arguments import training_arguments
-from veomni_trainer.checkpoints import CheckpointCallback, check_plan
-from veomni_trainer.command import INTERRUPTED
-from veomni_trainer.compare import train_eager
-from veomni_trainer.corpus import Corpus, read_corpus
-from veomni_trainer.interrupt import InterruptCallback
-from veomni_trainer.job import Job
-from veomni_trainer.load_job import changed_keys, dump_job
-from veomni_trainer.loop import JobTrainer
-from veomni_trainer.model import build_model, ops_config
-from veomni_trainer.progress import Progress
-from veomni_trainer.record import RunRecord
-from veomni_trainer.report import describe_run, write_report
-from veomni_trainer.run_folder import RunFolder
-from veomni_trainer.sequence_parallel import check_sequence_parallel, sequence_parallel_group
-from veomni_trainer.tokens import load_tokenizer
+from veomni_trainer.data.corpus import Corpus, read_corpus
+from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.job.load import changed_keys, dump_job
+from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.checkpoints import CheckpointCallback, check_plan
+from veomni_trainer.loop.interrupt import InterruptCallback
+from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.report.progress import Progress
+from veomni_trainer.report.write import describe_run, write_report
+from veomni_trainer.run.eager import train_eager
+from veomni_trainer.run.record import RunRecord
+from veomni_trainer.setup.arguments import training_arguments
+from veomni_trainer.setup.model import build_model, ops_config
+from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
 

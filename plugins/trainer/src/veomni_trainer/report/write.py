@@ -12,12 +12,12 @@ from typing import Any
 import jinja2
 
 from veomni_core.tables import render_table
-from veomni_trainer.compare import Comparison, compare_rows
-from veomni_trainer.files import write_whole
-from veomni_trainer.metrics import Row, figures, read_metrics
-from veomni_trainer.plots import draw_charts
-from veomni_trainer.progress import gigabytes
-from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.output.files import write_whole
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.metrics import Row, figures, read_metrics
+from veomni_trainer.report.charts import draw_charts
+from veomni_trainer.report.comparison import Comparison, compare_rows
+from veomni_trainer.report.progress import gigabytes
 
 
 def write_report(folder: RunFolder) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from veomni_core.binding import Binding
-from veomni_trainer.files import write_whole
-from veomni_trainer.metrics import Row, append_metrics, truncate_metrics
-from veomni_trainer.progress import Progress
-from veomni_trainer.run_folder import RunFolder
+from veomni_trainer.output.files import write_whole
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
+from veomni_trainer.report.progress import Progress
 
 
 class RunRecord(TrainerCallback):

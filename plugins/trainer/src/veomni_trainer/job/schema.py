@@ -12,6 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from veomni_core.job_model import ModelSection, read_model_section
 
+STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
+BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
+
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
@@ -39,7 +42,7 @@ class DataSection(Section):
 
     files: str | list[str]
     pattern: str = "**/*"
-    tokenizer: str = "bytes"
+    tokenizer: str = BYTES
     end_of_document: str | None = None
     sequence_length: int = Field(ge=2)
     validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veomni_core.errors import JobFileError, did_you_mean
+from veomni_trainer.job.schema import BYTES
 
-BYTES = "bytes"
 _USUAL_ENDS = (
     "<|endoftext|>",
     "<|end_of_text|>",

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core.errors import HostError
-from veomni_trainer.job import TrainSection
+from veomni_trainer.job.schema import TrainSection
 
 
 def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
@@ -55,7 +55,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         logging_strategy="steps",
         logging_steps=train.log_every,
         logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out
-        save_strategy="no",  # veomni_trainer.checkpoints decides when
+        save_strategy="no",  # veomni_trainer.loop.checkpoints decides when
         eval_strategy="no",
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
-from veomni_trainer.signals import receiving
+from veomni_trainer.loop.signals import receiving
 
 
 class InterruptCallback(TrainerCallback):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from veomni_trainer.metrics import Row
+from veomni_trainer.output.metrics import Row
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -1,0 +1,45 @@
+"""What a plugin's rules, contracts and kernels are made of. Imports torch: a plugin's description must not import it.
+
+- A contract: ``Contract``, ``Sample``, ``Tolerance``, ``Draw``, ``leaf``, ``compute_dtype``, and ``check_kernel``.
+- A rule that finds sites: ``Site``, ``SiteLocator`` and ``Kernel``; ``probe``, by which the core's own rules run a
+  module's code on small inputs and compare values, gradients and roundings; ``with_globals``, which clones a function
+  that then sees other globals; and ``Change``, ``AttributeChange`` and ``ForwardChange``, which ``install`` yields.
+- A layout of experts' weights: ``ExpertLayout``, for a subclass of ``ExpertsModules`` with other ``layouts``.
+- A kernel: ``first_derivatives_only``, ``aligned``, ``autocast_dtype`` and ``product_operands``.
+"""
+
+from veomni_core.changes import AttributeChange, Change, ForwardChange
+from veomni_core.ops.autocast import autocast_dtype, product_operands
+from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.ops.memory_layout import aligned
+from veomni_core.sites import probe
+from veomni_core.sites.expert_layouts import ExpertLayout
+from veomni_core.sites.experts import ExpertsModules
+from veomni_core.sites.functions import with_globals
+from veomni_core.sites.site import Kernel, Site, SiteLocator
+from veomni_core.testing import check_kernel
+
+__all__ = [
+    "AttributeChange",
+    "Change",
+    "Contract",
+    "Draw",
+    "ExpertLayout",
+    "ExpertsModules",
+    "ForwardChange",
+    "Kernel",
+    "Sample",
+    "Site",
+    "SiteLocator",
+    "Tolerance",
+    "aligned",
+    "autocast_dtype",
+    "check_kernel",
+    "compute_dtype",
+    "first_derivatives_only",
+    "leaf",
+    "probe",
+    "product_operands",
+    "with_globals",
+]

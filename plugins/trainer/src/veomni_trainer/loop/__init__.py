@@ -1,0 +1,1 @@
+"""The training loop: steps and their measures, checkpoints, and the end that a signal asks for."""

@@ -1,0 +1,1 @@
+"""The command and its check, and one job from start to end."""

@@ -1,0 +1,1 @@
+"""What training starts from: the model, transformers' arguments, and the groups of processes."""
