@@ -199,7 +199,7 @@ def measure_dispatch(rounds: int) -> dict[str, Any]:
 
     model = nn.Sequential(Direct())
     site = Site("rms_norm", "0", "norm modules", "standard", "", detail={"eps": 1e-6})
-    for change in NormModules().install(model, site, kernel):
+    for change in NormModules().install(model, site, kernel, None):
         change.apply()
     contenders = {"bound": model[0], "direct": Direct(), "property slot": Slotted()}
     x = torch.ones(2, 8)
