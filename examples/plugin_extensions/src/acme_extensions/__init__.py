@@ -1,0 +1,1 @@
+"""Additions to ops of veomni-core, as a plugin."""

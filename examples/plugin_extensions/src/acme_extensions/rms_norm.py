@@ -1,0 +1,78 @@
+"""rms_norm/log_weight: ``(x[..., H], weight[H], eps) -> [..., H]``, a root-mean-square norm scaled by ``exp(weight)``.
+
+A weight of zeros scales by one, and no weight can turn a sign around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core import KernelSpec
+from veomni_core.authoring import Change, ForwardChange, Kernel, Site, compute_dtype, probe
+from veomni_core.ops.rms_norm import CONTRACTS
+
+
+def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * exp(weight)``, computed in float32 and rounded once."""
+    wide = x.to(compute_dtype(x))
+    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normalised * weight.to(wide.dtype).exp()).to(x.dtype)
+
+
+# The samples and tolerances are those of the core's variant with a weight.
+CONTRACT = replace(CONTRACTS["standard"], variant="log_weight", reference=reference, rounding={})
+
+
+def kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As :func:`reference`, by PyTorch's own norm."""
+    scale = weight.to(compute_dtype(x)).exp()
+    return nn.functional.rms_norm(x.to(scale.dtype), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+class LogWeightRMSNorm(nn.Module):
+    """A norm as a model of this family would have it."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.log_weight, self.eps = nn.Parameter(torch.zeros(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return (x.float() * torch.rsqrt(variance + self.eps) * self.log_weight.float().exp()).to(x.dtype)
+
+
+class LogWeightNorms:
+    """Finds these norms, and proves each class by its own code."""
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        for path, module in model.named_modules():
+            if isinstance(module, LogWeightRMSNorm):
+                miss = _miss(module)
+                variant, evidence = (None, f"log_weight: misses by {miss:.1%}") if miss else ("log_weight", "proven")
+                width = {"width": (module.log_weight.shape[0],)}
+                yield Site("rms_norm", path, rule, variant, evidence, probe.parameter_dtype(module), sizes=width)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
+        assert kernel is not None
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            return kernel(x, self.log_weight, +self.eps)  # type: ignore[no-any-return, operator]
+
+        yield ForwardChange(model.get_submodule(site.path), forward)
+
+
+def _miss(module: LogWeightRMSNorm) -> float:
+    """By how much a small copy of ``module`` differs from the contract's reference, in values, gradients or bf16."""
+    with probe.seeded():
+        copy = type(module)(16, module.eps)
+        nn.init.normal_(copy.log_weight)
+        x, rounded = probe.random(5, 16).requires_grad_(), probe.random(5, 16, dtype=torch.bfloat16)
+        inputs = [x, copy.log_weight]
+        return max(
+            probe.miss(copy(x), reference(x, copy.log_weight, copy.eps), inputs),
+            probe.rounded_miss(copy(rounded), reference(rounded, copy.log_weight, copy.eps)),
+        )
