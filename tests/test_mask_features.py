@@ -85,7 +85,9 @@ def test_one_function_with_two_kinds_of_masks_is_two_kernels():
         assert not torch.allclose(plain(ids).logits, model(ids).logits)  # sdpa sees what is hidden
 
 
-@pytest.mark.parametrize(("mask", "why"), [("nowhere:mask", "ModuleNotFoundError"), (f"{__name__}:SPECS", "is a list")])
+@pytest.mark.parametrize(
+    ("mask", "why"), [("nowhere:mask", "ModuleNotFoundError"), (f"{__name__}:SPECS", "gave a list")]
+)
 def test_a_mask_that_can_not_be_loaded_leaves_the_model_as_it_was(mask, why):
     model, broken = build("llama"), dataclasses.replace(OWN, mask=mask)
     with pytest.raises(KernelLoadError, match=why):

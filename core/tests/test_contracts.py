@@ -255,3 +255,12 @@ def test_olmo2_is_built_as_cast_after_and_llama_as_standard():
     norm.weight.data.copy_(weight)
     assert torch.equal(norm(x), rms_norm.cast_after(x, weight, config.rms_norm_eps))
     assert not torch.equal(norm(x), rms_norm.standard(x, weight, config.rms_norm_eps))
+
+
+@pytest.mark.parametrize("variant", ["standard", "sigmoid", "gate_first"])
+def test_a_gated_norm_in_groups_norms_each_group_alone(variant):
+    norm = contract_for(next(op for op in BUILTIN_OPS if op.name == "rms_norm_gated"), variant).reference
+    x, gate, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
+    groups = [norm(*parts, 1e-6) for parts in zip(x.split(16, -1), gate.split(16, -1), weight.split(16), strict=True)]
+    torch.testing.assert_close(norm(x, gate, weight, 1e-6, 16), torch.cat(groups, dim=-1))
+    assert not torch.allclose(norm(x, gate, weight, 1e-6), torch.cat(groups, dim=-1))

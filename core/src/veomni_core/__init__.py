@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from veomni_core.discovery import discover
     from veomni_core.hardware import Hardware, HardwareRequirement
     from veomni_core.hookspecs import hookimpl
+    from veomni_core.op_spec import OpSpec, VariantSpec
     from veomni_core.plan import Plan, make_plan
     from veomni_core.receipt import Receipt
     from veomni_core.registry import PluginRecord, Registry
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
     from veomni_core.slot import OpSlot
-    from veomni_core.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, OpSpec, SiteRule, VariantSpec
+    from veomni_core.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, SiteRule
 
 _HOME = {
     "Binding": "binding",
@@ -33,7 +34,7 @@ _HOME = {
     "JobConditions": "spec",
     "KernelSpec": "spec",
     "OpSlot": "slot",
-    "OpSpec": "spec",
+    "OpSpec": "op_spec",
     "OpsConfig": "config",
     "Plan": "plan",
     "PluginRecord": "registry",
@@ -41,7 +42,7 @@ _HOME = {
     "Registry": "registry",
     "Site": "sites.site",
     "SiteRule": "spec",
-    "VariantSpec": "spec",
+    "VariantSpec": "op_spec",
     "bind": "binding",
     "binding_of": "binding",
     "build_foundation_model": "build",

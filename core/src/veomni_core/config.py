@@ -13,8 +13,9 @@ from typing import Any
 from veomni_core.discovery import discover
 from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean
 from veomni_core.jobfile import load_yaml
+from veomni_core.op_spec import OpSpec
 from veomni_core.registry import Registry
-from veomni_core.spec import EAGER, OpSpec
+from veomni_core.spec import EAGER
 
 AUTO = "auto"
 DEFAULT = "default"

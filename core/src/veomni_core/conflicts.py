@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from veomni_core.errors import did_you_mean
+from veomni_core.op_spec import OpSpec
 from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
 from veomni_core.registry import PluginRecord, SkippedKernel, ops_of
-from veomni_core.spec import KernelSpec, OpSpec
+from veomni_core.spec import KernelSpec
 
 CORE = PluginRecord(
     name="veomni-core",

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import pluggy
 
-from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, VariantSpec
+from veomni_core.op_spec import OpSpec, VariantSpec
+from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, SiteRule
 
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"

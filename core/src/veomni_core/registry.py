@@ -10,7 +10,8 @@ from typing import Literal
 
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 from veomni_core.hardware import Hardware
-from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, OpSpec, SiteRule, VariantSpec, load_attribute
+from veomni_core.op_spec import OpSpec, VariantSpec
+from veomni_core.spec import CommandSpec, DeviceSpec, KernelSpec, SiteRule, load_attribute
 
 Status = Literal["loaded", "failed", "blocked"]
 

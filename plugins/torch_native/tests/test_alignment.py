@@ -13,7 +13,7 @@ from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size, contract_for
 from veomni_core.testing.frozen_inputs import check_frozen_inputs
 from veomni_core.testing.memory_layouts import check_memory_layouts
-from veomni_core.testing.mixed_dtypes import check_mixed_dtypes
+from veomni_core.testing.mixed_dtypes import check_autocast, check_mixed_dtypes
 from veomni_core.testing.subject import Subject
 from veomni_torch import attention, grouped_products
 from veomni_torch.plugin import veomni_kernels
@@ -45,13 +45,19 @@ class _Looks(torch.autograd.Function):
 
 def looking_sdpa(module, query, key, value, mask, **options):
     check_heads(query, key, value)
-    added = [each for each in (mask, options.get("position_bias")) if each is not None]
-    assert all(each.dtype in (torch.bool, query.dtype) for each in added)  # the fused kernels misread them
-    fused = torch.backends.cuda.mem_efficient_sdp_enabled()
-    if fused and any(each.requires_grad for each in added) > any(each.requires_grad for each in (query, key, value)):
-        raise RuntimeError("LSE is not correctly aligned (strideH)")
-    for each in added:
-        assert not each.is_floating_point() or each.data_ptr() % 16 == 0
+    assert all(
+        stride or size == 1 for each in (key, value) for size, stride in zip(each.shape, each.stride(), strict=True)
+    )
+    assert "position_bias" not in options  # it is part of the mask
+    if mask is not None:
+        assert mask.dtype in (torch.bool, query.dtype)  # the fused kernels misread another
+        assert mask.dtype == torch.bool or mask.data_ptr() % 16 == 0
+        if mask.requires_grad:
+            # What is saved of padded rows is a slice, and a copy of that has misaligned rows.
+            assert mask.shape[-1] % 8 == 0
+            fused = torch.backends.cuda.mem_efficient_sdp_enabled()
+            if fused and not any(each.requires_grad for each in (query, key, value)):
+                raise RuntimeError("LSE is not correctly aligned (strideH)")
     output, _ = _SDPA(module, query, key, value, mask, **options)
     return _Looks.apply(output), None
 
@@ -87,7 +93,7 @@ def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(F, "grouped_mm", looking_grouped_mm, raising=False)
 
 
-@pytest.mark.parametrize("question", [check_memory_layouts, check_frozen_inputs, check_mixed_dtypes])
+@pytest.mark.parametrize("question", [check_memory_layouts, check_frozen_inputs, check_mixed_dtypes, check_autocast])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_what_training_gives_is_where_kernels_can_read_it(spec, dtype, question):
     contract = contract_for(OPS[spec.op_name], spec.variant)
@@ -122,6 +128,26 @@ def test_heads_that_lie_well_are_not_copied(monkeypatch):
     inputs = (*torch.randn(1, 9, 3, 2, 16).transpose(1, 3).unbind(2), torch.zeros(1, 1, 9, 9))
     attention.sdpa(AttentionModule(1), *inputs)
     assert all(mine is theirs for mine, theirs in zip(seen, inputs, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_row_in_which_everything_is_masked_stays_finite(autocast):
+    """By the lowest float32, which is infinite in bfloat16: as eager code, such a row attends to all keys alike."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    query, key, value = (torch.randn(1, 2, 5, 16, dtype=dtype) for _ in range(3))
+    mask = torch.zeros(1, 1, 5, 5).index_fill(2, torch.tensor([3]), torch.finfo(torch.float32).min)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, _ = attention.sdpa(AttentionModule(1), query, key, value, mask)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found[0, 3].float(), value[0].float().mean(1), rtol=2e-2, atol=2e-2)
+
+
+def test_a_mask_of_more_pairs_than_the_kernels_count_is_refused(monkeypatch):
+    monkeypatch.setattr(attention, "_MOST_PAIRS", 24)
+    heads = [torch.randn(1, 2, 5, 16) for _ in range(3)]
+    assert attention.sdpa(AttentionModule(1), *heads, None)[0].isfinite().all()
+    with pytest.raises(ValueError, match="this call has 5 queries and 5 keys; choose flash_attention_2"):
+        attention.sdpa(AttentionModule(1), *heads, torch.zeros(1, 1, 5, 5))
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -8,9 +8,10 @@ import typer
 
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.discovery import discover
+from veomni_core.op_spec import OpSpec
 from veomni_core.registry import Registry
 from veomni_core.selection import Selection
-from veomni_core.spec import EAGER, OpSpec
+from veomni_core.spec import EAGER
 from veomni_core.tables import render_table
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from veomni_core.errors import ContractError, did_you_mean
-from veomni_core.spec import OpSpec, load_attribute
+from veomni_core.op_spec import OpSpec
+from veomni_core.spec import load_attribute
 
 SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]
 _seed_shift: ContextVar[int] = ContextVar("seed_shift", default=0)

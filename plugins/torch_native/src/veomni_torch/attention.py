@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.ops.attention import refuse
+from veomni_core.ops.autocast import cast_as_autocast
 from veomni_core.ops.memory_layout import ALIGNMENT, aligned, begins_aligned
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
@@ -97,8 +98,12 @@ def _with_bias(bias: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
 def _on_a_gpu(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> Tensor:
-    """Call transformers' function with operands aligned for torch's kernels; align the incoming gradient too."""
-    query, key, value = map(_readable, (query, key, value))
+    """Call transformers' function with operands aligned for torch's kernels; align the incoming gradient too.
+
+    Under autocast the heads take its dtype here, so that the mask is made for that dtype: torch's own cast would turn
+    the lowest float32 into infinity.
+    """
+    query, key, value = (_readable(cast_as_autocast(each)) for each in (query, key, value))
     mask = attention_mask
     if mask is not None:
         if query.shape[2] * key.shape[2] > _MOST_PAIRS:
