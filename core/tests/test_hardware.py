@@ -59,6 +59,7 @@ HOPPER_OR_AMD = HardwareRequirement("cuda", min_compute_capability=90) | Hardwar
         (HOPPER_OR_AMD, "h200", ()),
         (HOPPER_OR_AMD, "mi300x", ()),
         (HOPPER_OR_AMD, "a100", ("needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)",)),
+        (HardwareRequirement("cuda", max_compute_capability=80) | HOPPER_OR_AMD, "h200", ()),
         (HOPPER_OR_AMD, "cpu", ("needs device type cuda or rocm, this is cpu (cpu)",)),
         (
             HardwareRequirement("cuda", max_compute_capability=80) | HOPPER_OR_AMD,

@@ -131,3 +131,12 @@ def test_a_device_that_is_not_here_is_refused(device, error, message):
 def test_to_torch_an_amd_gpu_is_called_cuda(monkeypatch):
     monkeypatch.setattr(Hardware, "detect", classmethod(lambda kind: Hardware("rocm", detected=True)))
     assert REGISTRY.detect_hardware("cuda").device_type == "rocm"
+
+
+def test_of_alternative_devices_the_planned_one_is_named():
+    either = HardwareRequirement("npu") | HardwareRequirement("cuda")
+    spec = KernelSpec("gpu", "rms_norm", "standard", f"{__name__}:gpu_norm", hardware=either)
+    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
+    model = build("llama")
+    binding = bind(model, AUTO, registry=registry)
+    assert "runs on cuda, and the model's parameters are on cpu" in binding.receipt.to_dict()["misplaced"]

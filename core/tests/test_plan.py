@@ -253,3 +253,12 @@ def test_whatever_is_asked_only_kernels_that_can_run_are_chosen_and_the_order_of
                 spec = result.spec("rms_norm", decision.site.variant, decision.kernel)
                 assert spec.hardware.unmet(Hardware.named(hardware)) == ()
                 assert decision.kernel in names or "auto" in names
+
+
+def test_of_alternative_requirements_the_packages_for_the_named_hardware_are_assumed():
+    either = HardwareRequirement("cuda", packages=("cuda-lib",)) | HardwareRequirement("rocm", packages=("hip-lib",))
+    both = registry(kernel("acme", hardware=either))
+    for hardware, package in (("h200", "cuda-lib"), ("mi300x", "hip-lib")):
+        result = plan("acme", NORMS[:1], hardware=hardware, registry=both)
+        assert result.assumptions == (f"rms_norm/standard:acme: {package}",)
+        assert Plan.from_json(result.to_json()) == result

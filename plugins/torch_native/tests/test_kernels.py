@@ -197,3 +197,17 @@ def test_a_scaled_loss_of_many_tokens_loses_no_more_in_float16_than_the_referenc
     for mine, theirs, true in zip(found, reference, exact, strict=True):
         error, own = (float((gradient - true).norm() / true.norm()) for gradient in (mine, theirs))
         assert error <= min(1.5 * own, allowed)
+
+
+def test_the_biases_gradients_of_an_expert_with_many_rows_are_summed_in_float32():
+    torch.manual_seed(0)
+    shapes = ((2700, 8), (2700, 1), (1, 16, 8), (1, 8, 8), (1, 16), (1, 8))
+    inputs = [torch.rand(shape).bfloat16().requires_grad_() for shape in shapes]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    index = torch.zeros(2700, 1, dtype=torch.long)
+    gradients = []
+    for kernel, (hidden, *others) in ((grouped.clamped, inputs), (moe_experts.clamped, exact)):
+        result = kernel(hidden, index, *others)
+        gradients.append(torch.autograd.grad(result.sum(), others[-2:]))
+    for found, wanted in zip(*gradients, strict=True):
+        assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
