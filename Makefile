@@ -56,7 +56,7 @@ coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage report
 
 coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the installed transformers
-	VEOMNI_PLUGINS=veomni-torch $(BIN)/veomni coverage --transformers-models causal --page docs/reference/coverage.md
+	$(BIN)/python scripts/coverage_page.py
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) dist runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -6,24 +6,20 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from coverage_page import COMMAND, PAGE, coverage_page
 from veomni_core import SiteRule
-from veomni_core.conflicts import CORE
 from veomni_core.coverage import claims, cover, model_types
-from veomni_core.coverage_page import coverage_page
-from veomni_core.discovery import discover
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import UnknownNameError
-from veomni_core.registry import PluginRecord, build_registry
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "reference" / "coverage.md"
 SETTLED = "with RMS norms: every norm, rotary embedding and gated MLP proven or refused"
-COMMAND = "veomni coverage --transformers-models causal"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def models():
 
 def test_the_page_is_true(models):
     page = coverage_page(models, discover({"VEOMNI_PLUGINS": "veomni-torch"}), COMMAND)
-    assert page == PAGE.read_text(encoding="utf-8"), f"run: make coverage-page (which is {COMMAND} --page {PAGE.name})"
+    assert page == PAGE.read_text(encoding="utf-8"), f"run: make coverage-page (which is {COMMAND})"
 
 
 def test_what_it_must_reach(models):
@@ -59,7 +55,7 @@ def test_finding_sites_takes_little_memory():
     source = """
 import resource
 from veomni_core.coverage import cover, model_types
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CONFIG_MAPPING
 import torch
 from veomni_core import find_sites

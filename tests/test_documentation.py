@@ -14,8 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from veomni_core.cli.app import build_app
-from veomni_core.config import OpsConfig
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
+from veomni_core.planning.config import OpsConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,10 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import build, tokens
 from veomni_core import KernelSpec, bind
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelLoadError
 from veomni_core.ops.attention import MASK_FEATURES, standard
-from veomni_core.registry import PluginRecord, build_registry
 from veomni_flash_attn import plugin as flash_attn
 from veomni_npu import plugin as npu
 from veomni_torch import plugin as torch_native

@@ -8,7 +8,7 @@ import torch
 from models import assert_equal_steps, build, step, tokens
 from veomni_core import OpsConfig, binding_of, build_foundation_model, discover
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.jobfile import load_yaml
+from veomni_core.jobs.jobfile import load_yaml
 
 JOB = """
 model:

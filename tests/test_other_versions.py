@@ -11,7 +11,7 @@ import transformers
 from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.coverage import claims, cover, model_types
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 
 FAMILIES = (
     "llama",

@@ -27,7 +27,7 @@ from benchmarks.shared.measuring import seconds
 from benchmarks.shared.results import machine, write_results
 from veomni_core import Hardware, bind
 from veomni_core.ops.attention import AttentionModule
-from veomni_core.sequence_parallel import (
+from veomni_core.parallel.sequence import (
     apply_ulysses,
     gather_heads_scatter_seq,
     scatter_attention_heads,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from counting_kernels import calls
-from veomni_core.discovery import discover
-from veomni_core.registry import Registry
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import Registry
 
 Installer = Callable[..., str]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from veomni_core import KernelSpec
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import contract_for
-from veomni_core.registry import PluginRecord, Registry, build_registry
 
 calls: Counter[tuple[str, str, str]] = Counter()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from counting_kernels import counting_registry
 from veomni_core import SiteRule
-from veomni_core.changes import ForwardChange
-from veomni_core.registry import PluginRecord, Registry, build_registry
+from veomni_core.changes.change import ForwardChange
+from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.sites.site import Site
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from veomni_core.change_set import ChangeSet
-from veomni_core.changes import ForwardChange
+from veomni_core.changes.change import ForwardChange
+from veomni_core.changes.change_set import ChangeSet
 
 
 class Scale(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from veomni_core import KernelSpec, SiteRule, VariantSpec, hookimpl
-from veomni_core.changes import ForwardChange
+from veomni_core.changes.change import ForwardChange
 from veomni_core.ops.rms_norm import CONTRACTS, standard
 from veomni_core.sites.site import Site
 

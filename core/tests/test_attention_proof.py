@@ -24,10 +24,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 
 from models import FAMILIES, assert_same_bits, build, step, tokens
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery import CORE
+from veomni_core.discovery.discover import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_core.ops.attention import MASK_FEATURES
-from veomni_core.registry import PluginRecord, build_registry
 from veomni_core.sites.attention import AttentionInterface
 from veomni_core.sites.functions import with_globals
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from models import build
 from veomni_core import KernelSpec, SiteRule, authoring, bind, find_sites
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.ops import moe_experts
-from veomni_core.registry import PluginRecord, build_registry
 
 
 def up_first(kernel):

@@ -14,10 +14,10 @@ import counting_kernels
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, FAMILIES, assert_equal_steps, assert_same_bits, build, step
 from veomni_core import KernelSpec, OpsConfig, bind, binding_of, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError, KernelLoadError
 from veomni_core.ops import rms_norm
-from veomni_core.registry import PluginRecord, build_registry
 
 REGISTRY = counting_registry("one")
 

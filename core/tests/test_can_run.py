@@ -10,9 +10,9 @@ import pytest
 
 from models import build
 from veomni_core import KernelSpec, OpsConfig, Plan, Site, find_sites, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, SpecError
-from veomni_core.registry import PluginRecord, build_registry
 
 NARROW = Site("rms_norm", "narrow", "norm modules", "standard", "proven", "bfloat16", sizes={"width": (64,)})
 WIDE = replace(NARROW, path="wide", sizes={"width": (4096,)})

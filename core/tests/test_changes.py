@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from scaled_modules import Scale, X, bound, plus_one, times, value
-from veomni_core.bound_subclass import eager_class
-from veomni_core.change_set import ChangeSet
-from veomni_core.changes import AttributeChange, ForwardChange, GuardChange, PropertyChange
+from veomni_core.changes.bound_subclass import eager_class
+from veomni_core.changes.change import AttributeChange, ForwardChange, GuardChange, PropertyChange
+from veomni_core.changes.change_set import ChangeSet
 from veomni_core.errors import BindingError, SiteChangedError, SpecError
 
 
@@ -181,7 +181,7 @@ def test_a_forward_that_holds_its_module_is_refused():
     for forward in (lambda self, x: module(x), module.forward, lambda self, x, other=module: other(x)):
         with pytest.raises(SpecError, match=r"'norms' .*holds a module \(Scale\).* function of \(self, ...\)"):
             ChangeSet().apply(ForwardChange(module, forward), "it", "the rule 'norms' (rms_norm_implementation)")
-    with pytest.raises(SpecError, match="Yield a veomni_core.changes.ForwardChange instead"):
+    with pytest.raises(SpecError, match="Yield a veomni_core.authoring.ForwardChange instead"):
         ChangeSet().apply(AttributeChange(module, "forward", abs), "it", "a rule")
     assert type(module) is Scale
 

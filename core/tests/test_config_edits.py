@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import assert_same_bits, build, step, tokens
 from veomni_core import KernelSpec, bind, find_sites
-from veomni_core.discovery import CORE
-from veomni_core.registry import PluginRecord, build_registry
+from veomni_core.discovery.discover import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 
 
 def registry():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from scaled_modules import Scale, Twice, bound, plus_one, times, value
-from veomni_core.bound_subclass import made_by
-from veomni_core.changes import ForwardChange
+from veomni_core.changes.bound_subclass import made_by
+from veomni_core.changes.change import ForwardChange
 from veomni_core.errors import BoundModelPickleError, SiteChangedError
 
 

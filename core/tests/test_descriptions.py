@@ -24,7 +24,7 @@ from veomni_core import (
     find_sites,
     make_plan,
 )
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import KernelUnavailableError, PluginLoadError, SpecError
 from veomni_core.ops.rms_norm import offset
 from veomni_core.testing import check_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from veomni_core import make_plan
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 from veomni_core.sites.site import Site
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from veomni_core.config import OpsConfig
-from veomni_core.discovery import discover
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, KernelUnavailableError, PluginLoadError, UnknownNameError
-from veomni_core.hardware import Hardware
-from veomni_core.plan import make_plan
+from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.plan import make_plan
 from veomni_core.sites.site import Site
 
 API = "from veomni_core import HardwareRequirement, KernelSpec, OpSpec, hookimpl\nVEOMNI_PLUGIN_API_VERSION = 1\n"

@@ -9,11 +9,11 @@ import torch
 
 from models import build, step
 from veomni_core import Hardware, HardwareRequirement, KernelSpec, bind, build_foundation_model
-from veomni_core.config import OpsConfig
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConfigError, HostError
 from veomni_core.ops.rms_norm import standard
-from veomni_core.registry import PluginRecord, build_registry
+from veomni_core.planning.config import OpsConfig
 
 AUTO = {"preset": "auto"}
 GPU = KernelSpec("gpu", "rms_norm", "standard", f"{__name__}:gpu_norm", hardware=HardwareRequirement("cuda"))
@@ -83,7 +83,9 @@ def test_a_whole_graph_has_nothing_of_it():
 def test_another_error_gets_no_note_where_the_model_is_in_its_place(monkeypatch):
     model = build("llama")
     bind(model, AUTO, registry=REGISTRY)
-    monkeypatch.setattr("veomni_core.placement.torch_device_type", lambda kind: "cpu")  # as if it had been moved
+    monkeypatch.setattr(
+        "veomni_core.binding.placement.torch_device_type", lambda kind: "cpu"
+    )  # as if it had been moved
     with pytest.raises(ValueError, match="cpu tensor") as caught:
         step(model)
     assert not hasattr(caught.value, "__notes__")

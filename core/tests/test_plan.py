@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veomni_core import Hardware, HardwareRequirement, KernelSpec, OpsConfig, Plan, Site, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, NoSiteError
-from veomni_core.registry import PluginRecord, build_registry
 
 NORMS = tuple(
     Site("rms_norm", f"layers.{i}.norm", "norm modules", variant, "proven", "bfloat16")

@@ -11,7 +11,7 @@ from counting_kernels import calls
 from models import build
 from plugin_rules import CallingLayers, HoldingNorms, Layers, MlpsAsNorms, SameNorms, WrongNorms, registry_with
 from veomni_core import Plan, bind, find_sites, make_plan
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError, NoSiteError, SpecError
 from veomni_core.sites.norms import NormModules
 

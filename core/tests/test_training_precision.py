@@ -10,9 +10,9 @@ import torch
 from counting_kernels import calls, counting_registry
 from models import build, step
 from veomni_core import KernelSpec, OpsConfig, Plan, Site, bind, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, KernelUnavailableError, UnknownNameError
-from veomni_core.registry import PluginRecord, build_registry
 
 HALVES = ("bfloat16", "float16")
 ATTENTION = Site("attention", "", "attention interface", "standard", "proven", "float32")

@@ -9,7 +9,7 @@ import pytest
 import veomni_core
 from models import assert_equal_steps, build, step
 from veomni_core import OpsConfig, binding_of, build_foundation_model
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 
 PLUGIN = """

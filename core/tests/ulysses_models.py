@@ -12,10 +12,10 @@ from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
 from ulysses_ranks import check, close, size
 from veomni_core import KernelSpec, bind
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import Registry, build_registry
 from veomni_core.ops.attention import standard
-from veomni_core.registry import Registry, build_registry
-from veomni_core.sequence_parallel import (
+from veomni_core.parallel.sequence import (
     apply_ulysses,
     gather_outputs,
 )

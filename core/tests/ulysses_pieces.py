@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ulysses_ranks import check, double, equal, raises, size
 from veomni_core.ops.attention import AttentionModule, standard
-from veomni_core.sequence_parallel import (
+from veomni_core.parallel.sequence import (
     gather_heads_scatter_seq,
     gather_outputs,
     gather_seq_scatter_heads,

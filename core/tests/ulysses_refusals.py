@@ -10,7 +10,7 @@ from ulysses_models import LENGTH, causal_batch, packed_positions, registry
 from ulysses_ranks import check, raises, rank, size
 from veomni_core import bind, binding_of
 from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, HostError
-from veomni_core.sequence_parallel import apply_ulysses
+from veomni_core.parallel.sequence import apply_ulysses
 
 
 @check

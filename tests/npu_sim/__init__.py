@@ -17,7 +17,7 @@ from transformers.utils import is_torch_npu_available
 
 from npu_sim import operators
 from npu_sim.backend import start
-from veomni_core import hardware
+from veomni_core.descriptions import hardware
 
 _SITE = Path(__file__).parent / "site"
 

@@ -9,47 +9,47 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from veomni_core.binding import Binding, bind, binding_of
+    from veomni_core.binding.bind import Binding, bind, binding_of
+    from veomni_core.binding.receipt import Receipt
     from veomni_core.build import build_foundation_model
-    from veomni_core.config import OpsConfig
-    from veomni_core.config import OpsConfig as OpsImplementationConfig
-    from veomni_core.discovery import discover
-    from veomni_core.hardware import Hardware, HardwareRequirement
-    from veomni_core.hookspecs import hookimpl
-    from veomni_core.op_spec import OpSpec, VariantSpec
-    from veomni_core.plan import Plan, make_plan
-    from veomni_core.receipt import Receipt
-    from veomni_core.registry import PluginRecord, Registry
+    from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
+    from veomni_core.descriptions.hookspecs import hookimpl
+    from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
+    from veomni_core.descriptions.slot import OpSlot
+    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, SiteRule
+    from veomni_core.discovery.discover import discover
+    from veomni_core.discovery.registry import PluginRecord, Registry
+    from veomni_core.planning.config import OpsConfig
+    from veomni_core.planning.config import OpsConfig as OpsImplementationConfig
+    from veomni_core.planning.plan import Plan, make_plan
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
-    from veomni_core.slot import OpSlot
-    from veomni_core.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, SiteRule
 
 _HOME = {
-    "Binding": "binding",
-    "CommandSpec": "spec",
-    "DeviceSpec": "spec",
-    "Hardware": "hardware",
-    "HardwareRequirement": "hardware",
-    "JobConditions": "spec",
-    "KernelSpec": "spec",
-    "OpSlot": "slot",
-    "OpSpec": "op_spec",
-    "OpsConfig": "config",
-    "Plan": "plan",
-    "PluginRecord": "registry",
-    "Receipt": "receipt",
-    "Registry": "registry",
+    "Binding": "binding.bind",
+    "CommandSpec": "descriptions.spec",
+    "DeviceSpec": "descriptions.spec",
+    "Hardware": "descriptions.hardware",
+    "HardwareRequirement": "descriptions.hardware",
+    "JobConditions": "descriptions.spec",
+    "KernelSpec": "descriptions.spec",
+    "OpSlot": "descriptions.slot",
+    "OpSpec": "descriptions.op_spec",
+    "OpsConfig": "planning.config",
+    "Plan": "planning.plan",
+    "PluginRecord": "discovery.registry",
+    "Receipt": "binding.receipt",
+    "Registry": "discovery.registry",
     "Site": "sites.site",
-    "SiteRule": "spec",
-    "VariantSpec": "op_spec",
-    "bind": "binding",
-    "binding_of": "binding",
+    "SiteRule": "descriptions.spec",
+    "VariantSpec": "descriptions.op_spec",
+    "bind": "binding.bind",
+    "binding_of": "binding.bind",
     "build_foundation_model": "build",
-    "discover": "discovery",
+    "discover": "discovery.discover",
     "find_sites": "sites.find",
-    "hookimpl": "hookspecs",
-    "make_plan": "plan",
+    "hookimpl": "descriptions.hookspecs",
+    "make_plan": "planning.plan",
 }
 
 __all__ = [
@@ -83,7 +83,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "OpsImplementationConfig":
-        return importlib.import_module("veomni_core.config").OpsConfig
+        return importlib.import_module("veomni_core.planning.config").OpsConfig
     if name not in _HOME:
         raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
     return getattr(importlib.import_module(f"veomni_core.{_HOME[name]}"), name)

@@ -8,7 +8,7 @@
 - A kernel: ``first_derivatives_only``, ``aligned``, ``autocast_dtype`` and ``product_operands``.
 """
 
-from veomni_core.changes import AttributeChange, Change, ForwardChange
+from veomni_core.changes.change import AttributeChange, Change, ForwardChange
 from veomni_core.ops.autocast import autocast_dtype, product_operands
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_core.ops.first_derivatives import first_derivatives_only

@@ -11,13 +11,13 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from veomni_core.binding import apply_plan
-from veomni_core.config import OpsConfig
+from veomni_core.binding.bind import apply_plan
+from veomni_core.binding.placement import device_type_of
+from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
-from veomni_core.model_config import ConfigSource, load_model_config
-from veomni_core.placement import device_type_of
-from veomni_core.plan import Plan, make_plan
-from veomni_core.ranks import AGREEMENT_TIMEOUT, agree_on_plan
+from veomni_core.jobs.model_config import ConfigSource, load_model_config
+from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.plan import Plan, make_plan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

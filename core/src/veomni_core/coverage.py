@@ -13,10 +13,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto
 
-from veomni_core.config import OpsConfig
+from veomni_core.discovery.registry import Registry
 from veomni_core.errors import UnknownNameError, did_you_mean
-from veomni_core.plan import make_plan
-from veomni_core.registry import Registry
+from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.plan import make_plan
 from veomni_core.sites.find import find_sites
 from veomni_core.sites.probe import quiet
 from veomni_core.sites.site import Site

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
-from veomni_core.registry import PluginRecord, build_registry
 from veomni_npu.plugin import veomni_devices, veomni_kernels
 
 GPU_ONLY = KernelSpec("liger_kernel", "rms_norm", "standard", "m:f", HardwareRequirement("cuda"), preference=90)

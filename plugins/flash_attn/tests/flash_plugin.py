@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from veomni_core import HardwareRequirement
-from veomni_core.conflicts import CORE
-from veomni_core.registry import PluginRecord, build_registry
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_flash_attn.plugin import veomni_kernels
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")

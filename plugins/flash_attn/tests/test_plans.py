@@ -94,7 +94,7 @@ def test_two_packages_that_claim_one_kernel_are_refused_both():
 
 def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch):
     here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
-    monkeypatch.setattr("veomni_core.hardware._installed_version", {"flash-attn": "1.0.9"}.get)
+    monkeypatch.setattr("veomni_core.descriptions.hardware._installed_version", {"flash-attn": "1.0.9"}.get)
     assert SPECS["flash_attention_2"].hardware.unmet(here) == ("needs flash-attn>=2.7,<3, 1.0.9 is installed",)
     (missing,) = SPECS["flash_attention_4"].hardware.unmet(here)
     assert missing == "needs flash-attn-4>=4.0.0b13,<4.1, which is not installed"
@@ -126,7 +126,7 @@ sys.exit("torch" in sys.modules or "flash_attn" in sys.modules)
 
 
 def test_the_helpers_of_sequence_parallelism_have_their_names_here_too():
-    from veomni_core import sequence_parallel as home
+    from veomni_core.parallel import sequence as home
     from veomni_flash_attn import sequence_parallel
 
     assert all(getattr(sequence_parallel, name) is getattr(home, name) for name in sequence_parallel.__all__)

@@ -13,8 +13,8 @@ import torch
 
 from models import build, step, tokens
 from veomni_core import HardwareRequirement, bind
-from veomni_core.conflicts import CORE
-from veomni_core.registry import PluginRecord, build_registry
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_liger.plugin import veomni_kernels
 
 ROOT = Path(__file__).resolve().parents[3]

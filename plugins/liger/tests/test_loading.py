@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veomni_core import Hardware, OpsConfig, Site, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.registry import PluginRecord, build_registry
 from veomni_liger.chunks import LOGITS_BYTES, chunk_multiple
 from veomni_liger.plugin import veomni_kernels
 
@@ -64,7 +64,7 @@ def test_every_value_of_the_seed_documents_is_planned_for_an_h200_and_assumes_th
 def test_a_library_that_is_missing_too_old_or_too_new_is_refused_before_anything_is_built(
     version, why_not, monkeypatch
 ):
-    monkeypatch.setattr("veomni_core.hardware._installed_version", lambda _: version)
+    monkeypatch.setattr("veomni_core.descriptions.hardware._installed_version", lambda _: version)
     here = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
     with pytest.raises(KernelUnavailableError) as raised:
         plan(here)

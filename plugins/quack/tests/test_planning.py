@@ -9,12 +9,12 @@ import pytest
 from quack_plugin import SPECS
 
 from veomni_core import OpsConfig, Site, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.hardware import Hardware
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import contract_for
-from veomni_core.registry import PluginRecord, build_registry
 
 REGISTRY = build_registry([CORE, PluginRecord("quack", "veomni-quack", "1", "quack", kernels=SPECS)], {})
 OPS = {op.name: op for op in BUILTIN_OPS}
@@ -78,7 +78,7 @@ def test_products_are_not_offered_in_float32(op_name, variant):
 def test_a_missing_or_another_library_is_a_reason(monkeypatch):
     here = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
     versions = {"nvidia-cutlass-dsl": "4.4.2"}
-    monkeypatch.setattr("veomni_core.hardware._installed_version", versions.get)
+    monkeypatch.setattr("veomni_core.descriptions.hardware._installed_version", versions.get)
     assert SPECS[0].hardware.unmet(here) == ("needs quack-kernels>=0.4,<0.5, which is not installed",)
     for version, reasons in {"0.3.11": 1, "0.4.0": 0, "0.4.1": 0, "0.5.0": 1, "0.6.5": 1}.items():
         versions["quack-kernels"] = version

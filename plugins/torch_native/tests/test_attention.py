@@ -9,9 +9,9 @@ from transformers import CONFIG_MAPPING
 import veomni_torch.attention
 from models import build
 from veomni_core import OpsConfig, find_sites, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.ops.attention import AttentionModule
-from veomni_core.registry import PluginRecord, build_registry
 from veomni_torch.attention import sdpa
 from veomni_torch.plugin import veomni_kernels
 

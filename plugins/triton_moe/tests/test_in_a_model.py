@@ -10,9 +10,9 @@ import torch
 from models import step
 from tiny_models import tiny_model
 from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
-from veomni_core.conflicts import CORE
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.registry import PluginRecord, build_registry
 from veomni_triton_moe.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

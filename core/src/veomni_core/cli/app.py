@@ -9,8 +9,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from veomni_core.discovery import discover
-from veomni_core.spec import CommandSpec, load_attribute
+from veomni_core.descriptions.spec import CommandSpec, load_attribute
+from veomni_core.discovery.discover import discover
 
 BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from veomni_core.tables import render_table
 
 
 def coverage(
     transformers_models: Annotated[str, typer.Option(help="Which models: all, causal, vlm or seq2seq.")] = "causal",
-    page: Annotated[Path | None, typer.Option(help="Write the full report to this Markdown file.")] = None,
     json: AsJson = False,
 ) -> None:
     """Build every model type on the meta device, prove its sites, and count what binds."""
     from veomni_core.coverage import claims, cover, model_types, summarise
-    from veomni_core.coverage_page import coverage_page
 
     registry = discover()
     types = model_types(transformers_models)
@@ -30,9 +27,6 @@ def coverage(
         models.append(model)
         if sys.stderr.isatty():
             print(f"\r{len(models)}/{len(types)} {model.model_type:<40}", end="", file=sys.stderr)
-    if page is not None:
-        command = f"veomni coverage --transformers-models {transformers_models}"
-        page.write_text(coverage_page(models, registry, command), encoding="utf-8")
     if json:
         account = {"summary": summarise(models), "claims": [asdict(claim) for claim in claims(models)]}
         print_json({**account, "models": [asdict(model) for model in models]})

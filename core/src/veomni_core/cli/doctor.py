@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.discovery import discover
-from veomni_core.hardware import Hardware
-from veomni_core.registry import PluginRecord, Registry
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.tables import render_table
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from veomni_core.cli.output import AsJson, HardwareName, print_json
-from veomni_core.discovery import discover
-from veomni_core.op_spec import OpSpec
-from veomni_core.registry import Registry
-from veomni_core.selection import Selection
-from veomni_core.spec import EAGER
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.spec import EAGER
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.selection import Selection
 from veomni_core.tables import render_table
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.discovery import discover
-from veomni_core.registry import PluginRecord, Registry
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.tables import render_table
 
 

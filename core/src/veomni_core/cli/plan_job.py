@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from veomni_core.cli.output import AsJson, HardwareName
-from veomni_core.config import OpsConfig
-from veomni_core.discovery import discover
+from veomni_core.descriptions.spec import JobConditions, load_attribute
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError, VeOmniError
-from veomni_core.job_model import model_section_of
-from veomni_core.jobfile import load_yaml
-from veomni_core.registry import Registry
-from veomni_core.spec import JobConditions, load_attribute
+from veomni_core.jobs.job_model import model_section_of
+from veomni_core.jobs.jobfile import load_yaml
+from veomni_core.planning.config import OpsConfig
 
 
 def plan_job(
@@ -37,7 +37,7 @@ def plan_job(
     config = OpsConfig.from_dict({"model": {"ops_implementation": section.ops_implementation}}, registry)
 
     from veomni_core.build import build_skeleton, check_weights
-    from veomni_core.plan import make_plan
+    from veomni_core.planning.plan import make_plan
 
     assumed: tuple[str, ...] = ()
     if section.weights is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from veomni_core.discovery import discover
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import ContractError
 from veomni_core.testing import check_kernel
 

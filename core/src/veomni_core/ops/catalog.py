@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from veomni_core.op_spec import OpSpec
-from veomni_core.spec import SiteRule
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.spec import SiteRule
 
 BUILTIN_OPS: tuple[OpSpec, ...] = (
     OpSpec(

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.spec import load_attribute
 from veomni_core.errors import ContractError, did_you_mean
-from veomni_core.op_spec import OpSpec
-from veomni_core.spec import load_attribute
 
 SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]
 _seed_shift: ContextVar[int] = ContextVar("seed_shift", default=0)

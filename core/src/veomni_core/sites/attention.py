@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change
+from veomni_core.changes.change import Change
+from veomni_core.descriptions.spec import EAGER, KernelSpec
 from veomni_core.errors import BindingError
 from veomni_core.ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_core.sites import probe
@@ -17,7 +18,6 @@ from veomni_core.sites.functions import code_layers, current_forward, global_fun
 from veomni_core.sites.interface_names import RegisteredInterface, registered
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import EAGER, KernelSpec
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.change_set import ChangeSet
-from veomni_core.changes import Change, ForwardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.change_set import ChangeSet
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.ops.labels import IGNORED
 from veomni_core.sites import probe
@@ -25,7 +26,6 @@ from veomni_core.sites.functions import current_forward
 from veomni_core.sites.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.head_twin import VOCABULARY, head_twin
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 
 class CausalLosses:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes import AttributeChange, Change
+from veomni_core.changes.change import AttributeChange, Change
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 _SINGLE_LABEL = "single_label_classification"
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from veomni_core.changes import setter_of
+from veomni_core.changes.change import setter_of
 from veomni_core.sites.functions import closure_contents, code_layers
 from veomni_core.sites.probe import has_hooks
 from veomni_core.sites.reachable_code import (

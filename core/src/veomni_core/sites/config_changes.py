@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from veomni_core.changes import Change
+from veomni_core.changes.change import Change
 from veomni_core.sites.interface_names import calls_beneath
 
 _NAME = "_attn_implementation_internal"

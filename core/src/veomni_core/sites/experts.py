@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change, ForwardChange, GuardChange
+from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites import probe
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
 from veomni_core.sites.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
@@ -15,7 +16,6 @@ from veomni_core.sites.expert_proof import WEIGHTS, ExpertProof, prove_experts
 from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 
 class ExpertsModules:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import ForwardChange
+from veomni_core.changes.change import ForwardChange
+from veomni_core.descriptions.spec import EAGER
 from veomni_core.errors import BindingError
 from veomni_core.sites.functions import code_layers, current_forward
-from veomni_core.spec import EAGER
 
 Function = Callable[..., Any]
 _SELECTED_BY = "_experts_implementation"

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.bound_subclass import bindings_in
-from veomni_core.conflicts import CORE
-from veomni_core.discovery import discover
+from veomni_core.changes.bound_subclass import bindings_in
+from veomni_core.descriptions.spec import SiteRule, load_attribute
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.ops.catalog import BUILTIN_SITE_RULES
-from veomni_core.registry import Registry
 from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Site, SiteLocator
-from veomni_core.spec import SiteRule, load_attribute
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from veomni_core.bound_subclass import made_by
-from veomni_core.changes import setter_of
+from veomni_core.changes.bound_subclass import made_by
+from veomni_core.changes.change import setter_of
 from veomni_core.errors import BindingError
 from veomni_core.sites.deferred_logits import DeferredLogits, deferred_logits
 from veomni_core.sites.head_call import HeadCall, Kernel

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from veomni_core.changes import Change, ForwardChange, GuardChange
+from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.contract import dtype_name
 from veomni_core.sites import probe
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
 from veomni_core.sites.mlp_proof import Layout, MlpProof, prove_mlp
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 Modules = dict[str, Any]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from veomni_core.changes import Change, ForwardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.rms_norm_gated import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.code_reading import Reading, Readings, guarded_names, unseen_changes
 from veomni_core.sites.norm_proof import Case, Inputs, Proof, eps_of, prove_norm
 from veomni_core.sites.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 _WEIGHTS = ("weight",)
 

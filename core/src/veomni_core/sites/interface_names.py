@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.attention import MASK_FEATURES
-from veomni_core.spec import KernelSpec
 
 Function = Callable[..., Any]
 # transformers' interface whose masks a kernel takes, by the feature that its spec declares.

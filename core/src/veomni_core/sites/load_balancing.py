@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes import Change, ForwardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites import probe
@@ -18,7 +19,6 @@ from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import read_function, set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 _NAME = "load_balancing_loss_func"
 _EXPERTS, _TOP_K, _BATCH = 9, 2, 2

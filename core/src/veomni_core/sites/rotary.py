@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change, ForwardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites import probe, rotary_embeddings, rotary_trace
 from veomni_core.sites.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.rotary_proof import Proofs, Verdict
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.spec import KernelSpec
 
 _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.bound_subclass import made_by
+from veomni_core.changes.bound_subclass import made_by
 
 Function = Callable[..., Any]
 _KINDS = inspect.Parameter

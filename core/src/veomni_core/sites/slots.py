@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes import Change, ForwardChange, PropertyChange, setter_of
+from veomni_core.changes.change import Change, ForwardChange, PropertyChange, setter_of
+from veomni_core.descriptions.slot import OpSlot
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites.functions import code_layers, current_forward, with_globals
 from veomni_core.sites.probe import parameter_dtype
 from veomni_core.sites.site import Kernel, Site
-from veomni_core.slot import OpSlot
-from veomni_core.spec import KernelSpec
 
 _DECLARED = "declared by the modeling code"
 # How many calls to follow from a forward to a function that uses a slot. Generated modeling code needs one: the forward

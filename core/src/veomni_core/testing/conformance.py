@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.errors import ContractError, SpecError, did_you_mean
-from veomni_core.op_spec import OpSpec
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size, contract_for
-from veomni_core.spec import KernelSpec
 from veomni_core.testing.calls_in_flight import check_calls_in_flight
 from veomni_core.testing.comparison import one_line
 from veomni_core.testing.frozen_inputs import check_frozen_inputs

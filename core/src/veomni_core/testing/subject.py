@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.errors import ContractError
 from veomni_core.ops.contract import Contract, Sample, Size, dtype_name, other_values
-from veomni_core.spec import KernelSpec
 from veomni_core.testing.comparison import distance, one_line
 from veomni_core.testing.sample_tensors import copy_of, map_tensors, tensors_of, to_float64, upstream_of
 

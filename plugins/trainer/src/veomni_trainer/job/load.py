@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.errors import JobFileError
-from veomni_core.jobfile import beside_job, load_yaml
+from veomni_core.jobs.jobfile import beside_job, load_yaml
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems
 from veomni_trainer.job.schema import BYTES, STDLIB, Job

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
-from veomni_core.jobfile import parse_yaml, shown
+from veomni_core.jobs.jobfile import parse_yaml, shown
 from veomni_trainer.job.problems import is_free_mapping, keys_of, known_paths, section_at
 from veomni_trainer.job.schema import Job
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from veomni_core.errors import JobFileError, did_you_mean
-from veomni_core.job_model import ALIASES, ModelSection, ModelSectionError
-from veomni_core.jobfile import job_file_error, shown
+from veomni_core.jobs.job_model import ALIASES, ModelSection, ModelSectionError
+from veomni_core.jobs.jobfile import job_file_error, shown
 
 _WANTED = {
     "bool_type": "true or false",

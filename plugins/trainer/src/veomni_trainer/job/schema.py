@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from veomni_core.job_model import ModelSection, read_model_section
+from veomni_core.jobs.job_model import ModelSection, read_model_section
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path

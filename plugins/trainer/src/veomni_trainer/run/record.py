@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from veomni_core.binding import Binding
+from veomni_core.binding.bind import Binding
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
-from veomni_core.sequence_parallel import apply_ulysses
+from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import changed_keys, dump_job

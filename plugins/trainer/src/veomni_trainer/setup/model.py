@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, build_foundation_model
 from veomni_core.errors import ConfigError
-from veomni_core.model_config import load_model_config
+from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
 

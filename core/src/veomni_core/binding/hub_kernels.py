@@ -1,0 +1,45 @@
+"""Keeps transformers' hub kernels (``use_kernels=True``) from replacing the forwards that a binding has replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.change import AttributeChange
+from veomni_core.errors import BindingError
+
+_METHODS = ("set_use_kernels", "kernelize")  # before transformers 5.17, use_kernels = True calls the second
+
+
+def refuse_model_with(model: nn.Module) -> None:
+    """Raise ``BindingError`` if ``model`` uses hub kernels."""
+    if getattr(model, "use_kernels", False):
+        raise BindingError(
+            "this model was built with use_kernels=True: transformers puts hub kernels over its forwards at every "
+            "train() and eval(), and would replace ours. Set model.use_kernels = False first"
+        )
+
+
+def kept_out_of(model: nn.Module) -> Iterator[AttributeChange]:
+    """The changes that make ``model``, and models that are submodules of it, refuse hub kernels."""
+    for module in model.modules():
+        for method in _METHODS:
+            if callable(getattr(type(module), method, None)):
+                yield AttributeChange(module, method, _refuse)
+
+
+def admit_again(model: nn.Module) -> None:
+    """Let modules that were copied from a bound model accept hub kernels again."""
+    for module in model.modules():
+        for method in _METHODS:
+            if vars(module).get(method) is _refuse:
+                del vars(module)[method]
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise BindingError(
+        "this model is bound, and transformers' hub kernels would silently replace its kernels. Call "
+        "binding_of(model).undo() first"
+    )

@@ -1,0 +1,136 @@
+"""The receipt of a binding: per op what the config requests, what runs, and which sites stay eager, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from veomni_core.descriptions.spec import EAGER
+from veomni_core.planning.decisions import OpDecision
+from veomni_core.planning.plan import DECLARED, Plan
+from veomni_core.tables import render_table
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify=True`` checked, as sentences.
+
+    Attributes:
+        kernels: the kernels that passed their op's contract.
+        sites: how many sites of each kernel agree with their module's own code.
+        not_compared: the bound sites whose module could not be run on its own, and why.
+    """
+
+    kernels: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one binding runs. ``str(receipt)`` is a table.
+
+    Attributes:
+        plan: the plan that was applied.
+        verification: what ``verify=True`` checked; empty without it.
+        sequence_parallel: how attention is split over ranks; empty if it isn't.
+        changed: by module path, why a bound site does not run its kernel any more.
+        misplaced: which kernel can't run on the device that the model is on now; empty if all can.
+    """
+
+    plan: Plan
+    verification: Verification = field(default_factory=Verification)
+    sequence_parallel: str = ""
+    changed: Mapping[str, str] = field(default_factory=dict)
+    misplaced: str = ""
+
+    @property
+    def verified(self) -> tuple[str, ...]:
+        """The kernels that passed their op's contract on this machine."""
+        return self.verification.kernels
+
+    def to_dict(self) -> dict[str, Any]:
+        """The receipt as plain data. ``ops`` has a mapping per op, whose ``eager`` lists the sites without a kernel."""
+        return {
+            "hardware": self.plan.hardware.describe(),
+            "autocast": self.plan.autocast,
+            "plan_sha256": self.plan.sha256,
+            "assumptions": list(self.plan.assumptions),
+            "verified": list(self.verified),
+            "verified_sites": list(self.verification.sites),
+            "not_verified": list(self.verification.not_compared),
+            "sequence_parallel": self.sequence_parallel,
+            "changed": dict(self.changed),
+            "misplaced": self.misplaced,
+            "kernels": [
+                {"kernel": str(k.spec), "factory": k.spec.factory, "distribution": k.distribution, "version": k.version}
+                for k in self.plan.kernels
+            ],
+            "ops": [_op_to_dict(op) for op in self.plan.ops],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def table(self) -> str:
+        """The receipt as text: one row per op that the model has or the config names."""
+        rows = [
+            (
+                op.config_field,
+                f"{op.asked}" + ("" if op.written else " (preset)"),
+                ", ".join(op.chosen) if op.sites else "-",
+                f"{_bound(op)}/{len(op.sites)}" + (f" ({count} {DECLARED})" if (count := _declared(op)) else ""),
+                "; ".join(f"{reason} ({len(paths)})" for reason, paths in _eager_reasons(op).items()),
+            )
+            for op in self.plan.ops
+            if op.sites or op.written
+        ]
+        title = f"Bound on {self.plan.conditions}, plan {self.plan.sha256[:12]}"
+        if self.sequence_parallel:
+            title += f"\nThe attention runs sequence-parallel: {self.sequence_parallel}"
+        if self.misplaced:
+            title += f"\nNot on its device: {self.misplaced}"
+        for what in self.verification.not_compared:
+            title += f"\nNot verified: {what}"
+        for path, what in self.changed.items():
+            title += f"\nChanged since: {path}: {what}"
+        return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _op_to_dict(op: OpDecision) -> dict[str, Any]:
+    return {
+        "field": op.config_field,
+        "op": op.op_name,
+        "asked": op.asked,
+        "written": op.written,
+        "chosen": list(op.chosen) if op.sites else [],
+        "bound": _bound(op),
+        "found": len(op.sites),
+        "declared": _declared(op),
+        "eager": [
+            {"path": decision.site.path, "runs": decision.runs, "reason": decision.reason} for decision in op.left_eager
+        ],
+    }
+
+
+def _bound(op: OpDecision) -> int:
+    return sum(decision.bound for decision in op.sites)
+
+
+def _declared(op: OpDecision) -> int:
+    """How many bound sites have a variant that was declared by modeling code or a plugin's rule, not proven."""
+    return sum(decision.bound and decision.site.declared for decision in op.sites)
+
+
+def _eager_reasons(op: OpDecision) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for decision in op.left_eager:
+        where = "" if decision.runs == EAGER else f"; {decision.runs} runs there, as the model is set to"
+        reasons.setdefault(decision.reason + where, []).append(decision.site.path)
+    return reasons

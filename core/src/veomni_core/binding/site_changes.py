@@ -1,0 +1,51 @@
+"""The changes that put a plan's kernels into a model, site by site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.change import Change
+from veomni_core.descriptions.spec import KernelSpec, SiteRule
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.decisions import OpDecision, SiteDecision
+from veomni_core.planning.plan import Plan
+from veomni_core.sites.find import locator_of
+from veomni_core.sites.site import SiteLocator
+
+Kernels = Mapping[tuple[str, str, str], tuple[Callable[..., Any], KernelSpec]]  # by the specs' keys
+
+
+def site_changes(
+    model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels
+) -> Iterator[tuple[str, str, Change]]:
+    """Every change that the plan requires, as ``(module path, owner, change)``, in the order of the site rules.
+
+    Apply each change before taking the next one from the iterator: a rule may build on earlier changes.
+    """
+    for rule in registry.site_rules:
+        locator = None  # imported at the rule's first site: a broken rule must not affect models without such a site
+        for op, decision in decisions_of(plan, rule):
+            locator = locator or locator_of(rule)
+            for change in changes_at(model, op, decision, locator, kernels):
+                yield decision.site.path, f"the rule {rule.name!r} ({op.config_field})", change
+
+
+def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteDecision]]:
+    """The plan's decisions for the sites of one rule, without those that leave the model unchanged."""
+    for op in plan.ops:
+        for decision in op.sites:
+            if decision.site.rule == rule.name and (decision.bound or (rule.installs_eager and decision.as_asked)):
+                yield op, decision
+
+
+def changes_at(
+    model: nn.Module, op: OpDecision, decision: SiteDecision, locator: SiteLocator, kernels: Kernels
+) -> Iterator[Change]:
+    """The changes that put the kernel of one decision into its site."""
+    kernel, spec = None, None
+    if decision.bound:
+        kernel, spec = kernels[op.op_name, decision.site.variant or "", decision.kernel]
+    yield from locator.install(model, decision.site, kernel, spec)

@@ -1,0 +1,150 @@
+"""The subclasses that a binding gives to modules, each with a ``forward`` that calls the kernel.
+
+The kernel is a method of a class rather than an attribute of an instance, so ``self`` is always the module that runs.
+A shallow copy, a ``DataParallel`` replica or a copy that PEFT makes therefore runs with its own weights. The subclasses
+belong to one binding, so undoing it takes the kernel out of every copy too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.bound_subclass import EAGER, MADE_BY, bound_subclass, eager_class, made_by
+from veomni_core.changes.forward_functions import equivalence, replace_captured
+from veomni_core.errors import SiteChangedError
+
+logger = logging.getLogger(__name__)
+
+
+class BoundClasses:
+    """The subclasses that one binding made. Modules that are bound in the same way share one subclass.
+
+    Regional ``torch.compile`` relies on the sharing: it compiles one layer's code for all layers of equal types.
+
+    Attributes:
+        on_change, training_logits: the config's values.
+        binding: the binding that owns these classes; ``None`` for the set that sequence parallelism makes.
+        paths: the module path of every bound module.
+        owners: by guarded child module, the bound modules whose proof depends on it.
+        copies: every copy that was made of a bound module.
+        changed: by module path, what was changed after bind so that the site runs its own code again.
+        copied: after a deepcopy, the original's classes mapped to this set's.
+    """
+
+    def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
+        self.on_change, self.training_logits = on_change, training_logits
+        self.binding: Any = None
+        self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owners: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+        self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.changed: dict[str, str] = {}
+        self.copied: dict[type[nn.Module], type[nn.Module]] = {}
+        self._made: dict[tuple[type[nn.Module], str, Hashable, frozenset[str]], type[nn.Module]] = {}
+
+    def of(self, eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str]) -> type[nn.Module]:
+        """The subclass of ``eager`` whose attribute ``name`` is ``value``, cached by equivalent code."""
+        function: Any = value.fget if isinstance(value, property) else value
+        key = (eager, name, equivalence(function), guarded)
+        if key not in self._made:
+            self._made[key] = bound_subclass(eager, name, value, guarded, self)
+        return self._made[key]
+
+    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
+        """Bind ``module``, which replaced a bound module in the model; undoing the binding unbinds it too."""
+        module.__class__ = self.of(type(module), "forward", forward, frozenset())
+        self.paths[module] = path
+        self.copies.add(module)
+
+    def note(self, path: str, what: str, when: str = "from now on") -> None:
+        """Record that the site at ``path`` runs its own code because of ``what``, and log it once."""
+        if path not in self.changed:
+            self.changed[path] = what
+            logger.warning("%s runs its own code %s: %s", path, when, what)
+
+    def set_on(self, module: nn.Module, name: str) -> None:
+        """Called before the guarded attribute ``name`` of ``module`` changes; raises if ``on_change`` is ``raise``."""
+        path = self.paths.get(module, f"a copy of a bound {type(module).__name__}")
+        what = f"{name} was changed after bind, and the proof of this site depends on it"
+        if self.on_change == "raise":
+            raise SiteChangedError(
+                f"{path}: {what}. Call binding_of(model).undo() first and bind again after the change, or write "
+                "`on_change: eager` under ops_implementation to let the module run its own code from then on"
+            )
+        owners = self.owners.get(module)
+        if owners is None:
+            self.note(path, what)
+            run_eager(module)
+            return
+        for owner in owners:
+            self.note(self.paths.get(owner, "a bound module"), f"{path}: {what}")
+            if made_by(owner) is self:
+                run_eager(owner)
+        run_eager(module)
+
+    def retire(self) -> None:
+        """Take the kernels out of every class in this set, and so out of every copy of a bound module."""
+        for module in list(self.copies):
+            while vars(type(module)).get(MADE_BY) is self:
+                module.__class__ = vars(type(module))[EAGER]
+        for (_, name, _, _), bound in self._made.items():
+            for each in (name, "__setattr__", "__delattr__"):
+                if each in vars(bound):
+                    delattr(bound, each)
+            setattr(bound, MADE_BY, None)
+
+    def rebase(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """After a deepcopy: ``kind`` with the original set's classes among its bases replaced by this set's."""
+        if kind in self.copied:
+            return self.copied[kind]
+        bases = tuple(self.rebase(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
+        if bases == kind.__bases__:
+            return kind
+        # Other code has subclassed our class, as torch's parametrizations do: rebuild that subclass over the new base.
+        namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        self.copied[kind] = type(kind)(kind.__name__, bases, namespace)  # type: ignore[misc]
+        return self.copied[kind]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundClasses:
+        duplicate = BoundClasses(self.on_change, self.training_logits)
+        memo[id(self)] = duplicate
+        duplicate.changed = dict(self.changed)
+        for (_, name, _, guarded), bound in self._made.items():
+            beneath = vars(bound)[EAGER]
+            eager = duplicate.copied.get(beneath, beneath)
+            duplicate.copied[bound] = duplicate.of(eager, name, vars(bound)[name], guarded)
+        for module, path in list(self.paths.items()):
+            twin = copy.deepcopy(module, memo)
+            duplicate.paths[twin] = path
+            self._give_away(twin, duplicate)
+        for child, owners in list(self.owners.items()):
+            duplicate.owners[copy.deepcopy(child, memo)] = weakref.WeakSet(copy.deepcopy(each, memo) for each in owners)
+        for module in list(self.copies):
+            if id(module) in memo:
+                duplicate.copies.add(memo[id(module)])
+                self._give_away(memo[id(module)], duplicate)
+        return duplicate
+
+    def _give_away(self, module: nn.Module, other: BoundClasses) -> None:
+        """Hand ``module``, a copy that was made together with its binding, over to the copied binding ``other``."""
+        self.copies.discard(module)
+        module.__class__ = other.rebase(type(module))
+
+
+def run_eager(module: nn.Module) -> None:
+    """Make ``module`` run its own code again, also where other code has subclassed the bound class."""
+    kind = type(module)
+    bound = [each for each in kind.__mro__ if EAGER in vars(each)]
+    beneath = vars(bound[-1])[EAGER]
+    for each in bound:
+        replace_captured(module, vars(each).get("forward", beneath.forward), beneath.forward)
+    if eager_class(kind) is beneath:
+        module.__class__ = beneath
+    else:  # FSDP2 or a parametrization has subclassed our class
+        namespace = {"forward": beneath.forward, "__module__": kind.__module__, MADE_BY: None}
+        module.__class__ = type(kind)(kind.__name__, (kind,), namespace)  # type: ignore[misc]

@@ -1,0 +1,183 @@
+"""Builds the subclass that a binding gives to a module: its copying, pickling and guarded attributes."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable, Iterator, MutableMapping, MutableSet
+from typing import Any, Protocol
+
+from torch import nn
+
+from veomni_core.errors import BoundModelPickleError
+
+# Class attributes of each subclass: the Owner that made it (None after undo), and the original class beneath it.
+MADE_BY = "_veomni_bound_by"
+EAGER = "_veomni_eager_class"
+_ABSENT = object()
+NO_PICKLE = (
+    "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
+    "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
+)
+HOOKS = "its hooks"  # a pseudo-name: if it is guarded, registering a hook counts as a change
+_HOOKING = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
+
+
+class Owner(Protocol):
+    """The owner of the subclasses, as this module sees it: :class:`veomni_core.changes.bound_classes.BoundClasses`."""
+
+    binding: Any
+    training_logits: str
+
+    @property
+    def paths(self) -> MutableMapping[nn.Module, str]:
+        """The module path of every module that was bound."""
+
+    @property
+    def copies(self) -> MutableSet[nn.Module]:
+        """Every copy that was made of a bound module."""
+
+    def set_on(self, module: nn.Module, name: str) -> None:
+        """Called before a guarded attribute changes: raise, or let the module run its own code."""
+
+    def note(self, path: str, what: str, when: str = "") -> None:
+        """Record that a site runs its own code again, and log it."""
+
+    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
+        """Bind a module that replaced a bound one in the model."""
+
+
+def made_by(module: nn.Module) -> Owner | None:
+    """The owner of the subclass that ``module`` is an instance of; ``None`` for a module that runs its own code."""
+    return getattr(type(module), MADE_BY, None)
+
+
+def bindings_in(module: nn.Module) -> Iterator[Owner]:
+    """The owners of all subclasses in the MRO of ``module`` that belong to a binding (not sequence parallelism's)."""
+    made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
+    yield from (classes for classes in made if classes is not None and classes.binding is not None)
+
+
+def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The original class beneath the subclasses that bindings made."""
+    while EAGER in vars(kind):
+        kind = vars(kind)[EAGER]
+    return kind
+
+
+def bound_subclass(
+    eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str], classes: Owner
+) -> type[nn.Module]:
+    """Make a subclass of ``eager``, with the same class name, whose attribute ``name`` is ``value``.
+
+    Setting one of the ``guarded`` attributes on an instance calls ``classes.set_on`` first.
+    """
+    namespace: dict[str, Any] = {
+        name: value,
+        "__module__": eager.__module__,
+        "__qualname__": eager.__qualname__,
+        "__doc__": eager.__doc__,
+        MADE_BY: classes,
+        EAGER: eager,
+    }
+    # Created through the metaclass, as a class statement would.
+    bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
+    methods = [*_copying(bound)]
+    if guarded:
+        methods += _guarding(bound, guarded, classes)
+    if HOOKS in guarded:
+        methods += _guarding_hooks(bound, classes)
+    for method in methods:
+        setattr(bound, method.__name__, method)
+    return bound
+
+
+def _copying(bound: Any) -> Iterator[Callable[..., Any]]:
+    """``__reduce_ex__`` refuses to pickle a bound module, so ``copy`` and ``deepcopy`` need methods of their own."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        if made_by(self) is not None:
+            raise BoundModelPickleError(NO_PICKLE)
+        make, arguments, *rest = super(bound, self).__reduce_ex__(protocol)
+        eager = eager_class(type(self))
+        arguments = tuple(eager if each is type(self) else each for each in arguments)
+        # With copyreg.__newobj__, pickle requires the class to be the object's own; _new does not have that check.
+        return (_new if make is copyreg.__newobj__ else make, arguments, *rest)  # type: ignore[attr-defined]
+
+    def __copy__(self: nn.Module) -> Any:
+        if (own := getattr(super(bound, self), "__copy__", None)) is not None:
+            return own()
+        return _filled(_copy_of(self), dict(super(bound, self).__getstate__()))  # type: ignore[misc]
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
+        if (own := getattr(super(bound, self), "__deepcopy__", None)) is not None:
+            return own(memo)
+        duplicate = memo[id(self)] = _copy_of(self)
+        return _filled(duplicate, copy.deepcopy(super(bound, self).__getstate__(), memo))  # type: ignore[misc]
+
+    yield from (__reduce_ex__, __copy__, __deepcopy__)
+
+
+def _guarding(bound: Any, guarded: frozenset[str], classes: Owner) -> Iterator[Callable[..., Any]]:
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if name in guarded and _changes(self, name, value):
+            classes.set_on(self, name)
+            return setattr(self, name, value)
+        super(bound, self).__setattr__(name, value)
+
+    def __delattr__(self: nn.Module, name: str) -> None:
+        if name in guarded and _changes(self, name, _ABSENT):
+            classes.set_on(self, name)
+            return delattr(self, name)
+        super(bound, self).__delattr__(name)
+
+    yield from (__setattr__, __delattr__)
+
+
+def _guarding_hooks(bound: Any, classes: Owner) -> Iterator[Callable[..., Any]]:
+    def guarded_method(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if made_by(self) is not None:
+                classes.set_on(self, HOOKS)
+                return getattr(self, name)(*args, **kwargs)
+            return getattr(super(bound, self), name)(*args, **kwargs)
+
+        method.__name__ = name
+        return method
+
+    yield from map(guarded_method, _HOOKING)
+
+
+def _changes(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether setting ``name`` to ``value`` changes what ``module`` computes.
+
+    ``DataParallel`` replicas are exempt: torch sets their children to copies of the originals.
+    """
+    if made_by(module) is None or vars(module).get("_is_replica", False):
+        return False
+    present = getattr(module, name, _ABSENT)
+    plain = isinstance(value, (bool, int, float, str)) and type(value) is type(present)
+    return not (value == present if plain else value is present)
+
+
+def _copy_of(module: nn.Module) -> Any:
+    """An empty instance of the module's class, registered so that undoing the binding reaches it."""
+    kind: Any = type(module)
+    duplicate = kind.__new__(kind)
+    if (classes := made_by(module)) is not None:
+        classes.copies.add(duplicate)
+    return duplicate
+
+
+def _filled(duplicate: Any, state: Any) -> Any:
+    duplicate.__setstate__(state)
+    return duplicate
+
+
+def _new(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)

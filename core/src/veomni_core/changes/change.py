@@ -1,0 +1,262 @@
+"""Reversible changes to a model: an attribute of one object, and the ``forward`` of one module."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+from torch import nn
+
+from veomni_core.changes.bound_classes import BoundClasses
+from veomni_core.changes.bound_subclass import HOOKS, made_by
+from veomni_core.changes.forward_functions import reaches, replace_captured, wraps
+from veomni_core.errors import BindingError
+
+
+class Change(Protocol):
+    """One reversible change to a model."""
+
+    def apply(self) -> None:
+        """Make the change."""
+
+    def revert(self) -> None:
+        """Restore what was there before :meth:`apply`, unless other code has set something else since."""
+
+    def overridden(self) -> str:
+        """How other code has overridden this change since, as a phrase; empty if it has not."""
+
+    @property
+    def place(self) -> Hashable:
+        """A key for what is changed. Of two changes with the same key, the later one hides the earlier one."""
+
+
+class _Missing:
+    """Marks an attribute that did not exist before. A deepcopy keeps the same object, so ``is`` still works."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
+        return self
+
+
+_MISSING = _Missing()
+
+
+class AttributeChange:
+    """Sets an attribute of one object, in the object's own ``__dict__``. The object is referenced weakly."""
+
+    def __init__(self, target: Any, name: str, value: Any) -> None:
+        self._target = weakref.ref(target)
+        self.name, self.value = name, value
+        self._before: Any = _MISSING
+
+    @property
+    def target(self) -> Any:
+        """The object, or ``None`` once it is freed."""
+        return self._target()
+
+    def apply(self) -> None:
+        self._before = vars(self.target).get(self.name, _MISSING)
+        vars(self.target)[self.name] = self.value
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), self.name)
+
+    def overridden(self) -> str:
+        target = self.target
+        if target is None or vars(target).get(self.name) is self.value:
+            return ""
+        return f"{type(target).__name__}.{self.name} was replaced"
+
+    def revert(self) -> None:
+        target = self.target
+        if target is None or self.overridden():
+            return
+        if self._before is _MISSING:
+            vars(target).pop(self.name, None)
+        else:
+            vars(target)[self.name] = self._before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttributeChange:
+        target = self.target
+        if target is None:
+            return copy.copy(self)
+        duplicate = AttributeChange(copy.deepcopy(target, memo), self.name, copy.deepcopy(self.value, memo))
+        duplicate._before = copy.deepcopy(self._before, memo)
+        return duplicate
+
+
+class ClassChange:
+    """Gives one module a subclass of its class, whose attribute ``name`` is ``value``. Base of the changes below.
+
+    ``guarded`` names the module's attributes on which the proof of the site depends. Setting one of them later raises
+    :class:`~veomni_core.errors.SiteChangedError`, or makes the module run its own code again, depending on the
+    config's ``on_change``.
+    """
+
+    def __init__(self, module: nn.Module, name: str, value: Any, guarded: Iterable[str] = ()) -> None:
+        self._target = weakref.ref(module)
+        self.name, self.value, self.guarded = name, value, frozenset(guarded)
+        self.classes = BoundClasses()
+        self._before: type[nn.Module] = type(module)
+        self._bound: type[nn.Module] | None = None
+
+    @property
+    def target(self) -> Any:
+        """The module, or ``None`` once it is freed."""
+        return self._target()
+
+    def apply(self) -> None:
+        """Give the module its subclass.
+
+        Raises:
+            BindingError: Python can't assign another class to the module.
+        """
+        module = self.target
+        self._before = type(module)
+        self._bound = self.classes.of(self._before, self.name, self.value, self.guarded)
+        try:
+            module.__class__ = self._bound
+        except TypeError as error:
+            raise BindingError(f"{type(module).__name__} can't be given a subclass of its class: {error}") from error
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), self.name)
+
+    def overridden(self) -> str:
+        module = self.target
+        if module is None or self._bound is None or isinstance(module, self._bound):
+            return ""
+        return f"its class became {type(module).__name__}"
+
+    def revert(self) -> None:
+        module = self.target
+        if module is not None and type(module) is self._bound:
+            module.__class__ = self._before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:
+        duplicate = copy.copy(self)
+        if self.target is None:
+            return duplicate
+        duplicate._target = weakref.ref(copy.deepcopy(self.target, memo))
+        duplicate.classes = classes = copy.deepcopy(self.classes, memo)
+        duplicate._before = classes.copied.get(self._before, self._before)
+        duplicate._bound = classes.copied[self._bound] if self._bound else None
+        return duplicate
+
+
+class PropertyChange(ClassChange):
+    """Makes the attribute ``name`` of one module read as ``value``, whatever the instance's ``__dict__`` holds."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        super().__init__(module, name, property(lambda self: value))
+
+
+class ForwardChange(ClassChange):
+    """Replaces the ``forward`` of one module with a function of ``(self, ...)``.
+
+    The function must use ``self`` to reach the module. If it closed over the module instead, every copy would run the
+    original's weights.
+
+    Args:
+        module: the module to change.
+        forward: the new ``forward``.
+        guarded: attributes of the module on which the proof of the site depends.
+        calls: names of child modules or attributes that ``forward`` uses although its code does not mention them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        guarded: Iterable[str] = (),
+        calls: Iterable[str] = (),
+    ) -> None:
+        super().__init__(module, "forward", forward, guarded)
+        self.forward, self.calls = forward, frozenset(calls)
+        self.keeps_original = False  # whether the function calls the forward that was there before
+
+    def apply(self) -> None:
+        """Give the module its subclass.
+
+        Raises:
+            BindingError: the instance has a ``forward`` of its own, which would hide the class's; or Python can't
+                assign another class to the module.
+        """
+        self.refuse_own_forward()
+        module = self.target
+        self.keeps_original = reaches(self.forward, type(module).forward)
+        super().apply()
+
+    def refuse_own_forward(self) -> None:
+        """Raise ``BindingError`` if the instance has a ``forward`` of its own in its ``__dict__``."""
+        module = self.target
+        if "forward" in vars(module):
+            raise BindingError(
+                f"{self.classes.paths.get(module, 'a module')} ({type(module).__name__}) has a forward of its own, "
+                f"{setter_of(module)}: a kernel beneath it might not run. Take it off before bind, and put it on after"
+            )
+
+    def overridden(self) -> str:
+        if what := super().overridden():
+            return what
+        module = self.target
+        given = module is not None and "forward" in vars(module)
+        if given and self._bound is not None and wraps(vars(module)["forward"], vars(self._bound)["forward"]):
+            return ""
+        return f"it was given a forward of its own, {setter_of(module)}" if given else ""
+
+    def revert(self) -> None:
+        module = self.target
+        super().revert()
+        if module is not None and self._bound is not None:
+            # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
+            replace_captured(module, vars(self._bound)["forward"], self._before.forward)
+
+
+class GuardChange(ForwardChange):
+    """Guards a child of a bound module that the kernel computes itself, such as an activation.
+
+    The child keeps its own code, but nothing calls it. Setting one of its ``guarded`` attributes, or registering a hook
+    on it, counts as a change of the bound module ``owner``, whose proof depends on the child.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
+        super().__init__(child, type(child).forward, {*guarded, "forward", HOOKS})
+        self.child_name = name
+        self._owner = weakref.ref(owner)
+
+    def apply(self) -> None:
+        child, owner = self.target, self._owner()
+        assert owner is not None, "a rule makes and applies its changes while the model is alive"
+        self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
+        self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
+        if made_by(child) is not self.classes:  # a child that several modules share is guarded once
+            super().apply()
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self.target), "guard")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:
+        duplicate: Any = super().__deepcopy__(memo)
+        if (owner := self._owner()) is not None:
+            duplicate._owner = weakref.ref(copy.deepcopy(owner, memo))
+        return duplicate
+
+    def overridden(self) -> str:
+        """Always empty: what is set on the child is recorded as a change of its owner."""
+        return ""
+
+
+def setter_of(module: nn.Module) -> str:
+    """Who set the ``forward`` in the module's own ``__dict__``, as far as that can be told; empty if there is none."""
+    if "forward" not in vars(module):
+        return ""
+    if (hook := vars(module).get("_hf_hook")) is not None:
+        return f"set by accelerate's {type(hook).__name__} (accelerate.hooks.remove_hook_from_module takes it off)"
+    own = vars(module)["forward"]
+    own = getattr(own, "func", own)  # the function in a functools.partial
+    return f"set to {getattr(own, '__module__', None)}.{getattr(own, '__qualname__', type(own).__name__)}"

@@ -1,0 +1,99 @@
+"""What plugins and the core describe of an op: its variants, its config field and its contracts. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from veomni_core.descriptions.field_types import (
+    names_in,
+    require_boolean,
+    require_mapping,
+    require_name,
+    require_reference,
+    require_text,
+)
+from veomni_core.descriptions.spec import EAGER
+from veomni_core.errors import SpecError, did_you_mean
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """A computation for which kernels can be plugged in.
+
+    Args:
+        name: the op's name, as ``rms_norm``.
+        variants: the names of its variants. Each has exactly one mathematical definition.
+        config_field: its key under the job's ``model.ops_implementation``.
+        default: the value of that key under ``preset: gpu``.
+        contract: ``"module:attribute"`` of a mapping from variant to :class:`veomni_core.ops.contract.Contract`.
+            Imported only when a kernel is checked or a site is proven.
+        description: one line for ``veomni list``.
+        variant_aliases: other names of variants.
+        published: known kernel names, each with the distribution that provides it (empty: none does yet). With these, a
+            kernel that is not installed can be told apart from a misspelt name.
+        legacy_values: old kernel names, each with the present one.
+        follows_autocast: whether under ``torch.autocast`` the op computes in autocast's dtype, whatever the dtype of
+            its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
+        added: the contracts of variants that plugins added, each as ``"module:attribute"``, by the variant's name. The
+            registry fills it in.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+    config_field: str
+    default: str = EAGER
+    contract: str = ""
+    description: str = ""
+    variant_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
+    published: Mapping[str, str] = field(default_factory=dict, hash=False)
+    legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    follows_autocast: bool = False
+    added: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        owner = f"OpSpec {self.name!r}"
+        for name in ("name", "config_field", "default"):
+            require_name(owner, name, getattr(self, name))
+        require_text(owner, "description", self.description)
+        require_reference(owner, "contract", self.contract)
+        require_boolean(owner, "follows_autocast", self.follows_autocast)
+        object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
+        if not self.variants:
+            raise SpecError(f"{owner}: variants is empty; list at least one")
+        for name in ("variant_aliases", "published", "legacy_values", "added"):
+            require_mapping(owner, name, getattr(self, name), str)
+        for alias, variant in self.variant_aliases.items():
+            if variant not in self.variants:
+                raise SpecError(
+                    f"{owner}: variant_aliases[{alias!r}] is {variant!r}, which is not one of its variants. "
+                    f"{did_you_mean(variant, self.variants)}"
+                )
+
+    def canonical_variant(self, variant: str) -> str:
+        """``variant`` with an alias resolved."""
+        return self.variant_aliases.get(variant, variant)
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """A variant of an op that another distribution defines.
+
+    Args:
+        op_name: the op.
+        name: the variant's name among the op's.
+        contract: ``"module:attribute"`` of its :class:`veomni_core.ops.contract.Contract`, which has the call signature
+            of the op's other contracts. Imported only when a kernel is checked or a site is compared.
+    """
+
+    op_name: str
+    name: str
+    contract: str
+
+    def __post_init__(self) -> None:
+        for name in ("op_name", "name"):
+            require_name(f"VariantSpec {self.name!r}", name, getattr(self, name))
+        require_reference(f"VariantSpec {self}", "contract", self.contract)
+
+    def __str__(self) -> str:
+        return f"{self.op_name}/{self.name}"

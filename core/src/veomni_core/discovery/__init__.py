@@ -1,0 +1,1 @@
+"""Finds the installed plugins, judges their descriptions together, and freezes the result."""

@@ -1,0 +1,148 @@
+"""Checks the descriptions of all plugins against each other and against the core.
+
+A plugin whose ops, fields, devices, rules or commands conflict with another's fails as a whole. A kernel for an unknown
+op or variant is skipped on its own, with the reason: its plugin may have been written for a newer core, or for a plugin
+that is not installed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
+from veomni_core.errors import did_you_mean
+from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
+
+CORE = PluginRecord(
+    name="veomni-core",
+    distribution="veomni-core",
+    version="built in",
+    module="veomni_core",
+    ops=BUILTIN_OPS,
+    site_rules=BUILTIN_SITE_RULES,
+)
+
+
+def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
+    """Mark conflicting plugins as failed, resolve variant aliases, and skip kernels whose op or variant is unknown."""
+    settled = list(records)
+    while problems := _contradictions([record for record in settled if record.healthy]):
+        settled = [
+            replace(record, status="failed", problem=problems[id(record)]) if id(record) in problems else record
+            for record in settled
+        ]
+    ops = ops_of(settled)
+    return [_with_known_kernels(record, ops, settled) if record.healthy else record for record in settled]
+
+
+def claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
+    """Kernels that several plugins describe, with those plugins. Such a kernel can't be used; the other ones can."""
+    claimants: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for record in records:
+        if record.healthy:
+            for spec in record.kernels:
+                claimants[spec.key].append(str(record))
+    return {key: tuple(sorted(who)) for key, who in claimants.items() if len(who) > 1}
+
+
+_MUST_BE_UNIQUE = (
+    ("op", "ops", "name"),
+    ("config field", "ops", "config_field"),
+    ("device type", "devices", "device_type"),
+    ("site rule", "site_rules", "name"),
+    ("command", "commands", "name"),
+)
+
+
+def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
+    """The plugins that conflict with others: the ``id`` of each one's record, and what is wrong."""
+    problems: dict[int, str] = {}
+    for what, field, attribute in _MUST_BE_UNIQUE:
+        owners: dict[str, list[PluginRecord]] = defaultdict(list)
+        for record in healthy:
+            for described in getattr(record, field):
+                owners[getattr(described, attribute)].append(record)
+        for name, claimants in owners.items():
+            if len(claimants) > 1:
+                who = " and ".join(sorted({str(record) for record in claimants}))
+                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in claimants)
+    problems |= _variants_twice(healthy)
+    problems.pop(id(CORE), None)
+    if problems:
+        return problems
+    ops = ops_of(healthy)
+    fields = {op.config_field for op in ops.values()}
+    for record in healthy:
+        for device in record.devices:
+            if unknown := sorted(set(device.preset) - fields):
+                problems[id(record)] = (
+                    f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is not a config field. "
+                    f"{did_you_mean(unknown[0], fields)}"
+                )
+        seen: set[tuple[str, str, str]] = set()
+        for spec in record.kernels:
+            key = _canonical(spec, ops).key
+            if key in seen:
+                problems[id(record)] = f"kernel {'{}/{}:{}'.format(*key)} is described twice by one plugin"
+            seen.add(key)
+    return problems
+
+
+def _variants_twice(healthy: list[PluginRecord]) -> dict[int, str]:
+    """The plugins that add a variant which another one, or the op itself, has already."""
+    problems: dict[int, str] = {}
+    owners: dict[str, list[PluginRecord]] = defaultdict(list)
+    own = {
+        f"{op.name}/{name}": record
+        for record in healthy
+        for op in record.ops
+        for name in (*op.variants, *op.variant_aliases)
+    }
+    for record in healthy:
+        for variant in record.variants:
+            owners[str(variant)].append(record)
+    for name, claimants in owners.items():
+        if name in own:
+            problems.update((id(record), f"{own[name]} has the variant {name} already") for record in claimants)
+        elif len(claimants) > 1:
+            who = " and ".join(sorted({str(record) for record in claimants}))
+            problems.update((id(record), f"the variant {name} is defined by {who}") for record in claimants)
+    return problems
+
+
+def _with_known_kernels(
+    record: PluginRecord, ops: Mapping[str, OpSpec], records: Iterable[PluginRecord]
+) -> PluginRecord:
+    kernels, skipped = [], []
+    for spec in record.kernels:
+        if reason := _unknown(spec, ops, records):
+            skipped.append(SkippedKernel(spec, reason))
+        else:
+            kernels.append(_canonical(spec, ops))
+    return replace(record, kernels=tuple(kernels), skipped=tuple(skipped))
+
+
+def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[PluginRecord]) -> str:
+    """Why ``spec`` can't be used: its op or variant is unknown. Empty if both are known."""
+    op = ops.get(spec.op_name)
+    if op is None:
+        for record in records:
+            if any(absent.name == spec.op_name for absent in record.ops):
+                return f"op {spec.op_name!r} is defined by {record}, which {record.status}: {record.problem}"
+        return f"op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
+    if op.canonical_variant(spec.variant) not in op.variants:
+        nearest = did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])
+        return f"{op.name} has no variant {spec.variant!r}. {nearest}"
+    return ""
+
+
+def _canonical(spec: KernelSpec, ops: Mapping[str, OpSpec]) -> KernelSpec:
+    """``spec`` with a variant alias resolved, so that no key holds an alias from here on."""
+    op = ops.get(spec.op_name)
+    if op is None or op.canonical_variant(spec.variant) == spec.variant:
+        return spec
+    return replace(spec, variant=op.canonical_variant(spec.variant))

@@ -1,0 +1,200 @@
+"""Finds installed plugins by their entry points and freezes what they describe into a Registry.
+
+A plugin that fails is recorded with its traceback and does not affect the others. Nothing depends on the order in which
+plugins were installed or found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from veomni_core.descriptions import hookspecs
+from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
+from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
+from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
+
+_FIELDS = {
+    "veomni_ops": "ops",
+    "veomni_variants": "variants",
+    "veomni_kernels": "kernels",
+    "veomni_devices": "devices",
+    "veomni_sites": "site_rules",
+    "veomni_commands": "commands",
+}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Registry:
+    """Load the plugins that the environment variables allow, and return what those that load describe.
+
+    - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated);
+    - ``VEOMNI_PLUGINS_BLOCK``: don't load these;
+    - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: load only those in ``VEOMNI_PLUGINS``, and none if it is empty;
+    - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails.
+
+    Args:
+        environ: the environment variables; ``os.environ`` without it.
+
+    Raises:
+        UnknownNameError: a variable names a plugin that is not installed.
+        ConfigError: an on/off variable holds something other than a boolean.
+        PluginLoadError: a plugin failed, under ``VEOMNI_PLUGINS_STRICT=1``.
+    """
+    environ = os.environ if environ is None else environ
+    strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
+    found = sorted(
+        (_Found.of(entry_point) for entry_point in entry_points(group=hookspecs.ENTRY_POINT_GROUP)),
+        key=lambda plugin: (plugin.name, plugin.distribution),
+    )
+    policy = _Policy.read(environ, found)
+    records = settle([CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))])
+    if strict:
+        _raise_first(records)
+    return build_registry(records, claimed_twice(records))
+
+
+def read_switch(environ: Mapping[str, str], name: str) -> bool:
+    """The boolean in the environment variable ``name``; False if it is unset."""
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ConfigError(f"{name}={environ[name]!r} is not a boolean: write 1 or 0")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An entry point that was found but not imported. ``problem`` says what is wrong with it, if that is known."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    problem: str = ""
+
+    @classmethod
+    def of(cls, entry_point: EntryPoint) -> _Found:
+        distribution = entry_point.dist
+        name, version = (distribution.name, distribution.version) if distribution else ("unknown", "?")
+        return cls(entry_point.name, name, version, entry_point.value)
+
+    def record(self, **changes: Any) -> PluginRecord:
+        return PluginRecord(self.name, self.distribution, self.version, self.module, **changes)
+
+    def failed(self, problem: str, **changes: Any) -> PluginRecord:
+        return self.record(status="failed", problem=problem, **changes)
+
+
+def _name_once(found: Iterable[_Found]) -> list[_Found]:
+    """Mark plugins that share their name with another one. None of them loads: which one is meant can't be known."""
+    by_name = defaultdict(list)
+    for plugin in found:
+        by_name[plugin.name].append(plugin)
+    for name, bearers in by_name.items():
+        if len(bearers) > 1:
+            who = " and ".join(f"{plugin.distribution} {plugin.version}" for plugin in bearers)
+            problem = f"plugin name {name!r} is registered by {who}; uninstall all but one"
+            by_name[name] = [replace(plugin, problem=problem) for plugin in bearers]
+    return [plugin for bearers in by_name.values() for plugin in bearers]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """Which plugins may be imported, decided before any of them is."""
+
+    allowed: frozenset[str] | None
+    blocked: frozenset[str]
+    allowed_by: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], found: Iterable[_Found]) -> _Policy:
+        known = {name for plugin in found for name in (plugin.name, plugin.distribution)}
+        allowed = _names(environ, "VEOMNI_PLUGINS", known)
+        blocked = _names(environ, "VEOMNI_PLUGINS_BLOCK", known)
+        if both := sorted(allowed & blocked):
+            raise ConfigError(f"{', '.join(both)}: named in VEOMNI_PLUGINS and in VEOMNI_PLUGINS_BLOCK; remove one")
+        if read_switch(environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD"):
+            return cls(allowed, blocked, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD is set and VEOMNI_PLUGINS doesn't name it")
+        return cls(allowed or None, blocked, "VEOMNI_PLUGINS doesn't name it")
+
+    def refuse(self, plugin: _Found) -> PluginRecord | None:
+        names = {plugin.name, plugin.distribution}
+        if names & self.blocked:
+            return plugin.record(status="blocked", problem="VEOMNI_PLUGINS_BLOCK names it")
+        if self.allowed is not None and not names & self.allowed:
+            return plugin.record(status="blocked", problem=self.allowed_by)
+        return None
+
+
+def _names(environ: Mapping[str, str], variable: str, known: set[str]) -> frozenset[str]:
+    names = frozenset(name.strip() for name in environ.get(variable, "").split(",") if name.strip())
+    for name in sorted(names - known):
+        raise UnknownNameError(f"{variable}: no plugin {name!r} is installed. {did_you_mean(name, known)}")
+    return names
+
+
+def _load(plugin: _Found) -> PluginRecord:
+    if plugin.problem:
+        return plugin.failed(plugin.problem)
+    start = time.perf_counter()
+    try:
+        described = _describe(importlib.import_module(plugin.module))
+    except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
+        reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
+        return plugin.failed(reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
+    return plugin.record(seconds=time.perf_counter() - start, **described)
+
+
+def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
+    """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
+    version = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
+    if version != hookspecs.PLUGIN_API_VERSION:
+        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"has plugin API version {version!r}"
+        raise SpecError(f"{module.__name__} {said}; this core supports version {hookspecs.PLUGIN_API_VERSION}")
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(module)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
+    described = {}
+    for hook, kind in hookspecs.DESCRIPTIONS.items():
+        try:
+            answers = getattr(manager.hook, hook)()
+        except SpecError as error:
+            raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
+        described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
+    return described
+
+
+def _checked(hook: str, kind: type, answer: Any) -> list[Any]:
+    if isinstance(answer, (str, Mapping)) or not isinstance(answer, Iterable):
+        raise SpecError(f"{hook}() must return a list of {kind.__name__}, not {type(answer).__name__}")
+    items = list(answer)
+    for position, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise SpecError(f"{hook}() item {position} must be a {kind.__name__}, not {type(item).__name__}: {item!r}")
+    return items
+
+
+def _raise_first(records: Iterable[PluginRecord]) -> None:
+    for record in records:
+        if record.status == "failed":
+            detail = f"\n{record.traceback}" if record.traceback else ""
+            raise PluginLoadError(f"plugin {record.name} of {record} failed to load: {record.problem}{detail}")
+        for skipped in record.skipped:
+            raise PluginLoadError(f"plugin {record.name} of {record} failed to load: {skipped}")
+    for key, who in claimed_twice(records).items():
+        raise PluginLoadError(f"kernel {key[0]}/{key[1]}:{key[2]} is claimed by {' and '.join(who)}")

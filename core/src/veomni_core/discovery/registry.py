@@ -1,0 +1,281 @@
+"""The frozen result of discovery: all ops, kernels, devices and site rules, and a record of every plugin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, KernelSpec, SiteRule, load_attribute
+from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
+
+Status = Literal["loaded", "failed", "blocked"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SkippedKernel:
+    """A kernel of a loaded plugin that can't be used because its op or variant is unknown, and why."""
+
+    spec: KernelSpec
+    reason: str
+
+    def __str__(self) -> str:
+        return f"kernel {self.spec}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One installed plugin, and what it describes.
+
+    A failed plugin keeps its kernels here, so that an error about a config that names one of them can say why.
+
+    Attributes:
+        name: the name of its entry point.
+        distribution, version: the distribution that installed it.
+        module: the module that its entry point names.
+        status: ``loaded``, ``failed`` or ``blocked``.
+        problem: why it failed, or what blocks it.
+        traceback: the traceback of a plugin that raised.
+        seconds: how long it took to load.
+        ops, variants, devices, site_rules, commands: what its hooks returned.
+        kernels: the kernels whose op and variant are known.
+        skipped: the kernels whose op or variant is not known.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    status: Status = "loaded"
+    problem: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    ops: tuple[OpSpec, ...] = ()
+    variants: tuple[VariantSpec, ...] = ()
+    kernels: tuple[KernelSpec, ...] = ()
+    skipped: tuple[SkippedKernel, ...] = ()
+    devices: tuple[DeviceSpec, ...] = ()
+    site_rules: tuple[SiteRule, ...] = ()
+    commands: tuple[CommandSpec, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the plugin loaded, so that what it describes is in the registry."""
+        return self.status == "loaded"
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Everything that the loaded plugins describe. Made by :func:`veomni_core.discover`.
+
+    ``conflicts`` maps the key (op, variant, name) of each kernel that several plugins describe to those plugins. Such a
+    kernel is not in the registry.
+    """
+
+    plugins: tuple[PluginRecord, ...] = ()
+    ops: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
+    site_rules: tuple[SiteRule, ...] = ()
+    devices: Mapping[str, DeviceSpec] = field(default_factory=lambda: MappingProxyType({}))
+    commands: Mapping[str, CommandSpec] = field(default_factory=lambda: MappingProxyType({}))
+    conflicts: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    _kernels: Mapping[str, tuple[KernelSpec, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    _owners: Mapping[tuple[str, str, str], PluginRecord] = field(default_factory=lambda: MappingProxyType({}))
+
+    def op(self, name: str) -> OpSpec:
+        """The op called ``name``.
+
+        Raises:
+            UnknownNameError: no such op is registered.
+        """
+        if name not in self.ops:
+            raise UnknownNameError(f"op {name!r} is not registered. {did_you_mean(name, self.ops)}")
+        return self.ops[name]
+
+    def canonical_variant(self, op: str, variant: str | None) -> str | None:
+        """``variant`` with an alias of ``op`` resolved; ``None`` stays ``None``."""
+        return variant and self.op(op).canonical_variant(variant)
+
+    def kernels(self, op: str, variant: str | None = None) -> tuple[KernelSpec, ...]:
+        """The kernels of ``op``, or of one variant of it, sorted by variant and name."""
+        self.op(op)
+        wanted = self.canonical_variant(op, variant)
+        return tuple(kernel for kernel in self._kernels.get(op, ()) if wanted in (None, kernel.variant))
+
+    def find(self, op: str, variant: str, name: str) -> KernelSpec | None:
+        """The kernel ``name`` for this variant of ``op``, or ``None``."""
+        return next((kernel for kernel in self.kernels(op, variant) if kernel.name == name), None)
+
+    def resolve(self, op: str, variant: str, name: str) -> KernelSpec:
+        """The kernel ``name`` for this variant of ``op``.
+
+        Raises:
+            UnknownNameError: no kernel has that name.
+            KernelUnavailableError: the name is known, but the kernel is not in the registry; the message says why.
+        """
+        kernel = self.find(op, variant, name)
+        if kernel is not None:
+            return kernel
+        variants = sorted({spec.variant for spec in self.kernels(op) if spec.name == name})
+        if variants:
+            raise KernelUnavailableError(f"{op}: {name} covers {', '.join(variants)}, not {variant}")
+        reason = self.absence(op, name)
+        if reason is None:
+            raise UnknownNameError(f"{op}: no kernel is called {name!r}. {did_you_mean(name, self.known_values(op))}")
+        raise KernelUnavailableError(f"{op}: {reason}")
+
+    def absence(self, op: str, name: str) -> str | None:
+        """Why a known kernel is not in the registry; ``None`` if it is there, or if no such kernel is known."""
+        if name in self._names(op):
+            return None
+        for (op_name, variant, kernel_name), claimants in self.conflicts.items():
+            if (op_name, kernel_name) == (op, name):
+                return (
+                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; block all but one of them "
+                    "with VEOMNI_PLUGINS_BLOCK"
+                )
+        for plugin in self.plugins:
+            if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
+                return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+            for skipped in plugin.skipped:
+                if (skipped.spec.op_name, skipped.spec.name) == (op, name):
+                    return f"{name} is provided by {plugin}, but left out: {skipped.reason}"
+        published = self.op(op).published
+        if name not in published:
+            return None
+        if not published[name]:
+            return f"{name} is not provided by any distribution yet"
+        for plugin in self.plugins:
+            if plugin.distribution == published[name] and not plugin.healthy:
+                return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+        return f"{name} is not installed: pip install {published[name]}"
+
+    def describe_conflicts(self) -> tuple[str, ...]:
+        """One sentence for each kernel that several plugins describe."""
+        return tuple(
+            f"kernel {op}/{variant}:{name} is claimed by {' and '.join(claimants)}, so neither is used; block one of "
+            "them with VEOMNI_PLUGINS_BLOCK"
+            for (op, variant, name), claimants in sorted(self.conflicts.items())
+        )
+
+    def known_values(self, op: str) -> tuple[str, ...]:
+        """Every kernel name that is known for ``op``, including kernels that can't be used here.
+
+        Those are kernels that conflict, were skipped, come from a failed plugin, or are published but not installed.
+        """
+        failed = [spec for plugin in self.plugins if not plugin.healthy for spec in plugin.kernels]
+        skipped = [kernel.spec for plugin in self.plugins for kernel in plugin.skipped]
+        broken = {spec.name for spec in (*failed, *skipped) if spec.op_name == op}
+        claimed = {name for op_name, _, name in self.conflicts if op_name == op}
+        return tuple(sorted({*self._names(op), *self.op(op).published, *broken, *claimed}))
+
+    def list_available(self, op: str, variant: str | None, hardware: Hardware) -> tuple[KernelSpec, ...]:
+        """The kernels of ``op``, or of one variant, whose requirements ``hardware`` meets."""
+        return tuple(spec for spec in self.kernels(op, variant) if not spec.hardware.unmet(hardware))
+
+    def plugin_of(self, spec: KernelSpec) -> PluginRecord:
+        """The plugin that registered ``spec``."""
+        return self._owners[(spec.op_name, self.op(spec.op_name).canonical_variant(spec.variant), spec.name)]
+
+    def plugin_of_rule(self, rule: SiteRule) -> PluginRecord | None:
+        """The plugin that describes ``rule``; ``None`` if no loaded plugin does."""
+        return next((record for record in self.plugins if record.healthy and rule in record.site_rules), None)
+
+    def plugin(self, name: str) -> PluginRecord:
+        """The record of the plugin (or distribution) called ``name``."""
+        for record in self.plugins:
+            if name in (record.name, record.distribution):
+                return record
+        known = [record.name for record in self.plugins]
+        raise UnknownNameError(f"plugin {name!r} is not installed. {did_you_mean(name, known)}")
+
+    def failed(self) -> tuple[PluginRecord, ...]:
+        """The plugins that failed to load."""
+        return tuple(record for record in self.plugins if record.status == "failed")
+
+    def named_hardware(self, name: str) -> Hardware:
+        """The hardware called ``name``, including names from plugins' :class:`~veomni_core.DeviceSpec`."""
+        extra = {key: value for device in self.devices.values() for key, value in device.named.items()}
+        return Hardware.named(name, extra)
+
+    def detect_hardware(self, device_type: str | None = None) -> Hardware:
+        """The hardware of this machine: a plugin's device if a plugin detects one, else what torch sees.
+
+        Args:
+            device_type: torch's name for the type that is required. ``cpu`` selects the CPU of a machine with a GPU.
+
+        Raises:
+            HostError: the machine has no device of that type.
+        """
+        if device_type == "cpu":
+            return Hardware.cpu()
+        found = self._detect_accelerator()
+        if device_type not in (None, found.torch_device_type):
+            raise HostError(f"device {device_type} was requested, but this machine has {found.describe()}")
+        return found
+
+    def _detect_accelerator(self) -> Hardware:
+        for device in self.devices.values():
+            found, problem = detect(device)
+            if problem:  # a broken plugin must not affect the others
+                logger.warning("device type %s counts as absent: %s", device.device_type, problem)
+            if found is not None:
+                return found
+        return Hardware.detect()
+
+    def _names(self, op: str) -> set[str]:
+        return {kernel.name for kernel in self._kernels.get(op, ())}
+
+
+def ops_of(records: Iterable[PluginRecord]) -> dict[str, OpSpec]:
+    """The ops of the loaded plugins by name, with the variants that plugins add; one of an unknown op is left out."""
+    healthy = sorted((record for record in records if record.healthy), key=lambda each: (each.name, each.distribution))
+    ops = {op.name: op for record in healthy for op in record.ops}
+    for variant in (variant for record in healthy for variant in record.variants):
+        if op := ops.get(variant.op_name):
+            added = {**op.added, variant.name: variant.contract}
+            ops[op.name] = replace(op, variants=(*op.variants, variant.name), added=added)
+    return ops
+
+
+def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
+    """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
+    try:
+        found = load_attribute(device.detect)()
+    except (Exception, SystemExit) as error:
+        return None, f"{device.detect} failed: {error!r}"
+    if found is None or isinstance(found, Hardware):
+        return found, ""
+    return None, f"{device.detect} must return a Hardware or None, not {found!r} ({type(found).__name__})"
+
+
+def build_registry(
+    records: Iterable[PluginRecord], conflicts: Mapping[tuple[str, str, str], tuple[str, ...]]
+) -> Registry:
+    """Freeze what the loaded plugins among ``records`` describe, without the kernels in ``conflicts``."""
+    plugins = tuple(sorted(records, key=lambda record: (record.name, record.distribution)))
+    healthy = [record for record in plugins if record.healthy]
+    owners = {spec.key: record for record in healthy for spec in record.kernels if spec.key not in conflicts}
+    by_op: dict[str, list[KernelSpec]] = {}
+    for spec in sorted((spec for record in healthy for spec in record.kernels), key=lambda spec: spec.key):
+        if spec.key in owners:
+            by_op.setdefault(spec.op_name, []).append(spec)
+    rules = [rule for record in healthy for rule in record.site_rules]
+    return Registry(
+        plugins=plugins,
+        ops=MappingProxyType(ops_of(healthy)),
+        site_rules=tuple(sorted(rules, key=lambda rule: (rule.order, rule.name))),
+        devices=MappingProxyType({device.device_type: device for record in healthy for device in record.devices}),
+        commands=MappingProxyType({command.name: command for record in healthy for command in record.commands}),
+        conflicts=MappingProxyType(dict(conflicts)),
+        _kernels=MappingProxyType({op: tuple(specs) for op, specs in by_op.items()}),
+        _owners=MappingProxyType(owners),
+    )

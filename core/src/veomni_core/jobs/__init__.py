@@ -1,0 +1,1 @@
+"""Reads the YAML of a job and its section `model`."""

@@ -1,0 +1,119 @@
+"""Reads a job's ``model`` section. All commands use this reader, so they all accept and refuse the same jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from veomni_core.errors import did_you_mean
+from veomni_core.jobs.jobfile import beside_job, job_file_error, shown
+
+DTYPES = ("float32", "bfloat16", "float16")
+ALIASES: Mapping[str, str] = {"config_path": "config", "path": "weights"}
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model, from which weights, with which kernels.
+
+    Attributes:
+        config: a mapping with ``model_type`` and sizes, a path, or a Hub id. Without it, the config is taken from the
+            ``weights`` folder.
+        weights: a folder of safetensors files.
+        dtype: the dtype of the weights, one of :data:`DTYPES`.
+        ops_implementation: not checked here but by :class:`veomni_core.OpsConfig`, against installed plugins.
+        trust_remote_code: whether code that is shipped with the model may run.
+    """
+
+    config: str | dict[str, Any] | None = None
+    weights: str | None = None
+    dtype: str = "bfloat16"
+    ops_implementation: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def source(self) -> str | dict[str, Any]:
+        """Where the model's config comes from: ``config``, or else ``weights``."""
+        source = self.config if self.config is not None else self.weights
+        assert source is not None
+        return source
+
+    def beside(self, folder: Path) -> ModelSection:
+        """The section with relative paths looked up in ``folder`` first, then in the working directory."""
+        return replace(
+            self,
+            config=beside_job(self.config, folder) if isinstance(self.config, str) else self.config,
+            weights=beside_job(self.weights, folder) if self.weights else None,
+        )
+
+
+class ModelSectionError(ValueError):
+    """The ``model`` section is invalid; ``problems`` maps the dotted path of each invalid key to what is wrong."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{path}: {problem}" for path, problem in problems.items()))
+        self.problems = dict(problems)
+
+
+def read_model_section(value: Any) -> ModelSection:
+    """Check ``value``, the ``model`` section as it was read from YAML.
+
+    Raises:
+        ModelSectionError: the section is invalid; the error holds every problem.
+    """
+    if not isinstance(value, Mapping):
+        raise ModelSectionError({"model": f"must be a mapping, got {shown(value)}"})
+    problems: dict[str, str] = {}
+    section: dict[str, Any] = {}
+    for key, item in value.items():
+        name = ALIASES.get(key, key)
+        if name not in _WANTED:
+            problems[f"model.{key}"] = _unknown(str(key))
+        elif name in section:
+            problems[f"model.{key}"] = f"is another word for model.{name}, which is given too; remove one of the two"
+        else:
+            section[name] = item
+            wanted, accepts = _WANTED[name]
+            if not accepts(item):
+                problems[f"model.{key}"] = f"must be {wanted}, got {shown(item)}"
+    if section.get("config") is None and section.get("weights") is None:
+        problems["model"] = "needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder)"
+    if problems:
+        raise ModelSectionError(problems)
+    return ModelSection(**section)
+
+
+def model_section_of(job: Mapping[str, Any], source: str, folder: Path) -> ModelSection:
+    """The ``model`` section of a whole job.
+
+    Args:
+        job: the job, as it was read from YAML.
+        source: the job's file name, for messages.
+        folder: where relative paths are looked up first.
+
+    Raises:
+        JobFileError: the section is missing or invalid; the message lists every problem.
+    """
+    if "model" not in job:
+        raise job_file_error(source, {"model": "is missing"})
+    try:
+        return read_model_section(job["model"]).beside(folder)
+    except ModelSectionError as error:
+        raise job_file_error(source, error.problems) from None
+
+
+_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "config": ("text or a mapping", lambda value: value is None or isinstance(value, (str, dict))),
+    "weights": ("text", lambda value: value is None or isinstance(value, str)),
+    "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value in DTYPES),
+    "ops_implementation": ("a mapping", lambda value: value is None or isinstance(value, dict)),
+    "trust_remote_code": ("true or false", lambda value: isinstance(value, bool)),
+}
+
+
+def _unknown(key: str) -> str:
+    if key.endswith("_implementation"):
+        return "there is no such key. A kernel is chosen under model.ops_implementation."
+    return f"there is no such key. {did_you_mean(key, [*_WANTED, *ALIASES])}"

@@ -1,0 +1,1 @@
+"""Decides which kernel runs at which site, and why. Changes nothing."""

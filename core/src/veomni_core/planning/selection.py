@@ -1,0 +1,192 @@
+"""Selects a kernel for a site: which of the requested ones can run there, and why the others can't."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.spec import DTYPES, EAGER, KernelSpec, load_attribute
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.config import AUTO
+from veomni_core.sites.site import Site
+
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The name of the selected kernel (or ``eager``), the reason, and whether the config names exactly that."""
+
+    kernel: str
+    reason: str
+    as_asked: bool
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The site properties that decide whether a kernel can run there."""
+
+    variant: str
+    dtypes: tuple[str, ...]
+    needs: tuple[str, ...]
+    refuses: tuple[tuple[str, str], ...]
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    site: Site = field(compare=False)  # the first of those that agree in all of the above
+
+
+class Selection:
+    """Selects kernels for one registry, hardware and autocast dtype. Results are cached, as most sites are alike."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        hardware: Hardware,
+        profile: Mapping[str, Mapping[str, float]],
+        autocast: str | None = None,
+    ) -> None:
+        self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
+        self._answers: dict[tuple[str, tuple[str, ...], _Place], Verdict] = {}
+
+    def choose(self, op_name: str, names: tuple[str, ...], site: Site) -> Verdict:
+        """The first of ``names`` that can run at ``site``; ``eager``, with all reasons, if none can."""
+        if names[0] == EAGER:
+            return Verdict(EAGER, "as asked", as_asked=True)
+        if site.variant is None:
+            return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
+        refuses, sizes = tuple(site.refuses.items()), tuple(sorted(site.sizes.items()))
+        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, refuses, sizes, site)
+        key = (op_name, names, place)
+        if key not in self._answers:
+            self._answers[key] = self._first(op_name, names, place)
+        return self._answers[key]
+
+    def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
+        """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
+
+        Without autocast that is the dtype of its weights. Under autocast, an op that follows autocast computes in
+        autocast's dtype. Any other op computes in whatever arrives: autocast's dtype after a matrix product, the
+        weights' dtype otherwise. So both are returned.
+        """
+        if site.dtype is None:
+            return ()
+        if self._autocast is None or site.dtype not in DTYPES:  # autocast leaves float64 alone
+            return (site.dtype,)
+        if self._registry.op(op_name).follows_autocast:
+            return (self._autocast,)
+        return tuple(dict.fromkeys((site.dtype, self._autocast)))
+
+    def leaves_open(self, names: tuple[str, ...]) -> bool:
+        """Whether ``names`` allows the model's own code (``eager`` or ``auto``), so that nothing is refused."""
+        return EAGER in names or AUTO in names
+
+    def unavailable(self, op_name: str, names: tuple[str, ...]) -> str:
+        """Why none of ``names`` can run on this hardware, at any site, and what can; empty if one of them can."""
+        reasons = []
+        for name in names:
+            reason = self._why_not_here(op_name, name)
+            if not reason:
+                return ""
+            reasons.append(reason)
+        return f"{'; '.join(reasons).rstrip('.')}. Usable: {', '.join(self.usable(op_name))}."
+
+    def usable(self, op_name: str) -> tuple[str, ...]:
+        """The values that can be requested for ``op_name`` on this hardware."""
+        names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
+        return (EAGER, *sorted(names))
+
+    def why_not(self, spec: KernelSpec) -> tuple[str, ...]:
+        """The reasons why ``spec`` can't run on this hardware, as phrases; empty if it can."""
+        reasons = spec.hardware.unmet(self._hardware)
+        return reasons if spec.backward else (*reasons, "has no backward, and training needs one")
+
+    def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
+        """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
+        reasons = list(self.why_not(spec))
+        if not set(place.dtypes) <= set(spec.dtypes):
+            reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {self._shown(spec, place.dtypes)}")
+        missing = [need for need in place.needs if need not in spec.features]
+        reasons += [f"does not compute {need}, which this site needs" for need in missing]
+        reasons += [f"has {feature}: {why}" for feature, why in place.refuses if feature in spec.features]
+        if spec.can_run and (why := _refused_by_plugin(spec, place.site)):
+            reasons.append(why)
+        return tuple(reasons)
+
+    def _shown(self, spec: KernelSpec, dtypes: tuple[str, ...]) -> str:
+        """A site's dtypes, for messages; with a hint where training under autocast would let ``spec`` run there."""
+        shown = " or ".join(dtypes)
+        if self._autocast is not None:
+            return f"{shown} under autocast"
+        remedies = [dtype for dtype in AUTOCAST_DTYPES if dtype in spec.dtypes]
+        if "float32" in dtypes and remedies and self._registry.op(spec.op_name).follows_autocast:
+            return f"{shown} (if it trains under autocast, say so: autocast={remedies[0]!r})"
+        return shown
+
+    def _first(self, op_name: str, names: tuple[str, ...], place: _Place) -> Verdict:
+        passed_over: list[str] = []
+        for name in names:
+            if name == EAGER:
+                return Verdict(EAGER, _after(passed_over, "as asked"), as_asked=True)
+            if name == AUTO:
+                return self._best(op_name, place, passed_over)
+            spec = self._registry.find(op_name, place.variant, name)
+            covered = (self._not_covered(op_name, place.variant, name),)
+            why_not = self._why_not_at(spec, place) if spec else covered
+            if not why_not:
+                return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
+            passed_over.append(f"{name} {' and '.join(why_not)}")
+        return Verdict(EAGER, "; ".join(passed_over), as_asked=False)
+
+    def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
+        specs = self._registry.kernels(op_name, place.variant)
+        candidates = [spec for spec in specs if not self._why_not_at(spec, place)]
+        times = self._profile.get(op_name, {})
+        measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
+        if measured:
+            milliseconds, name = min(measured)
+            return Verdict(name, _after(passed_over, f"the fastest measured, {milliseconds:g} ms"), as_asked=False)
+        ranked = sorted((-spec.preference, spec.name) for spec in candidates if spec.preference > 0)
+        if not ranked:
+            return Verdict(EAGER, _after(passed_over, self._why_none(op_name, place)), as_asked=False)
+        preference, name = -ranked[0][0], ranked[0][1]
+        reason = f"the highest preference ({preference}) of {len(ranked)} usable here"
+        return Verdict(name, _after(passed_over, reason), as_asked=False)
+
+    def _why_none(self, op_name: str, place: _Place) -> str:
+        specs = self._registry.kernels(op_name, place.variant)
+        if not specs:
+            return f"no kernel for {place.variant} is installed"
+        not_preferred = ("is not preferred to the model's own code",)
+        return "; ".join(
+            f"{spec.name} {' and '.join(self._why_not_at(spec, place) or not_preferred)}" for spec in specs
+        )
+
+    def _not_covered(self, op_name: str, variant: str, name: str) -> str:
+        covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})
+        if covered:
+            return f"covers {', '.join(covered)}, not {variant}"
+        return self._registry.absence(op_name, name) or "is not known"
+
+    def _why_not_here(self, op_name: str, name: str) -> str:
+        specs = [spec for spec in self._registry.kernels(op_name) if spec.name == name]
+        if not specs:
+            return self._registry.absence(op_name, name) or f"{name} is not known"
+        reasons = [self.why_not(spec) for spec in specs]
+        if not all(reasons):
+            return ""
+        return f"{name} can't run here: {' and '.join(dict.fromkeys(reason for some in reasons for reason in some))}"
+
+
+def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:
+    """What the kernel's ``can_run`` says of ``site``. One that fails refuses the kernel, and no other."""
+    try:
+        reason = load_attribute(spec.can_run)(site)
+    except Exception as error:
+        return f"can't be asked: {spec.can_run} failed: {type(error).__name__}: {error}"
+    if isinstance(reason, str):
+        return reason
+    return f"can't be asked: {spec.can_run} must return a string, empty if the kernel can run, not {reason!r}"
+
+
+def _after(passed_over: list[str], reason: str) -> str:
+    return f"{reason}, after: {'; '.join(passed_over)}" if passed_over else reason
