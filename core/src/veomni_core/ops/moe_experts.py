@@ -73,16 +73,16 @@ def clamped(
 def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
     """The samples of ``maker`` with biases, every other one with an interleaved projection.
 
-    With ``many`` elements, rounding in float32 would move some of them across the limit, and some would exceed the
-    tolerances by rounding alone. So the limit is then out of reach, and hidden states and biases are small. The second
-    of these samples adds only the biases' sums over many rows, so its projections are frozen.
+    With ``many`` elements, rounding in float32 would move some of them across the limit, so it is out of reach, and
+    biases are small. The second of these samples adds only the biases' sums over many rows: its projections are frozen
+    and its hidden states small, since some sums would exceed the tolerances by rounding alone.
     """
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         for number, sample in enumerate(maker(device, dtype)):
             hidden, *others = sample.args
             gate_up, draw = others[2], Draw(device, dtype, seed=number + 1)
-            hidden = leaf(hidden.detach() / 2) if many else hidden
+            hidden = leaf(hidden.detach() / 2) if many and number else hidden
             if many and number:
                 others[2:] = (projection.detach() for projection in others[2:])
             experts, width = gate_up.shape[:2]
@@ -153,12 +153,14 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    yield Sample("a model's experts", _problem(draw, _distinct(draw, 2051, 8, 64), 1024, 384, 64))
+    hidden, index, weights, *projections = _problem(draw, _distinct(draw, 2051, 8, 64), 1024, 384, 64)
+    # Some of the 16408 weights would exceed 3, which a router's never do, and their rounding would dominate the error
+    # of the gradients that are sums over rows: hence the clamp, here and below.
+    yield Sample("a model's experts", (hidden, index, leaf(weights.detach().clamp(max=1.0)), *projections))
     uneven = draw.integers(3, 4099, 2) * draw.integers(80, 4099, 2)
     hidden, _, weights, *projections = _problem(draw, uneven, 512, 264, 160)
     # Expert 0 gets about 50 times as many tokens as any other. With routing weights an eighth as large, its gradients
-    # are about as large as the others', and one tolerance fits all. Some of the 8198 weights would exceed 3, which a
-    # router's never do, and their rounding would dominate the error: hence the clamp.
+    # are about as large as the others', and one tolerance fits all.
     lighter = leaf(weights.detach().clamp(max=1.0) * torch.where(uneven == 0, 0.125, 1.0).to(weights.dtype))
     yield Sample("most tokens to one of 160 experts", (hidden, uneven, lighter, *projections))
 
