@@ -29,7 +29,7 @@ class BoundClasses:
 
     Attributes:
         on_change, training_logits: the config's values.
-        binding: the binding that owns these classes; ``None`` for the set that sequence parallelism makes.
+        binding: the binding that owns these classes; ``None`` for those of another transformation.
         paths: the module path of every bound module.
         owners: by guarded child module, the bound modules whose proof depends on it.
         copies: every copy that was made of a bound module.
@@ -114,6 +114,7 @@ class BoundClasses:
         duplicate = BoundClasses(self.on_change, self.training_logits)
         memo[id(self)] = duplicate
         duplicate.changed = dict(self.changed)
+        duplicate.binding = copy.deepcopy(self.binding, memo)
         for (_, name, _, guarded), bound in self._made.items():
             beneath = vars(bound)[EAGER]
             eager = duplicate.copied.get(beneath, beneath)
