@@ -31,7 +31,7 @@ def undo_restores_the_model_and_transformers() -> None:
     applied = apply_ulysses(model)
     assert binding_of(model) is binding and binding.plan is receipt.plan
     description = f"Ulysses, sp={size()}, over sdpa"
-    assert f", then sequence parallelism ({description})" in binding.receipt.table()
+    assert f"In force: sequence parallelism: {description}" in binding.receipt.table()
     assert [each["name"] for each in binding.receipt.to_dict()["transformations"]] == [binding.name, applied.name]
     assert binding.receipt.transformations[1] == ("sequence parallelism", description)
     assert not binding.receipt.changed

@@ -93,8 +93,7 @@ class Receipt:
         ]
         title = f"Bound on {self.plan.conditions}, plan {self.plan.sha256[:12]}"
         if len(self.transformations) > 1:  # the binding alone is what the first line says
-            listed = (f"{name} ({description})" for name, description in self.transformations)
-            title += f"\nIn force: {', then '.join(listed)}"
+            title += "".join(f"\nIn force: {name}: {description}" for name, description in self.transformations)
         if self.misplaced:
             title += f"\nNot on its device: {self.misplaced}"
         for what in self.verification.not_compared:
