@@ -110,3 +110,13 @@ def a_load_balancing_loss_that_is_not_the_standard_one_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling, "load_balancing_loss_func", doubled)
         raises(ConfigError, "its load-balancing loss is not proven (", lambda: apply_ulysses(model))
+
+
+@check
+def a_model_compiles_as_one_graph() -> None:
+    batch = causal_batch()
+    model = build("llama", attn_implementation="sdpa")
+    apply_ulysses(model)
+    wanted = model(**batch).loss  # the first call compares the ranks' batches, which no graph does
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**batch).loss, wanted)
