@@ -113,6 +113,14 @@ def a_load_balancing_loss_that_is_not_the_standard_one_is_refused() -> None:
 
 
 @check
+def the_attention_that_was_set_after_bind_is_the_one_that_is_named() -> None:
+    model = build("llama", attn_implementation="sdpa")
+    bind(model, {"preset": "eager"}, registry=registry())
+    model.set_attn_implementation("sdpa")
+    assert apply_ulysses(model).describe() == f"Ulysses, sp={size()}, over sdpa"
+
+
+@check
 def a_model_compiles_as_one_graph() -> None:
     batch = causal_batch()
     model = build("llama", attn_implementation="sdpa")

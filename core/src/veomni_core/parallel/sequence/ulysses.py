@@ -68,8 +68,10 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     attention = [decision for decision in decisions if decision.site.op_name == "attention"]
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
     refuse_model(model, [decision.site for decision in attention], balancing, ranks)
-    applied = SequenceParallel(model, group, attention[0].runs)
-    applied.apply(_changes(model, group, attention[0].site.path, [site.path for site in balancing]))
+    (chosen,) = attention
+    name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(chosen.site.path))
+    applied = SequenceParallel(model, group, name)
+    applied.apply(_changes(model, group, chosen.site.path, [site.path for site in balancing]))
     return applied
 
 
