@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from counting_kernels import calls, counting_registry
 from models import assert_equal_steps, build, step, tokens
-from veomni_core import bind, find_sites
+from veomni_core import bind, binding_of, find_sites
 from veomni_core.errors import BindingError, KernelUnavailableError, LogitsGoneError
 from veomni_core.sites.deferred_logits import DeferredLogits
 
@@ -188,7 +188,7 @@ def test_a_loss_function_of_one_s_own_gets_the_logits_in_the_dtype_it_asks_for(l
 
 def test_a_loss_that_ran_as_the_model_s_own_is_told_once_and_in_the_receipt(caplog):
     model, _ = bound_and_eager()
-    binding = model._veomni_binding
+    binding = binding_of(model)
     step(model)
     assert not binding.receipt.changed
     model.loss_function = smoothed
@@ -224,7 +224,7 @@ def test_what_takes_the_head_s_place_is_fused_too_and_left_as_it_came(change):
         change(each)
     assert_equal_steps(step(model), step(eager))
     assert fused_losses() == 1
-    model._veomni_binding.undo()
+    binding_of(model).undo()
     assert all(type(module).forward is nn.Linear.forward for module in model.modules() if type(module) is nn.Linear)
     assert isinstance(model.lm_head, CastOutput) or type(model.lm_head) is nn.Linear
 

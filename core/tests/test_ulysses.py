@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+import ulysses_bound
 import ulysses_groups
 import ulysses_models
 import ulysses_pieces
@@ -17,7 +18,7 @@ from ulysses_ranks import CHECKS
 from veomni_core.errors import HostError
 from veomni_core.parallel.sequence import apply_ulysses
 
-MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals)
+MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals, ulysses_bound)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
@@ -9,6 +11,7 @@ from models import EVERY_KERNEL, build, tokens
 from ulysses_models import LENGTH, causal_batch, packed_positions, registry
 from ulysses_ranks import check, raises, rank, size
 from veomni_core import bind, binding_of
+from veomni_core.changes.bound_subclass import NO_PICKLE
 from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, HostError
 from veomni_core.parallel.sequence import apply_ulysses
 
@@ -27,12 +30,15 @@ def undo_restores_the_model_and_transformers() -> None:
     receipt = binding.receipt
     applied = apply_ulysses(model)
     assert binding_of(model) is binding and binding.plan is receipt.plan
-    assert f"Ulysses, sp={size()}, over sdpa" in binding.receipt.table()
-    assert binding.receipt.to_dict()["sequence_parallel"]
+    description = f"Ulysses, sp={size()}, over sdpa"
+    assert f"In force: sequence parallelism: {description}" in binding.receipt.table()
+    assert [each["name"] for each in binding.receipt.to_dict()["transformations"]] == [binding.name, applied.name]
+    assert binding.receipt.transformations[1] == ("sequence parallelism", description)
+    assert not binding.receipt.changed
     raises(BindingError, "already", lambda: apply_ulysses(model))
-    raises(BindingError, "undo() that first", binding.undo)
-    raises(BindingError, "can't be copied", lambda: __import__("copy").deepcopy(model))
-    raises(BoundModelPickleError, "can't be pickled", lambda: __import__("pickle").dumps(applied))
+    raises(BindingError, f"{description}) was applied on top of this binding: undo() that first", binding.undo)
+    for each in (model, binding, applied):
+        raises(BoundModelPickleError, NO_PICKLE, lambda each=each: pickle.dumps(each))
     applied.undo()
     assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
     assert binding.receipt == receipt

@@ -124,7 +124,7 @@ def test_two_processes_that_share_each_sequence_train_as_one(
     data["train"] |= {"steps": 6, "gradient_accumulation": 2}
     job = write_job(data)
     shared, printed = _train(TWO, job, tmp_path / "run", "train.sp_size=2")
-    assert "sequence-parallel: Ulysses, sp=2, over sdpa" in printed
+    assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
     alone, _ = _train(ALONE, job, tmp_path / "single")
     assert (len(alone["loss"]), len(alone["aux_loss"]), len(alone["validation_loss"])) == (6, 6 * is_moe, 1)
     _assert_same(shared, alone)

@@ -20,6 +20,10 @@ from veomni_trainer.report.write import comparison_sentence, describe_run, write
 RECEIPT = {
     "hardware": "cpu (CPU)",
     "plan_sha256": "ab" * 32,
+    "transformations": [
+        {"name": "binding", "description": "plan abababababab for cpu (CPU)"},
+        {"name": "sequence parallelism", "description": "Ulysses, sp=2, over sdpa"},
+    ],
     "kernels": [
         {
             "kernel": "rms_norm/standard:torch",
@@ -159,6 +163,7 @@ def test_the_page_is_one_self_contained_file(folder: RunFolder) -> None:
         "model.layers.0.<norm>",
         "eager was asked for",
         "veomni_torch.rms_norm:rms_norm",
+        "in force: sequence parallelism, Ulysses, sp=2, over sdpa",
     ):
         assert words in page.text
     assert "moe_implementation" not in page.text
@@ -176,6 +181,13 @@ def test_the_summary_and_the_terminal_say_the_same(folder: RunFolder) -> None:
     assert "3.0000 -> 0.1500" in words
     assert "2.00 x its speed" in words
     assert words.endswith(f"report: {folder.report}")
+
+
+def test_a_receipt_of_an_earlier_version_has_a_report_too(folder: RunFolder) -> None:
+    earlier = {name: value for name, value in RECEIPT.items() if name != "transformations"}
+    folder.receipt.write_text(json.dumps(earlier), encoding="utf-8")
+    write_report(folder)
+    assert "in force" not in folder.report.read_text(encoding="utf-8")
 
 
 def test_a_run_without_a_comparison_has_a_report_too(folder: RunFolder) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,93 +12,57 @@ from veomni_core.binding import hub_kernels
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.binding.receipt import Receipt, Verification
-from veomni_core.binding.site_changes import site_changes
+from veomni_core.binding.site_changes import Kernels, site_changes
 from veomni_core.binding.verification import verify_plan
 from veomni_core.changes.bound_classes import run_eager
-from veomni_core.changes.bound_subclass import NO_PICKLE, bindings_in
-from veomni_core.changes.change import AttributeChange
+from veomni_core.changes.bound_subclass import bindings_in
+from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
+from veomni_core.changes.transformation import Transformation, transformations_of
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, UnknownNameError, did_you_mean
+from veomni_core.errors import BindingError, ConfigError, UnknownNameError, did_you_mean
 from veomni_core.planning.config import ON_CHANGE, OpsConfig
 from veomni_core.planning.plan import Plan, make_plan
 
 logger = logging.getLogger(__name__)
-_BINDING = "_veomni_binding"
 
 
-class Binding:
+class Binding(Transformation):
     """A plan that is applied to one model. Used as a context manager, it calls :meth:`undo` on exit.
-
-    A binding holds only a weak reference to the model and so does not keep it alive.
 
     Attributes:
         plan: the :class:`~veomni_core.planning.plan.Plan` that was applied.
         verification: what ``verify=True`` checked; empty without it.
-        sequence_parallel: how attention is split over ranks, in words; empty if it isn't.
     """
 
+    name = "binding"
+
     def __init__(self, model: nn.Module, plan: Plan, changes: ChangeSet, verification: Verification) -> None:
-        self._model = weakref.ref(model)
+        super().__init__(model, changes)
+        changes.classes.binding = self
         self.plan, self.verification = plan, verification
-        self.sequence_parallel = ""
-        self._changes = changes
 
-    @property
-    def model(self) -> nn.Module:
-        """The bound model.
-
-        Raises:
-            BindingError: the model was freed.
-        """
-        model = self._model()
-        if model is None:
-            raise BindingError("the model of this binding was freed")
-        return model
+    def describe(self) -> str:
+        """For receipts: ``plan 4f2a91c07d3e for NVIDIA H200``."""
+        return f"plan {self.plan.sha256[:12]} for {self.plan.conditions}"
 
     @property
     def receipt(self) -> Receipt:
-        """What runs now: the plan, and every site that was changed after bind."""
+        """What runs now: the plan, the model's transformations, and what other code has changed since."""
         model = self._model()
-        where = "" if model is None else misplaced(model, self.plan)
-        return Receipt(self.plan, self.verification, self.sequence_parallel, dict(self._changes.changed()), where)
-
-    @property
-    def active(self) -> bool:
-        """Whether the model runs the plan's kernels now."""
-        model = self._model()
-        return model is not None and binding_of(model) is self
-
-    def undo(self) -> None:
-        """Restore the model's own code. Attributes that other code has set since bind are kept.
-
-        Raises:
-            BindingError: the binding is already undone, its model was freed, or sequence parallelism runs on top of it.
-        """
-        if not self.active:
-            raise BindingError("this binding is not in force: it is already undone, or its model was freed")
-        if self.sequence_parallel:
-            raise BindingError(f"the model runs sequence-parallel ({self.sequence_parallel}): undo() that first")
-        tuple(self._changes.changed())  # logs what other code has set since bind, which undo keeps
-        self._changes.revert()
-
-    def __enter__(self) -> Binding:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.active:
-            self.undo()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        duplicate = Binding(copy.deepcopy(self.model, memo), self.plan, ChangeSet(), self.verification)
-        memo[id(self)] = duplicate
-        duplicate._changes = copy.deepcopy(self._changes, memo)
-        duplicate._changes.classes.binding = duplicate
-        return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise BoundModelPickleError(NO_PICKLE)
+        applied = () if model is None else transformations_of(model)
+        reasons: dict[str, dict[str, None]] = {}
+        for each in dict.fromkeys((self, *applied)):
+            for path, reason in each.changed().items():
+                reasons.setdefault(path, {})[reason] = None
+        return Receipt(
+            self.plan,
+            self.verification,
+            tuple((each.name, each.describe()) for each in applied),
+            {path: "; ".join(all_reasons) for path, all_reasons in reasons.items()},
+            "" if model is None else misplaced(model, self.plan),
+        )
 
 
 def binding_of(model: nn.Module) -> Binding | None:
@@ -110,8 +72,9 @@ def binding_of(model: nn.Module) -> Binding | None:
         model: the bound model, a wrapper around it, one of its submodules, or a copy of a submodule.
     """
     for module in model.modules():
-        if _BINDING in vars(module):
-            return vars(module)[_BINDING]
+        for each in transformations_of(module):
+            if isinstance(each, Binding):
+                return each
     return next((made.binding for module in model.modules() for made in bindings_in(module)), None)
 
 
@@ -211,22 +174,19 @@ def apply_plan(
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
         verification = verify_plan(model, plan, registry, kernels)
-    changes = ChangeSet(on_change, training_logits)
-    changes.classes.binding = binding = Binding(model, plan, changes, verification)
-    try:
-        changes.apply(AttributeChange(model, _BINDING, binding))
-        for refusal in hub_kernels.kept_out_of(model):
-            changes.apply(refusal)
-        for note in placement_notes(model, plan):
-            changes.apply(note)
-        for path, owner, change in site_changes(model, plan, registry, kernels):
-            changes.apply(change, path, owner)
-        changes.refuse_hidden()
-    except BaseException:
-        changes.revert()
-        raise
+    binding = Binding(model, plan, ChangeSet(on_change, training_logits), verification)
+    binding.apply(_changes(model, plan, registry, kernels))
     _warn_of_sites_left_eager(plan)
     return binding
+
+
+def _changes(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Iterator[tuple[str, str, Change]]:
+    """All changes of a binding, each with its module path and its owner."""
+    for refusal in hub_kernels.kept_out_of(model):
+        yield "", "", refusal
+    for note in placement_notes(model, plan):
+        yield "", "", note
+    yield from site_changes(model, plan, registry, kernels)
 
 
 def _refuse_unbindable(model: nn.Module) -> None:
@@ -234,7 +194,7 @@ def _refuse_unbindable(model: nn.Module) -> None:
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
     for module in model.modules():
         paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
-        if paths or _BINDING in vars(module):
+        if paths or any(isinstance(each, Binding) for each in transformations_of(module)):
             raise BindingError(
                 f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
                 "first"

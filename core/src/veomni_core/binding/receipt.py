@@ -35,14 +35,15 @@ class Receipt:
     Attributes:
         plan: the plan that was applied.
         verification: what ``verify=True`` checked; empty without it.
-        sequence_parallel: how attention is split over ranks; empty if it isn't.
-        changed: by module path, why a bound site does not run its kernel any more.
+        transformations: ``(name, description)`` of each transformation in force in the model, in the order applied:
+            the binding, and for example sequence parallelism.
+        changed: by module path, how other code has overridden what they changed, so that a site does not run it.
         misplaced: which kernel can't run on the device that the model is on now; empty if all can.
     """
 
     plan: Plan
     verification: Verification = field(default_factory=Verification)
-    sequence_parallel: str = ""
+    transformations: tuple[tuple[str, str], ...] = ()
     changed: Mapping[str, str] = field(default_factory=dict)
     misplaced: str = ""
 
@@ -61,7 +62,9 @@ class Receipt:
             "verified": list(self.verified),
             "verified_sites": list(self.verification.sites),
             "not_verified": list(self.verification.not_compared),
-            "sequence_parallel": self.sequence_parallel,
+            "transformations": [
+                {"name": name, "description": description} for name, description in self.transformations
+            ],
             "changed": dict(self.changed),
             "misplaced": self.misplaced,
             "kernels": [
@@ -89,8 +92,8 @@ class Receipt:
             if op.sites or op.written
         ]
         title = f"Bound on {self.plan.conditions}, plan {self.plan.sha256[:12]}"
-        if self.sequence_parallel:
-            title += f"\nThe attention runs sequence-parallel: {self.sequence_parallel}"
+        if len(self.transformations) > 1:  # the binding alone is what the first line says
+            title += "".join(f"\nIn force: {name}: {description}" for name, description in self.transformations)
         if self.misplaced:
             title += f"\nNot on its device: {self.misplaced}"
         for what in self.verification.not_compared:

@@ -20,6 +20,7 @@ from veomni_core.changes.forward_functions import equivalence, replace_captured
 from veomni_core.errors import SiteChangedError
 
 logger = logging.getLogger(__name__)
+_COPIED = object()  # its id is the key of ``copied`` in the memo of one deepcopy
 
 
 class BoundClasses:
@@ -29,12 +30,12 @@ class BoundClasses:
 
     Attributes:
         on_change, training_logits: the config's values.
-        binding: the binding that owns these classes; ``None`` for the set that sequence parallelism makes.
+        binding: the binding that owns these classes; ``None`` for those of another transformation.
         paths: the module path of every bound module.
         owners: by guarded child module, the bound modules whose proof depends on it.
         copies: every copy that was made of a bound module.
         changed: by module path, what was changed after bind so that the site runs its own code again.
-        copied: after a deepcopy, the original's classes mapped to this set's.
+        copied: after a deepcopy, each original class mapped to its copy: those of all sets that were copied together.
     """
 
     def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
@@ -98,13 +99,16 @@ class BoundClasses:
                     delattr(bound, each)
             setattr(bound, MADE_BY, None)
 
-    def rebase(self, kind: type[nn.Module]) -> type[nn.Module]:
+    def rebase(self, kind: type[nn.Module], memo: dict[int, Any]) -> type[nn.Module]:
         """After a deepcopy: ``kind`` with the original set's classes among its bases replaced by this set's."""
         if kind in self.copied:
             return self.copied[kind]
-        bases = tuple(self.rebase(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
+        bases = tuple(self.rebase(base, memo) if issubclass(base, nn.Module) else base for base in kind.__bases__)
         if bases == kind.__bases__:
             return kind
+        if (on_top := vars(kind).get(MADE_BY)) is not None:  # the set of another transformation
+            copy.deepcopy(on_top, memo)
+            return self.copied.get(kind, kind)
         # Other code has subclassed our class, as torch's parametrizations do: rebuild that subclass over the new base.
         namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         self.copied[kind] = type(kind)(kind.__name__, bases, namespace)  # type: ignore[misc]
@@ -114,26 +118,29 @@ class BoundClasses:
         duplicate = BoundClasses(self.on_change, self.training_logits)
         memo[id(self)] = duplicate
         duplicate.changed = dict(self.changed)
+        duplicate.copied = memo.setdefault(id(_COPIED), {})
         for (_, name, _, guarded), bound in self._made.items():
             beneath = vars(bound)[EAGER]
+            copy.deepcopy(vars(beneath).get(MADE_BY), memo)  # another transformation's set, if one is beneath
             eager = duplicate.copied.get(beneath, beneath)
             duplicate.copied[bound] = duplicate.of(eager, name, vars(bound)[name], guarded)
         for module, path in list(self.paths.items()):
             twin = copy.deepcopy(module, memo)
             duplicate.paths[twin] = path
-            self._give_away(twin, duplicate)
+            self._give_away(twin, duplicate, memo)
         for child, owners in list(self.owners.items()):
             duplicate.owners[copy.deepcopy(child, memo)] = weakref.WeakSet(copy.deepcopy(each, memo) for each in owners)
         for module in list(self.copies):
             if id(module) in memo:
                 duplicate.copies.add(memo[id(module)])
-                self._give_away(memo[id(module)], duplicate)
+                self._give_away(memo[id(module)], duplicate, memo)
+        duplicate.binding = copy.deepcopy(self.binding, memo)
         return duplicate
 
-    def _give_away(self, module: nn.Module, other: BoundClasses) -> None:
+    def _give_away(self, module: nn.Module, other: BoundClasses, memo: dict[int, Any]) -> None:
         """Hand ``module``, a copy that was made together with its binding, over to the copied binding ``other``."""
         self.copies.discard(module)
-        module.__class__ = other.rebase(type(module))
+        module.__class__ = other.rebase(type(module), memo)
 
 
 def run_eager(module: nn.Module) -> None:

@@ -16,8 +16,9 @@ MADE_BY = "_veomni_bound_by"
 EAGER = "_veomni_eager_class"
 _ABSENT = object()
 NO_PICKLE = (
-    "a bound model can't be pickled: its kernels would silently be lost. Save model.state_dict() or "
-    "model.save_pretrained(), or call binding_of(model).undo() first; after loading, bind again"
+    "a bound or otherwise transformed model can't be pickled: its kernels would silently be lost. Save "
+    "model.state_dict() or model.save_pretrained(), or undo() its transformations first, the last one first "
+    "(binding_of(model).undo() if it is only bound); after loading, apply them again"
 )
 HOOKS = "its hooks"  # a pseudo-name: if it is guarded, registering a hook counts as a change
 _HOOKING = (
@@ -58,7 +59,7 @@ def made_by(module: nn.Module) -> Owner | None:
 
 
 def bindings_in(module: nn.Module) -> Iterator[Owner]:
-    """The owners of all subclasses in the MRO of ``module`` that belong to a binding (not sequence parallelism's)."""
+    """The owners of all subclasses in the MRO of ``module`` that belong to a binding, not to another transformation."""
     made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
     yield from (classes for classes in made if classes is not None and classes.binding is not None)
 

@@ -1,10 +1,10 @@
-"""The changes that one binding makes to a model, applied and reverted together. One rule owns each ``forward``."""
+"""The changes that one transformation makes to a model, made and reverted together. One rule owns each ``forward``."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,14 +75,15 @@ class ChangeSet:
                     "declare that in its rule: ForwardChange(..., calls=(its name,))"
                 )
 
-    def changed(self) -> Iterator[tuple[str, str]]:
+    def changed(self, changed_again: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
         """``(module path, reason)`` of every site that does not run what was bound. Each reason is logged once.
 
+        Places that are ``changed_again``, by a transformation on top of this set, are left out.
         Writes to a config or to an unguarded attribute raise nothing; they are noticed only when this is called.
         """
         reasons = {path: [what] for path, what in self.classes.changed.items()}
         for each in {each.change.place: each for each in self._owned}.values():
-            what = each.change.overridden()
+            what = "" if each.change.place in changed_again else each.change.overridden()
             path = each.path or "the model"
             if what and not (isinstance(each.change, ForwardChange) and path in self.classes.changed):
                 reasons.setdefault(path, []).append(what)

@@ -3,80 +3,58 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
-from veomni_core.binding.bind import binding_of
 from veomni_core.descriptions.spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.parallel.sequence.exchange import check_heads
-from veomni_core.sites.attention import readers_by_owner, reads_interface
+from veomni_core.sites.attention import reads_interface
 from veomni_core.sites.config_changes import interface_of
-from veomni_core.sites.functions import code_layers, current_forward
-from veomni_core.sites.load_balancing import LoadBalancingFunctions
+from veomni_core.sites.functions import code_layers, current_forward, global_functions
 from veomni_core.sites.site import Site
 
-_RULE = "sequence parallelism"
+LOAD_BALANCING = "load_balancing_loss_func"
 _LAYERS = {"full_attention", "sliding_attention"}
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
-def attention_site(model: nn.Module, group: ProcessGroup) -> Site:
-    """The site of the one config that selects all attention of ``model``.
+def refuse_model(model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> None:
+    """Check that ``model``, with these sites, can run sequence-parallel over so many ranks.
 
     Raises:
-        ConfigError: with every reason why ``model`` can't run sequence-parallel over ``group``.
+        ConfigError: with every reason why it can't.
     """
-    # Not proven again: the attention was proven before it was bound, and a bound model can't be run on zeros.
-    sites = tuple(
-        Site("attention", owner, _RULE, "standard", "read from the model", own=interface_of(model.get_submodule(owner)))
-        for owner in readers_by_owner(model)
-    )
-    problems = list(_problems(model, sites, group.size()))
-    if problems:
+    if problems := list(_problems(model, attention, balancing, ranks)):
         listed = "; ".join(problems)
-        raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {group.size()} ranks: {listed}")
-    return sites[0]
+        raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {ranks} ranks: {listed}")
 
 
-def balancing_sites(model: nn.Module) -> tuple[Site, ...]:
-    """The sites of ``model``'s load-balancing loss."""
-    # Where a kernel is bound in the function's place, the variant comes from the plan: the function was proven before
-    # it was bound, and the kernel was checked against that variant.
-    binding = binding_of(model)
-    decisions = (
-        [d for op in binding.plan.ops if op.op_name == "load_balancing_loss" for d in op.sites] if binding else []
-    )
-    proven = {decision.site.path: decision.site.variant for decision in decisions if decision.bound}
-    found = LoadBalancingFunctions().find(model, _RULE)
-    return tuple(replace(site, variant=proven.get(site.path, site.variant)) for site in found)
-
-
-def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
-    if len(sites) != 1:
-        found = ", ".join(site.path or "the model" for site in sites) or "none"
+def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> Iterator[str]:
+    holders = [model.get_submodule(site.path) for site in attention]
+    if len(holders) != 1 or not hasattr(vars(holders[0]).get("config"), "_attn_implementation"):
+        found = ", ".join(site.path or "the model" for site in attention) or "none"
         yield (
             f"it must be a language model with exactly one config that selects attention through transformers' "
-            f"interface; found {len(sites)}: {found}"
+            f"interface; found {len(attention)}: {found}"
         )
         return
-    if sites[0].own == EAGER:
+    interface = interface_of(holders[0])
+    if interface == EAGER:
         yield (
             "its attention is eager, which would see only this rank's positions; choose a kernel: "
             "attn_implementation: sdpa, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
         )
-    elif _reads_its_module(sites[0].own):
+    elif _reads_its_module(interface):
         yield (
-            f"its attention is transformers' own {sites[0].own}, which reads attributes of the attention module that "
+            f"its attention is transformers' own {interface}, which reads attributes of the attention module that "
             "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
             'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
         )
-    config = model.get_submodule(sites[0].path).config.get_text_config()
+    config = holders[0].config.get_text_config()
     query_heads = config.num_attention_heads
     try:
         check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, ranks)
@@ -108,9 +86,14 @@ def _problems(model: Any, sites: tuple[Site, ...], ranks: int) -> Iterator[str]:
             "its forward computes its loss itself instead of calling model.loss_function, so the loss would be that of "
             "one rank's part only"
         )
-    for site in balancing_sites(model):
+    for site in balancing:
         if site.variant != "standard":
-            yield f"its load-balancing loss is {site.variant or 'not proven'}, expected standard"
+            yield f"its load-balancing loss is {site.variant or f'not proven ({site.evidence})'}, expected standard"
+        elif LOAD_BALANCING not in dict(global_functions(current_forward(model.get_submodule(site.path)))):
+            yield (
+                f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not the "
+                f"function {LOAD_BALANCING} that the forward calls, so it would be that of one rank's tokens only"
+            )
 
 
 def reads_positions_from_mask(model: nn.Module) -> bool:

@@ -45,6 +45,7 @@ def write_report(folder: RunFolder) -> None:
             comparison=comparison,
             charts=draw_charts(rows, eager_rows),
             receipt=receipt,
+            transformations=receipt.get("transformations", []),  # folders of earlier versions have none
             ops=[_op_row(op) for op in receipt["ops"] if op["found"] or op.get("written")],
             versions=summary["versions"],
             job=folder.job.read_text(encoding="utf-8"),
