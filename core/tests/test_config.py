@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from veomni_core import OpsConfig, OpsImplementationConfig
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, JobFileError, MissingOpsImplementationError, UnknownNameError
 
 GPU_DEFAULTS = {
@@ -65,26 +66,36 @@ def test_the_guides_yamls_parse_unchanged(fields, tmp_path):
 
 def test_a_list_is_an_order_of_preference():
     config = OpsConfig.from_dict({"rms_norm_implementation": ["quack", "liger_kernel", "eager"]})
-    assert config.choices["rms_norm"].default == ("quack", "liger_kernel", "eager")
+    assert config.choices["rms_norm"].group_for("any").names == ("quack", "liger_kernel", "eager")
 
 
 def test_a_mapping_chooses_per_module_and_the_first_glob_wins():
     value = {"*.q_norm": "quack", "*norm": ["liger_kernel", "eager"], "default": "auto"}
     choice = OpsConfig.from_dict({"rms_norm_implementation": value}).choices["rms_norm"]
-    assert choice.names_for("layers.0.self_attn.q_norm") == ("quack",)
-    assert choice.names_for("model.norm") == ("liger_kernel", "eager")
-    assert choice.names_for("elsewhere") == ("auto",)
+    groups = [choice.group_for(path) for path in ("layers.0.self_attn.q_norm", "model.norm", "elsewhere")]
+    assert [group.glob for group in groups] == ["*.q_norm", "*norm", None]
+    assert [group.names for group in groups] == [("quack",), ("liger_kernel", "eager"), ("auto",)]
+    assert choice.names == ("auto", "quack", "liger_kernel", "eager")
 
 
 def test_a_mapping_without_a_default_leaves_the_rest_eager():
     choice = OpsConfig.from_dict({"rms_norm_implementation": {"*.q_norm": "quack"}}).choices["rms_norm"]
-    assert choice.names_for("model.norm") == ("eager",)
+    assert choice.group_for("model.norm").names == ("eager",)
 
 
 def test_fused_is_answered_by_its_present_name():
     with pytest.warns(FutureWarning, match="moe_implementation: fused is now called fused_triton"):
         config = OpsConfig.from_dict({"moe_implementation": "fused"})
     assert config.choices["moe_experts"].names == ("fused_triton",)
+
+
+def test_a_checked_config_brings_its_registry_and_another_one_is_refused():
+    ours, others = discover(), discover({"VEOMNI_PLUGINS": "veomni-torch"})
+    config = OpsConfig.from_dict({"preset": "auto"}, ours)
+    assert OpsConfig.of(config) is config and OpsConfig.of(config, ours) is config
+    with pytest.raises(ConfigError, match="checked against other plugins than those of registry=: leave registry out"):
+        OpsConfig.of(config, others)
+    assert OpsConfig.of({"preset": "auto"}, others).registry is others
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])

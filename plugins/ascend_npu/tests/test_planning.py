@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, make_plan
+from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
@@ -34,7 +34,7 @@ CLASSIFIER = Site("cross_entropy_loss", "score", "a rule", "seq_cls", "proven", 
 
 
 def plan(config, hardware="ascend-910b", sites=SITES):
-    return make_plan(sites, OpsConfig.from_dict(config, REGISTRY, environ={}), registry=REGISTRY, hardware=hardware)
+    return plan_sites(sites, OpsConfig.from_dict(config, REGISTRY, environ={}), registry=REGISTRY, hardware=hardware)
 
 
 def chosen(result):
