@@ -22,6 +22,11 @@ class Verdict:
     reason: str
     as_asked: bool
 
+    @property
+    def kernel(self) -> str:
+        """The kernel's name, or ``eager``."""
+        return EAGER if self.spec is None else self.spec.name
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -61,9 +66,9 @@ class Selection:
             self._answers[key] = self._first(op_name, requested, place)
         return self._answers[key]
 
-    def choose_for_variant(self, op_name: str, requested: tuple[Requested, ...], variant: str) -> Verdict:
-        """As :meth:`choose`, for a site that every kernel of ``variant`` suits: only the hardware can be against it."""
-        return self._first(op_name, requested, _Place(variant, (), (), (), (), None))
+    def auto(self, op_name: str, variant: str) -> Verdict:
+        """What ``auto`` takes at a site of ``variant`` that suits all of its kernels, as far as the hardware allows."""
+        return self._best(op_name, _Place(variant, (), (), (), (), None), [])
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
         """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
