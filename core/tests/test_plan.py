@@ -187,7 +187,7 @@ def test_a_chosen_kernel_without_any_site_is_an_error():
 
 def test_what_only_the_preset_chose_needs_no_site():
     everything = registry(kernel("liger_kernel"), kernel("triton", op="load_balancing_loss"))
-    config = OpsConfig.from_dict({}, everything, environ={})
+    config = OpsConfig.from_dict({"preset": "gpu"}, everything, environ={})
     assert chosen(plan_sites(NORMS[:2], config, hardware="h200")) == ["liger_kernel"] * 2
 
 
@@ -202,7 +202,7 @@ def test_an_unproven_site_stays_eager_with_what_was_tried():
 def test_the_gpu_preset_elsewhere_raises_once_for_all_fields_with_the_alternatives():
     sites = (*NORMS, MLP, Site("moe_experts", "layers.0.experts", "experts modules", "standard", "proven"))
     with pytest.raises(KernelUnavailableError) as raised:
-        plan_sites(sites, OpsConfig.from_dict({}, REGISTRY, environ={}), hardware="mi300x")
+        plan_sites(sites, OpsConfig.from_dict({"preset": "gpu"}, REGISTRY, environ={}), hardware="mi300x")
     lines = str(raised.value).splitlines()
     fields = {line.partition(":")[0] for line in lines}
     assert fields == {op.config_field for op in REGISTRY.ops.values() if op.default != "eager"}
@@ -255,6 +255,7 @@ def test_diff_says_what_runs_differently():
 
 def test_the_table_shows_what_was_asked_what_runs_and_why():
     table = plan("quack", hardware="h200").table()
+    assert "eager (preset eager)" in table and "quack (preset" not in table
     for words in ("rms_norm_implementation", "rms_norm/standard", "quack covers standard, not offset", "NVIDIA H200"):
         assert words in table
 

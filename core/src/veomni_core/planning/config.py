@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,15 +14,10 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
+from veomni_core.planning.veomni_jobs import warn_of_removed_variables, warn_without_preset
 
 ON_CHANGE = ("raise", "eager")
 TRAINING_LOGITS = ("deferred", "computed", "none")
-REMOVED_VARIABLES = {
-    "VEOMNI_USE_LIGER_KERNEL": "rms_norm_implementation, rotary_pos_emb_implementation, swiglu_mlp_implementation and "
-    "cross_entropy_loss_implementation",
-    "USE_GROUP_GEMM": "moe_implementation",
-    "VEOMNI_ENABLE_CHUNK_LOSS": "cross_entropy_loss_implementation: chunk_loss",
-}
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,7 @@ class OpsConfig:
     """The checked config: a :class:`Choice` for every registered op, and the settings that hold for all of them.
 
     Attributes:
-        preset: the name of the preset that filled the fields which the config leaves out.
+        preset: the name of the preset that filled the fields which the config leaves out; ``auto`` if it names none.
         choices: the choice of each op, by the op's name.
         registry: the plugins against which the config was checked, and from which its kernels are taken.
         backend: ``hf`` if the environment sets ``MODELING_BACKEND=hf``, which turns binding off; else ``veomni``.
@@ -78,7 +72,7 @@ class OpsConfig:
     def from_dict(
         cls, data: Mapping[str, Any] | None, registry: Registry | None = None, environ: Mapping[str, str] | None = None
     ) -> OpsConfig:
-        """Check a config and fill in its preset.
+        """Check a config and fill in its preset, which is ``auto`` if the config names none.
 
         Args:
             data: the mapping under ``ops_implementation``, or a whole job with one under ``model``.
@@ -92,8 +86,9 @@ class OpsConfig:
         """
         environ = os.environ if environ is None else environ
         registry = registry or discover(environ)
-        fields = dict(_ops_section(data))
-        preset = fields.pop("preset", "gpu")
+        section = _ops_section(data)
+        fields = dict(section)
+        preset = fields.pop("preset", AUTO)
         profile = fields.pop("profile", {})
         on_change = one_of("on_change", fields.pop("on_change", "raise"), ON_CHANGE)
         training_logits = one_of("training_logits", fields.pop("training_logits", "deferred"), TRAINING_LOGITS)
@@ -106,15 +101,18 @@ class OpsConfig:
             if name not in by_field:
                 nearest = did_you_mean(str(name), [*by_field, "preset", "profile", "on_change", "training_logits"])
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
-        _warn_of_removed_variables(environ)
+        choices = {
+            op.name: written_choice(op, fields[name], registry)
+            if name in fields
+            else preset_choice(op, preset, presets[preset][name])
+            for name, op in sorted(by_field.items())
+        }
+        warn_of_removed_variables(environ)
+        if "preset" not in section:
+            warn_without_preset(choices.values())
         return cls(
             preset=preset,
-            choices={
-                op.name: written_choice(op, fields[name], registry)
-                if name in fields
-                else preset_choice(op, preset, presets[preset][name])
-                for name, op in sorted(by_field.items())
-            },
+            choices=choices,
             registry=registry,
             backend=_modeling_backend(environ),
             profile=profile,
@@ -167,17 +165,6 @@ def _check_profile(profile: Any, registry: Registry) -> None:
         registry.op(op)
         if not isinstance(times, Mapping) or not all(isinstance(ms, (int, float)) for ms in times.values()):
             raise ConfigError(f"profile.{op}: expected {{kernel: milliseconds}}, {shown(times)}")
-
-
-def _warn_of_removed_variables(environ: Mapping[str, str]) -> None:
-    for variable, fields in REMOVED_VARIABLES.items():
-        if variable in environ:
-            warnings.warn(
-                f"the environment variable {variable} no longer has any effect; write {fields} under "
-                "model.ops_implementation",
-                FutureWarning,
-                stacklevel=4,
-            )
 
 
 def _modeling_backend(environ: Mapping[str, str]) -> str:
