@@ -164,6 +164,12 @@ def test_a_config_that_was_checked_against_another_registry_is_refused():
     assert plan_sites(NORMS, config, registry=REGISTRY, hardware="cpu").ops
 
 
+def test_a_plan_that_lacks_a_kernel_of_its_sites_is_not_read():
+    data = {**json.loads(plan("torch").to_json()), "kernels": []}
+    with pytest.raises(ValueError, match=r"torch at layers\.0\.norm is not among the plan's kernels"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_a_plan_that_an_earlier_version_wrote_is_read():
     data = json.loads(plan("torch").to_json())
     for op in data["ops"]:

@@ -63,10 +63,16 @@ class SiteDecision:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], specs: Mapping[tuple[str, str, str], KernelSpec]) -> SiteDecision:
-        """The decision that :meth:`to_dict` turned into ``data``, with its spec from ``specs``, which are by key."""
+        """The decision that :meth:`to_dict` turned into ``data``, with its spec from ``specs``, which are by key.
+
+        Raises:
+            ValueError: ``specs`` lacks the kernel.
+        """
         site = Site(**data["site"])
-        spec = None if data["kernel"] == EAGER else specs[site.op_name, site.variant or "", data["kernel"]]
-        return cls(site, spec, data["reason"], data["as_asked"], data["dtypes"], data.get("glob"))
+        key = (site.op_name, site.variant or "", data["kernel"])
+        if data["kernel"] != EAGER and key not in specs:
+            raise ValueError(f"{data['kernel']} at {site.path or 'the model'} is not among the plan's kernels")
+        return cls(site, specs.get(key), data["reason"], data["as_asked"], data["dtypes"], data.get("glob"))
 
 
 @dataclass(frozen=True)
