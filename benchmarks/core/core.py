@@ -68,11 +68,11 @@ def measure_discovery(counts: tuple[int, ...], kernels: int) -> dict[str, Any]:
     """Seconds to discover, configure and plan, in a fresh process, with generated plugins of ``kernels`` each."""
     script = (
         "import time; start = time.perf_counter()\n"
-        "from veomni_core import OpsConfig, Site, discover, make_plan\n"
+        "from veomni_core import OpsConfig, Site, discover, plan_sites\n"
         "registry = discover({})\n"
         "config = OpsConfig.from_dict({'preset': 'auto'}, registry, environ={})\n"
         "sites = tuple(Site('rms_norm', f'layers.{i}.norm', 'norm modules', 'standard', '') for i in range(200))\n"
-        "plan = make_plan(sites, config, hardware='h200')\n"
+        "plan = plan_sites(sites, config, hardware='h200')\n"
         "print(time.perf_counter() - start, sum(len(p.kernels) for p in registry.plugins if p.healthy))"
     )
     medians = {}
@@ -107,11 +107,11 @@ def _write_plugin(folder: Path, number: int, kernels: int) -> None:
 
 
 def measure_sites() -> dict[str, Any]:
-    """find_sites and make_plan on a 48-layer Qwen3-MoE with the sizes of Qwen3-30B-A3B, on meta."""
+    """find_sites and plan_sites on a 48-layer Qwen3-MoE with the sizes of Qwen3-30B-A3B, on meta."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    from veomni_core import OpsConfig, find_sites, make_plan
+    from veomni_core import OpsConfig, find_sites, plan_sites
 
     config = Qwen3MoeConfig(
         hidden_size=2048,
@@ -130,10 +130,10 @@ def measure_sites() -> dict[str, Any]:
     ops = OpsConfig.from_dict({"preset": "auto"})
     gc.collect()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (first,) = seconds(lambda: make_plan(find_sites(model, ops.registry), ops), repeats=1, warm_ups=0)
+    (first,) = seconds(lambda: plan_sites(find_sites(model, ops.registry), ops), repeats=1, warm_ups=0)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
     tracemalloc.start()
-    plan = make_plan(find_sites(model, ops.registry), ops)
+    plan = plan_sites(find_sites(model, ops.registry), ops)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     sites = sum(len(op.sites) for op in plan.ops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -28,6 +29,16 @@ HEALTHY = """
     @hookimpl
     def veomni_kernels():
         return [KernelSpec(name="{kernel}", op_name="rms_norm", variant="standard", factory="{module}:kernel")]
+"""
+
+
+WITH_AN_ABSENT_KERNEL = """
+from veomni_core import OpSpec, hookimpl
+VEOMNI_PLUGIN_API_VERSION = 1
+@hookimpl
+def veomni_ops():
+    published = {"far": "veomni-far"}
+    return [OpSpec("far_op", ("standard",), "far_op_implementation", contract="m:c", published=published)]
 """
 
 
@@ -75,7 +86,33 @@ def install_healthy(install: Installer) -> Callable[[str, str], str]:
     return lambda distribution, kernel: install(distribution, HEALTHY.replace("{kernel}", kernel))
 
 
+@pytest.fixture
+def install_absent(install: Installer) -> Callable[[str], str]:
+    """Installs a plugin with the op ``far_op``, whose one kernel ``far`` is in a distribution that is not installed."""
+    return lambda distribution: install(distribution, WITH_AN_ABSENT_KERNEL)
+
+
 @pytest.fixture(scope="session")
 def registry() -> Registry:
     """What the plugins installed beside the tests describe."""
     return discover({})
+
+
+@pytest.fixture
+def veomni(tmp_path: Path) -> Callable[..., str]:
+    """Runs ``veomni`` in a process; plugins that the test installs are seen beside the real ones."""
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")]))
+
+    def run(*arguments: object, code: int = 0, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "veomni_core.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
+            cwd=tmp_path,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout if code == 0 else done.stdout + done.stderr
+
+    return run

@@ -13,10 +13,10 @@ from torch import nn
 import counting_kernels
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, FAMILIES, assert_equal_steps, assert_same_bits, build, step
-from veomni_core import KernelSpec, OpsConfig, bind, binding_of, make_plan
+from veomni_core import KernelSpec, OpsConfig, apply_plan, bind, binding_of, make_plan
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.errors import BindingError, ConformanceError, KernelLoadError
+from veomni_core.errors import BindingError, ConformanceError, KernelLoadError, UnknownNameError
 from veomni_core.ops import rms_norm
 
 REGISTRY = counting_registry("one")
@@ -212,5 +212,25 @@ def test_a_plan_made_on_meta_binds_the_real_model():
         skeleton = build("qwen3_moe")
     plan = make_plan(skeleton, OpsConfig.from_dict(EVERY_KERNEL, REGISTRY))
     model, eager = build("qwen3_moe"), build("qwen3_moe")
-    bind(model, plan, registry=REGISTRY)
+    with pytest.raises(BindingError, match="to apply a finished one, call apply_plan"):
+        bind(model, plan, registry=REGISTRY)
+    with pytest.raises(BindingError, match="apply_plan needs a Plan, not a dict; to plan from a config, call bind"):
+        apply_plan(model, EVERY_KERNEL, REGISTRY)
+    apply_plan(model, plan, REGISTRY)
     assert_equal_steps(step(model), step(eager))
+
+
+def test_a_plan_is_applied_with_the_registry_that_is_given_and_nothing_is_discovered(monkeypatch):
+    plan = make_plan(build("llama"), EVERY_KERNEL, registry=REGISTRY)
+    monkeypatch.setattr("veomni_core.binding.bind.discover", lambda: pytest.fail("discover() was called"))
+    assert apply_plan(build("llama"), plan, REGISTRY).plan is plan
+
+
+def test_a_wrong_setting_leaves_the_model_as_it_was():
+    model = build("llama")
+    plan = make_plan(model, EVERY_KERNEL, registry=REGISTRY)
+    with pytest.raises(UnknownNameError, match="training_logits: 'computd' is unknown. Did you mean 'computed'"):
+        apply_plan(model, plan, REGISTRY, training_logits="computd")
+    with pytest.raises(UnknownNameError, match="on_change: 'warn' is unknown"):
+        bind(model, EVERY_KERNEL, registry=REGISTRY, on_change="warn")
+    assert not bound_attributes(model)

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from models import build
-from veomni_core import KernelSpec, OpsConfig, Plan, Site, find_sites, make_plan
+from veomni_core import KernelSpec, OpsConfig, Plan, Site, find_sites, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, SpecError
@@ -43,7 +43,7 @@ def plan(value, *sites, can_run="acme_limits:at_most_1024"):
     )
     registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value}, registry, environ={})
-    return make_plan(sites, config, hardware="h200", registry=registry)
+    return plan_sites(sites, config, hardware="h200", registry=registry)
 
 
 def decisions(result):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from veomni_core import OpsConfig, OpsImplementationConfig
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, JobFileError, MissingOpsImplementationError, UnknownNameError
+from veomni_core.ops.catalog import BUILTIN_OPS
 
 GPU_DEFAULTS = {
     "attention": "flash_attention_2",
@@ -38,9 +40,17 @@ def test_the_two_names_are_one_class():
     assert OpsImplementationConfig is OpsConfig
 
 
-def test_the_default_preset_is_exactly_the_guides_gpu_defaults():
-    config = OpsConfig.from_dict({})
-    assert config.preset == "gpu"
+def test_without_a_preset_what_is_not_written_is_auto():
+    config = OpsConfig.from_dict({"moe_implementation": "fused_triton"})
+    assert config.preset == "auto"
+    assert config.choices["moe_experts"].names == ("fused_triton",)
+    assert {choice.asked for choice in config.choices.values() if not choice.written} == {"auto"}
+    assert config == OpsConfig.from_dict({"preset": "auto", "moe_implementation": "fused_triton"})
+
+
+def test_the_gpu_preset_is_exactly_the_guides_defaults():
+    config = OpsConfig.from_dict({"preset": "gpu"})
+    assert {choice.preset for choice in config.choices.values()} == {"gpu"}
     assert {op: choice.asked for op, choice in config.choices.items()} == GPU_DEFAULTS
     assert not any(choice.written for choice in config.choices.values())
 
@@ -50,6 +60,36 @@ def test_a_preset_fills_what_is_not_written(preset):
     config = OpsConfig.from_dict({"preset": preset, "rms_norm_implementation": "liger_kernel"})
     assert config.choices["rms_norm"].names == ("liger_kernel",)
     assert config.choices["swiglu_mlp"].names == (preset,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {op.config_field: GPU_DEFAULTS[op.name] for op in BUILTIN_OPS if op.default != "eager"},
+        {"moe_implementation": "fused"},
+        {"attn_implementation": {"*": ["veomni_flash_attention_2_with_sp", "eager"]}},
+    ],
+)
+def test_a_job_for_veomni_without_a_preset_is_told_which_line_to_write(fields, recwarn):
+    config = OpsConfig.from_dict(fields)
+    (said,) = [str(warning.message) for warning in recwarn if "preset" in str(warning.message)]
+    assert said.startswith("ops_implementation names no preset, so what it leaves out is auto: ")
+    assert said.endswith("Write `preset: auto` to keep that, or `preset: gpu` for VeOmni's own defaults")
+    assert all(choice.config_field in said for choice in config.choices.values() if not choice.written)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"moe_implementation": "fused_triton"},
+        {"preset": "gpu", "moe_implementation": "fused"},
+        {op.config_field: "eager" for op in BUILTIN_OPS},
+    ],
+)
+def test_any_other_job_is_told_nothing_of_presets(fields, recwarn):
+    OpsConfig.from_dict(fields, discover({"VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1"}))
+    assert not [warning for warning in recwarn if "preset" in str(warning.message)]
 
 
 @pytest.mark.parametrize("fields", GUIDE_YAMLS)
@@ -65,26 +105,36 @@ def test_the_guides_yamls_parse_unchanged(fields, tmp_path):
 
 def test_a_list_is_an_order_of_preference():
     config = OpsConfig.from_dict({"rms_norm_implementation": ["quack", "liger_kernel", "eager"]})
-    assert config.choices["rms_norm"].default == ("quack", "liger_kernel", "eager")
+    assert config.choices["rms_norm"].group_for("any").names == ("quack", "liger_kernel", "eager")
 
 
 def test_a_mapping_chooses_per_module_and_the_first_glob_wins():
     value = {"*.q_norm": "quack", "*norm": ["liger_kernel", "eager"], "default": "auto"}
     choice = OpsConfig.from_dict({"rms_norm_implementation": value}).choices["rms_norm"]
-    assert choice.names_for("layers.0.self_attn.q_norm") == ("quack",)
-    assert choice.names_for("model.norm") == ("liger_kernel", "eager")
-    assert choice.names_for("elsewhere") == ("auto",)
+    groups = [choice.group_for(path) for path in ("layers.0.self_attn.q_norm", "model.norm", "elsewhere")]
+    assert [group.glob for group in groups] == ["*.q_norm", "*norm", None]
+    assert [group.names for group in groups] == [("quack",), ("liger_kernel", "eager"), ("auto",)]
+    assert choice.names == ("auto", "quack", "liger_kernel", "eager")
 
 
 def test_a_mapping_without_a_default_leaves_the_rest_eager():
     choice = OpsConfig.from_dict({"rms_norm_implementation": {"*.q_norm": "quack"}}).choices["rms_norm"]
-    assert choice.names_for("model.norm") == ("eager",)
+    assert choice.group_for("model.norm").names == ("eager",)
 
 
 def test_fused_is_answered_by_its_present_name():
     with pytest.warns(FutureWarning, match="moe_implementation: fused is now called fused_triton"):
         config = OpsConfig.from_dict({"moe_implementation": "fused"})
     assert config.choices["moe_experts"].names == ("fused_triton",)
+
+
+def test_a_checked_config_brings_its_registry_and_another_one_is_refused():
+    ours, others = discover(), discover({"VEOMNI_PLUGINS": "veomni-torch"})
+    config = OpsConfig.from_dict({"preset": "auto"}, ours)
+    assert OpsConfig.of(config) is config and OpsConfig.of(config, ours) is config
+    with pytest.raises(ConfigError, match="checked against other plugins than those of registry=: leave registry out"):
+        OpsConfig.of(config, others)
+    assert OpsConfig.of({"preset": "auto"}, others).registry is others
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])

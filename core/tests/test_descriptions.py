@@ -22,7 +22,7 @@ from veomni_core import (
     SiteRule,
     bind,
     find_sites,
-    make_plan,
+    plan_sites,
 )
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import KernelUnavailableError, PluginLoadError, SpecError
@@ -104,7 +104,7 @@ def test_the_record_names_the_hook_the_module_the_spec_and_the_field_and_others_
         "not 'high' (str)"
     )
     sites = (Site("rms_norm", "norm", "norm modules", "standard", ""),)
-    (norm,) = [op for op in make_plan(sites, {"preset": "auto"}, registry=registry, hardware="cpu").ops if op.sites]
+    (norm,) = [op for op in plan_sites(sites, {"preset": "auto"}, registry=registry, hardware="cpu").ops if op.sites]
     assert norm.chosen != ("eager",)
 
 
@@ -148,7 +148,7 @@ def test_naming_a_kernel_that_was_left_out_gives_its_reason(install):
     sites = (Site("rms_norm", "norm", "norm modules", "standard", ""),)
     message = r"other is provided by newer-plugin 1\.0, but left out: rms_norm has no variant 'ofset'"
     with pytest.raises(KernelUnavailableError, match=message):
-        make_plan(sites, config, hardware="cpu")
+        plan_sites(sites, config, hardware="cpu")
 
 
 @pytest.mark.parametrize("op, variant, reason", UNKNOWN)
@@ -199,7 +199,7 @@ def test_a_slot_declared_by_an_alias_is_found_planned_verified_and_bound():
 def test_sites_given_by_an_alias_are_planned():
     registry = counting_registry("one", ops=("rms_norm",))
     sites = (Site("rms_norm", "norm", "op slots", "qwen3_5", "declared"),)
-    plan = make_plan(sites, {"preset": "auto"}, registry=registry, hardware="cpu")
+    plan = plan_sites(sites, {"preset": "auto"}, registry=registry, hardware="cpu")
     (norm,) = [op for op in plan.ops if op.sites]
     assert norm.chosen == ("one",) and norm.sites[0].site.variant == "offset"
 
@@ -212,7 +212,7 @@ def test_a_spec_written_by_an_alias_is_the_canonical_kernel(install):
     assert registry.plugin_of(canonical).name == "alias-plugin"
     sites = (Site("rms_norm", "norm", "norm modules", "offset", ""),)
     ask = {"preset": "eager", "rms_norm_implementation": "other"}
-    plan = make_plan(sites, ask, registry=registry, hardware="cpu")
+    plan = plan_sites(sites, ask, registry=registry, hardware="cpu")
     assert [kernel.spec.key for kernel in plan.kernels] == [("rms_norm", "offset", "other")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from veomni_core import make_plan
+from veomni_core import plan_sites
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 from veomni_core.sites.site import Site
@@ -43,10 +43,10 @@ def acme(install):
 
 def test_its_products_can_be_named_and_planned_for(acme):
     registry = acme("return None")
-    plan = make_plan(SITES, ASK, registry=registry, hardware="acme-x1")
+    plan = plan_sites(SITES, ASK, registry=registry, hardware="acme-x1")
     assert [decision.kernel for decision in plan.ops[_position(plan, "rms_norm")].sites] == ["acme"]
     with pytest.raises(UnknownNameError, match=r"acme-x2.*Did you mean 'acme-x1'"):
-        make_plan(SITES, ASK, registry=registry, hardware="acme-x2")
+        plan_sites(SITES, ASK, registry=registry, hardware="acme-x2")
 
 
 def test_it_is_detected_before_what_torch_sees(acme):
@@ -59,7 +59,7 @@ def test_where_it_is_absent_its_kernels_are_refused_with_that_reason(acme):
     with pytest.raises(
         KernelUnavailableError, match=r"acme can't run here: needs device type acme, this is cpu \(cpu\)"
     ):
-        make_plan(SITES, ASK, registry=registry, hardware="cpu")
+        plan_sites(SITES, ASK, registry=registry, hardware="cpu")
 
 
 def test_a_detection_that_fails_harms_nobody_else_and_is_told(acme, caplog):
@@ -81,7 +81,7 @@ def test_a_detection_that_fails_harms_nobody_else_and_is_told(acme, caplog):
 )
 def test_a_detection_that_answers_with_something_else_counts_as_absent_and_is_told(acme, caplog, detect, told):
     registry = acme(detect)
-    assert make_plan(SITES, {"preset": "auto"}, registry=registry).hardware.device_type in ("cpu", "cuda")
+    assert plan_sites(SITES, {"preset": "auto"}, registry=registry).hardware.device_type in ("cpu", "cuda")
     assert "device type acme counts as absent: veomni_acme" in caplog.text
     assert told in caplog.text
 

@@ -12,7 +12,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, KernelUnavailableError, PluginLoadError, UnknownNameError
 from veomni_core.planning.config import OpsConfig
-from veomni_core.planning.plan import make_plan
+from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.site import Site
 
 API = "from veomni_core import HardwareRequirement, KernelSpec, OpSpec, hookimpl\nVEOMNI_PLUGIN_API_VERSION = 1\n"
@@ -95,7 +95,7 @@ def test_naming_a_kernel_of_a_failed_plugin_gives_its_reason(install):
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "mine"})
     sites = (Site("rms_norm", "norm", "norm modules", "standard", ""),)
     with pytest.raises(KernelUnavailableError, match=r"mine is provided by bad-plugin 1.0, which failed: op 'rms"):
-        make_plan(sites, config, hardware=Hardware.named("cpu"))
+        plan_sites(sites, config, hardware=Hardware.named("cpu"))
 
 
 def test_naming_an_unknown_kernel_mentions_plugins_that_failed_before_they_could_say_what_they_have(install):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from veomni_core import Hardware, HardwareRequirement, KernelSpec, OpsConfig, Plan, Site, make_plan
+from veomni_core import Hardware, HardwareRequirement, KernelSpec, OpsConfig, Plan, Site, make_plan, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.errors import KernelUnavailableError, NoSiteError
+from veomni_core.errors import BindingError, ConfigError, KernelUnavailableError, NoSiteError
+from veomni_core.planning import choice
 
 NORMS = tuple(
     Site("rms_norm", f"layers.{i}.norm", "norm modules", variant, "proven", "bfloat16")
@@ -46,7 +49,7 @@ REGISTRY = registry(
 
 def plan(value, sites=NORMS, hardware="a100", registry=REGISTRY, **more):
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value, **more}, registry, environ={})
-    return make_plan(sites, config, hardware=hardware)
+    return plan_sites(sites, config, hardware=hardware)
 
 
 def chosen(plan, op="rms_norm"):
@@ -130,6 +133,52 @@ def test_globs_choose_per_module():
     assert chosen(result) == ["torch", "liger_kernel", "liger_kernel"]
 
 
+def test_a_decision_has_the_spec_of_its_kernel_and_the_glob_that_decided():
+    result = plan({"layers.0.*": "torch", "layers.1.*": "eager", "default": "liger_kernel"})
+    (norm,) = [op for op in result.ops if op.sites]
+    first, second, third = norm.sites
+    assert [decision.glob for decision in norm.sites] == ["layers.0.*", "layers.1.*", None]
+    assert first.spec is REGISTRY.find("rms_norm", "standard", "torch")
+    assert (second.spec, second.kernel) == (None, "eager")
+    assert third.spec is REGISTRY.find("rms_norm", "offset", "liger_kernel")
+    assert [planned.spec for planned in result.kernels] == [third.spec, first.spec]
+    assert Plan.from_json(result.to_json()).ops == result.ops
+
+
+def test_a_path_is_matched_with_each_glob_once(monkeypatch):
+    matched = []
+    monkeypatch.setattr(choice, "fnmatchcase", lambda path, glob: matched.append(path) or fnmatchcase(path, glob))
+    plan({"layers.0.*": "torch", "default": "liger_kernel"})
+    assert matched == [site.path for site in NORMS]
+
+
+def test_sites_are_planned_by_plan_sites_and_models_by_make_plan():
+    with pytest.raises(BindingError, match="make_plan needs a model; to plan for sites .* call plan_sites"):
+        make_plan(NORMS, {"preset": "eager"})
+
+
+def test_a_config_that_was_checked_against_another_registry_is_refused():
+    config = OpsConfig.from_dict({"preset": "eager"}, REGISTRY)
+    with pytest.raises(ConfigError, match="leave registry out"):
+        plan_sites(NORMS, config, registry=registry())
+    assert plan_sites(NORMS, config, registry=REGISTRY, hardware="cpu").ops
+
+
+def test_a_plan_that_lacks_a_kernel_of_its_sites_is_not_read():
+    data = {**json.loads(plan("torch").to_json()), "kernels": []}
+    with pytest.raises(ValueError, match=r"torch at layers\.0\.norm is not among the plan's kernels"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_plan_that_an_earlier_version_wrote_is_read():
+    data = json.loads(plan("torch").to_json())
+    for op in data["ops"]:
+        del op["preset"]
+        for site in op["sites"]:
+            del site["glob"]
+    assert Plan.from_json(json.dumps(data)).sha256 == plan("torch").sha256
+
+
 def test_a_glob_that_matches_nothing_is_an_error_that_names_paths():
     with pytest.raises(
         NoSiteError, match=r"\['encoder.\*'\]: no rms_norm site has such a path; sites are at layers.0.norm"
@@ -144,8 +193,8 @@ def test_a_chosen_kernel_without_any_site_is_an_error():
 
 def test_what_only_the_preset_chose_needs_no_site():
     everything = registry(kernel("liger_kernel"), kernel("triton", op="load_balancing_loss"))
-    config = OpsConfig.from_dict({}, everything, environ={})
-    assert chosen(make_plan(NORMS[:2], config, hardware="h200")) == ["liger_kernel"] * 2
+    config = OpsConfig.from_dict({"preset": "gpu"}, everything, environ={})
+    assert chosen(plan_sites(NORMS[:2], config, hardware="h200")) == ["liger_kernel"] * 2
 
 
 def test_an_unproven_site_stays_eager_with_what_was_tried():
@@ -159,7 +208,7 @@ def test_an_unproven_site_stays_eager_with_what_was_tried():
 def test_the_gpu_preset_elsewhere_raises_once_for_all_fields_with_the_alternatives():
     sites = (*NORMS, MLP, Site("moe_experts", "layers.0.experts", "experts modules", "standard", "proven"))
     with pytest.raises(KernelUnavailableError) as raised:
-        make_plan(sites, OpsConfig.from_dict({}, REGISTRY, environ={}), hardware="mi300x")
+        plan_sites(sites, OpsConfig.from_dict({"preset": "gpu"}, REGISTRY, environ={}), hardware="mi300x")
     lines = str(raised.value).splitlines()
     fields = {line.partition(":")[0] for line in lines}
     assert fields == {op.config_field for op in REGISTRY.ops.values() if op.default != "eager"}
@@ -212,6 +261,7 @@ def test_diff_says_what_runs_differently():
 
 def test_the_table_shows_what_was_asked_what_runs_and_why():
     table = plan("quack", hardware="h200").table()
+    assert "eager (preset eager)" in table and "quack (preset" not in table
     for words in ("rms_norm_implementation", "rms_norm/standard", "quack covers standard, not offset", "NVIDIA H200"):
         assert words in table
 
@@ -219,10 +269,10 @@ def test_the_table_shows_what_was_asked_what_runs_and_why():
 def test_planning_for_named_hardware_imports_neither_torch_nor_a_kernel_library():
     script = """
 import sys
-from veomni_core import OpsConfig, Site, discover, make_plan
+from veomni_core import OpsConfig, Site, discover, plan_sites
 registry = discover({})
 config = OpsConfig.from_dict({"preset": "eager"}, registry)
-make_plan((Site("rms_norm", "norm", "norm modules", "standard", "proven"),), config, hardware="h200").to_json()
+plan_sites((Site("rms_norm", "norm", "norm modules", "standard", "proven"),), config, hardware="h200").to_json()
 heavy = {"torch", "transformers", "triton", "numpy", "liger_kernel", "flash_attn", "quack"} & set(sys.modules)
 print(sorted(heavy))
 """
@@ -250,8 +300,7 @@ def test_whatever_is_asked_only_kernels_that_can_run_are_chosen_and_the_order_of
     for op in result.ops:
         for decision in op.sites:
             if decision.bound:
-                spec = result.spec("rms_norm", decision.site.variant, decision.kernel)
-                assert spec.hardware.unmet(Hardware.named(hardware)) == ()
+                assert decision.spec.hardware.unmet(Hardware.named(hardware)) == ()
                 assert decision.kernel in names or "auto" in names
 
 

@@ -41,3 +41,12 @@ def test_the_receipt_names_what_was_left_eager_and_a_warning_says_so_once(caplog
     assert caplog.text.count("swiglu_mlp_implementation: 2 of 2 sites stay eager") == 1
     table = binding.receipt.table()
     assert "rms_norm_implementation" in table and "5/5" in table and "0/2" in table
+
+
+def test_a_field_that_a_preset_filled_is_shown_with_the_preset_s_name():
+    for config, preset in (({}, "auto"), ({"preset": "eager"}, "eager")):
+        with bind(build("llama"), {**config, "rms_norm_implementation": "one"}, registry=REGISTRY) as binding:
+            table, ops = binding.receipt.table(), {op["op"]: op for op in binding.receipt.to_dict()["ops"]}
+        assert f"{preset} (preset {preset})" in table and "one (preset" not in table
+        assert (ops["swiglu_mlp"]["preset"], ops["rms_norm"]["preset"]) == (preset, None)
+        assert [ops[name]["written"] for name in ("swiglu_mlp", "rms_norm")] == [False, True]

@@ -9,10 +9,10 @@ import torch
 
 from counting_kernels import calls, counting_registry
 from models import build, step
-from veomni_core import KernelSpec, OpsConfig, Plan, Site, bind, make_plan
+from veomni_core import KernelSpec, OpsConfig, Plan, Site, apply_plan, bind, make_plan, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.errors import ConfigError, KernelUnavailableError, UnknownNameError
+from veomni_core.errors import KernelUnavailableError, UnknownNameError
 
 HALVES = ("bfloat16", "float16")
 ATTENTION = Site("attention", "", "attention interface", "standard", "proven", "float32")
@@ -26,7 +26,7 @@ def plan(site, dtypes=HALVES, autocast=None, value="lib"):
     registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
     field = registry.op(site.op_name).config_field
     config = OpsConfig.from_dict({"preset": "eager", field: value}, registry, environ={})
-    return make_plan([site], config, hardware="h200", autocast=autocast)
+    return plan_sites([site], config, hardware="h200", autocast=autocast)
 
 
 def the_site(found):
@@ -115,9 +115,7 @@ def test_without_autocast_the_same_kernels_are_left_out():
 def test_a_plan_keeps_the_autocast_that_it_was_made_for():
     model, registry = build("llama"), half_registry()
     made = make_plan(model, {"preset": "auto"}, registry=registry, autocast="bfloat16")
-    with pytest.raises(ConfigError, match="pass them to make_plan"):
-        bind(model, made, registry=registry, autocast="bfloat16")
-    with bind(model, made, registry=registry) as binding:
+    with apply_plan(model, made, registry) as binding:
         assert binding.receipt.plan.autocast == "bfloat16"
 
 

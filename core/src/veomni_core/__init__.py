@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from veomni_core.binding.bind import Binding, bind, binding_of
+    from veomni_core.binding.bind import Binding, apply_plan, bind, binding_of
     from veomni_core.binding.receipt import Receipt
     from veomni_core.build import build_foundation_model
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from veomni_core.discovery.registry import PluginRecord, Registry
     from veomni_core.planning.config import OpsConfig
     from veomni_core.planning.config import OpsConfig as OpsImplementationConfig
-    from veomni_core.planning.plan import Plan, make_plan
+    from veomni_core.planning.plan import Plan
+    from veomni_core.planning.planner import make_plan, plan_sites
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
 
@@ -43,13 +44,15 @@ _HOME = {
     "Site": "sites.site",
     "SiteRule": "descriptions.spec",
     "VariantSpec": "descriptions.op_spec",
+    "apply_plan": "binding.bind",
     "bind": "binding.bind",
     "binding_of": "binding.bind",
     "build_foundation_model": "build",
     "discover": "discovery.discover",
     "find_sites": "sites.find",
     "hookimpl": "descriptions.hookspecs",
-    "make_plan": "planning.plan",
+    "make_plan": "planning.planner",
+    "plan_sites": "planning.planner",
 }
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "Site",
     "SiteRule",
     "VariantSpec",
+    "apply_plan",
     "bind",
     "binding_of",
     "build_foundation_model",
@@ -78,6 +82,7 @@ __all__ = [
     "find_sites",
     "hookimpl",
     "make_plan",
+    "plan_sites",
 ]
 
 

@@ -17,7 +17,8 @@ from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
 from veomni_core.jobs.model_config import ConfigSource, load_model_config
 from veomni_core.planning.config import OpsConfig
-from veomni_core.planning.plan import Plan, make_plan
+from veomni_core.planning.plan import Plan
+from veomni_core.planning.planner import make_plan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,7 +73,7 @@ def build_foundation_model(
             "build_foundation_model needs ops_implementation, e.g. {'preset': 'auto'}, or {'preset': 'eager'} for the "
             "model's own code; there is no default"
         )
-    ops = ops_implementation if isinstance(ops_implementation, OpsConfig) else OpsConfig.from_dict(ops_implementation)
+    ops = OpsConfig.of(ops_implementation)
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     dtype, made_on = _dtype(torch_dtype), _device(init_device)
@@ -99,7 +100,14 @@ def build_foundation_model(
         model = skeleton
     else:
         model = _random_model(model_class, config, dtype, made_on, trust_remote_code)
-    apply_plan(model, plan, ops.registry, on_change=ops.on_change, training_logits=ops.training_logits)
+    apply_plan(
+        model,
+        plan,
+        ops.registry,
+        on_change=ops.on_change,
+        training_logits=ops.training_logits,
+        agree=False,  # the ranks have agreed above, before the weights were read
+    )
     return model
 
 

@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
-from veomni_core.planning.plan import make_plan
+from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.find import find_sites
 from veomni_core.sites.probe import quiet
 from veomni_core.sites.site import Site
@@ -105,7 +105,7 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
         return ModelCoverage(model_type, problem=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
     built = time.perf_counter()
     sites = find_sites(model, config.registry)
-    plan = make_plan(sites, config)
+    plan = plan_sites(sites, config)
     done = time.perf_counter()
     ops = []
     for decision in plan.ops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, make_plan
+from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
@@ -34,7 +34,7 @@ CLASSIFIER = Site("cross_entropy_loss", "score", "a rule", "seq_cls", "proven", 
 
 
 def plan(config, hardware="ascend-910b", sites=SITES):
-    return make_plan(sites, OpsConfig.from_dict(config, REGISTRY, environ={}), registry=REGISTRY, hardware=hardware)
+    return plan_sites(sites, OpsConfig.from_dict(config, REGISTRY, environ={}), registry=REGISTRY, hardware=hardware)
 
 
 def chosen(result):
@@ -43,7 +43,7 @@ def chosen(result):
 
 def test_the_gpu_preset_raises_once_for_all_fields_with_the_values_that_are_allowed():
     with pytest.raises(KernelUnavailableError) as raised:
-        plan({})
+        plan({"preset": "gpu"})
     lines = str(raised.value).splitlines()
     fields = {line.partition(":")[0] for line in lines}
     assert fields == {op.config_field for op in REGISTRY.ops.values() if op.default != "eager"}
@@ -52,6 +52,11 @@ def test_the_gpu_preset_raises_once_for_all_fields_with_the_values_that_are_allo
     assert usable["moe"] == "eager, fused_npu."
     assert usable["attn"] == "eager, npu_fusion_attention."
     assert usable["load_balancing_loss"] == "eager."
+
+
+def test_a_job_that_names_one_field_does_not_fail_over_the_others():
+    written = {"rms_norm_implementation": "npu"}
+    assert chosen(plan(written)) == chosen(plan({"preset": "auto", **written}))
 
 
 @pytest.mark.parametrize("hardware", ["ascend-910b", "ascend-910_93"])

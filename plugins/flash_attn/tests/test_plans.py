@@ -11,7 +11,7 @@ from flash_plugin import NAMES, SPECS, registry, without_gpu
 from transformers import T5Config, T5ForConditionalGeneration
 
 from models import build
-from veomni_core import Hardware, OpsConfig, find_sites, make_plan
+from veomni_core import Hardware, OpsConfig, find_sites, plan_sites
 from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecError
 from veomni_core.testing import check_kernel
 
@@ -22,7 +22,7 @@ def plan(family, kernel, ours=None, hardware="h200", dtype=torch.bfloat16, autoc
     with torch.device("meta"):
         model = build(family, dtype=dtype, **config)
     sites, target = find_sites(model, ours), ours.named_hardware(hardware)
-    return make_plan(sites, ops, hardware=target, registry=ours, autocast=autocast)
+    return plan_sites(sites, ops, hardware=target, registry=ours, autocast=autocast)
 
 
 @pytest.mark.parametrize("kernel", [*NAMES, "flex_attention"])
@@ -83,7 +83,7 @@ def test_a_model_that_transformers_gives_no_flash_attention_is_given_none_here()
     ours = registry()
     ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": "flash_attention_3"}, ours)
     with pytest.raises(KernelUnavailableError, match="does not compute dense_mask, which this site needs"):
-        make_plan(find_sites(model, ours), ops, hardware=ours.named_hardware("h200"), registry=ours)
+        plan_sites(find_sites(model, ours), ops, hardware=ours.named_hardware("h200"), registry=ours)
 
 
 def test_two_packages_that_claim_one_kernel_are_refused_both():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from veomni_core import Hardware, OpsConfig, Site, make_plan
+from veomni_core import Hardware, OpsConfig, Site, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
@@ -33,7 +33,7 @@ FIELDS = {REGISTRY.ops[op].config_field: "liger_kernel" for op in VARIANTS} | {"
 
 def plan(hardware):
     config = OpsConfig.from_dict({"preset": "eager", **FIELDS}, REGISTRY, environ={})
-    return make_plan(SITES, config, registry=REGISTRY, hardware=hardware)
+    return plan_sites(SITES, config, registry=REGISTRY, hardware=hardware)
 
 
 def run(code, **environment):

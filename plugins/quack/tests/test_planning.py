@@ -8,7 +8,7 @@ import sys
 import pytest
 from quack_plugin import SPECS
 
-from veomni_core import OpsConfig, Site, make_plan
+from veomni_core import OpsConfig, Site, plan_sites
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
@@ -26,7 +26,7 @@ def site(op_name, variant, dtype="bfloat16"):
 
 def plan(config, hardware, sites):
     config = OpsConfig.from_dict({"preset": "eager", **config}, REGISTRY, environ={})
-    return make_plan(tuple(sites), config, registry=REGISTRY, hardware=hardware)
+    return plan_sites(tuple(sites), config, registry=REGISTRY, hardware=hardware)
 
 
 def chosen(result):

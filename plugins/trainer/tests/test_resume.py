@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from veomni_core import KernelSpec
 from veomni_core.errors import CheckpointError, ConfigError, PlanMismatchError
 from veomni_trainer.loop import checkpoints
 
@@ -59,6 +61,10 @@ def test_another_plan_needs_consent(moe_data: dict[str, Any], train: Train, loss
     plan = json.loads((run / "checkpoint-3" / "plan.json").read_text())
     norms = next(op for op in plan["ops"] if op["op_name"] == "rms_norm")
     norms["sites"][0]["kernel"] = "liger_kernel"
+    spec = KernelSpec(
+        "liger_kernel", "rms_norm", norms["sites"][0]["site"]["variant"], "veomni_liger.rms_norm:rms_norm"
+    )
+    plan["kernels"].append({"spec": asdict(spec), "distribution": "veomni-liger", "version": "0.1.0"})
     (run / "checkpoint-3" / "plan.json").write_text(json.dumps(plan))
     before = (run / "metrics.jsonl").read_text()
     with pytest.raises(PlanMismatchError) as caught:

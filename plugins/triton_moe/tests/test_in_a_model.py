@@ -9,7 +9,7 @@ import torch
 
 from models import step
 from tiny_models import tiny_model
-from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, make_plan
+from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
@@ -52,9 +52,9 @@ def test_without_a_gpu_they_are_refused_and_for_an_h200_they_are_planned():
     model = tiny_model("qwen3_moe", torch.float32)
     ours = registry(anywhere=False)
     config = OpsConfig.from_dict({"preset": "eager", **FIELDS}, ours)
-    plan = make_plan(find_sites(model, ours), config, hardware=Hardware.named("h200"))
+    plan = plan_sites(find_sites(model, ours), config, hardware=Hardware.named("h200"))
     assert {decision.config_field: decision.chosen for decision in plan.ops if decision.written} == {
         name: (kernel,) for name, kernel in FIELDS.items()
     }
     with pytest.raises(KernelUnavailableError, match="fused_triton can't run here: needs device type cuda"):
-        make_plan(find_sites(model, ours), config, hardware=Hardware.named("cpu"))
+        plan_sites(find_sites(model, ours), config, hardware=Hardware.named("cpu"))

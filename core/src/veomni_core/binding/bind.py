@@ -21,9 +21,10 @@ from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import Transformation, transformations_of
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import BindingError, ConfigError, UnknownNameError, did_you_mean
-from veomni_core.planning.config import ON_CHANGE, OpsConfig
-from veomni_core.planning.plan import Plan, make_plan
+from veomni_core.errors import BindingError
+from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, OpsConfig, one_of
+from veomni_core.planning.plan import Plan
+from veomni_core.planning.planner import make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def binding_of(model: nn.Module) -> Binding | None:
 
 def bind(
     model: nn.Module,
-    plan_or_config: Plan | OpsConfig | Mapping[str, Any],
+    config: OpsConfig | Mapping[str, Any],
     *,
     registry: Registry | None = None,
     autocast: Any = None,
@@ -92,12 +93,12 @@ def bind(
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> Binding:
-    """Put kernels into this one model. Other models of the same class keep their own code.
+    """Plan for this one model, and put the plan's kernels into it. Other models of its class keep their own code.
 
     Args:
         model: any ``torch.nn.Module`` that is not bound yet, typically a transformers model.
-        plan_or_config: a finished plan, or a config (``{"preset": "auto"}``) from which the plan is made first.
-        registry: the plugins to choose from; without it the config's, or else :func:`veomni_core.discover`'s.
+        config: which kernels to use, as a mapping (``{"preset": "auto"}``) or checked.
+        registry: the plugins to choose from, for a config that is a mapping (see :meth:`veomni_core.OpsConfig.of`).
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype), as with ``Trainer(bf16=True)``. Kernels that compute only in that dtype can then run over
             float32 weights.
@@ -115,66 +116,75 @@ def bind(
         The binding, with its receipt and :meth:`Binding.undo`.
 
     Raises:
-        BindingError: the model, or a part of it, is bound already; two rules put kernels into one module; or
-            transformers would replace the kernels again.
-        ConfigError: ``autocast`` or ``device`` is given together with a finished plan, which already fixes both.
+        BindingError: the model, or a part of it, is bound already; two rules put kernels into one module;
+            transformers would replace the kernels again; or ``config`` is a plan, for which there is
+            :func:`apply_plan`.
+        ConfigError: the config is wrong, or was checked against another registry.
         HostError: this machine has no such ``device``.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
             results differ from those of its module's own code.
         PlanMismatchError: the ranks' plans differ, or some ranks did not answer in time.
     """
-    if on_change is not None and on_change not in ON_CHANGE:
-        raise UnknownNameError(f"on_change: {on_change!r} is unknown. {did_you_mean(str(on_change), ON_CHANGE)}")
-    _refuse_unbindable(model)
-    _release_copies(model)
-    ranks: dict[str, Any] = {"agree": agree, "group": group, "timeout": agreement_timeout}
-    if isinstance(plan_or_config, Plan):
-        if autocast is not None or device is not None:
-            raise ConfigError("a plan fixes device and autocast: pass them to make_plan, not to bind")
-        registry = registry or discover()
-        plan = agree_on_plan(lambda: plan_or_config, **ranks)
-        options = {"on_change": on_change or "raise", "training_logits": training_logits or "deferred"}
-        return apply_plan(model, plan, registry, verify=verify, **options)
-    config = plan_or_config
-    if not isinstance(config, OpsConfig):
-        config = OpsConfig.from_dict(config, registry)
-    registry = registry or config.registry
+    if isinstance(config, Plan):
+        raise BindingError("bind makes the plan itself, from a config; to apply a finished one, call apply_plan")
+    ops = OpsConfig.of(config, registry)
+    settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
+    _make_ready(model)
 
     def make() -> Plan:
-        hardware = registry.detect_hardware(device_type)
-        return make_plan(model, config, registry=registry, hardware=hardware, autocast=autocast)
+        return make_plan(model, ops, hardware=ops.registry.detect_hardware(device_type), autocast=autocast)
 
-    plan = agree_on_plan(make, **ranks)
-    return apply_plan(
-        model,
-        plan,
-        registry,
-        verify=verify,
-        on_change=on_change or config.on_change,
-        training_logits=training_logits or config.training_logits,
-    )
+    plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
+    return _apply(model, plan, ops.registry, verify, settings)
 
 
 def apply_plan(
     model: nn.Module,
     plan: Plan,
-    registry: Registry,
+    registry: Registry | None = None,
     *,
     verify: bool = False,
     on_change: str = "raise",
     training_logits: str = "deferred",
+    agree: bool = True,
+    group: Any = None,
+    agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> Binding:
-    """:func:`bind` for a plan that all ranks already have."""
-    _refuse_unbindable(model)
-    kernels = {planned.spec.key: (planned.spec.load(), planned.spec) for planned in plan.kernels}
+    """Put the kernels of a finished plan into this one model. What it runs was decided when it was planned.
+
+    Args:
+        model: the model that the plan was made for, or one with the same modules.
+        plan: the plan, as of :func:`veomni_core.make_plan`.
+        registry: the plugins whose site rules found the plan's sites; discovered without it.
+        verify, agree, group, agreement_timeout: as for :func:`bind`.
+        on_change, training_logits: as in :class:`veomni_core.OpsConfig`.
+
+    Returns:
+        The binding, as of :func:`bind`.
+
+    Raises:
+        BindingError: as of :func:`bind`; or ``plan`` is a config, for which there is :func:`bind`.
+        KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
+    """
+    if not isinstance(plan, Plan):
+        raise BindingError(f"apply_plan needs a Plan, not a {type(plan).__name__}; to plan from a config, call bind")
+    settings = _settings(on_change, training_logits)
+    _make_ready(model)
+    plan = agree_on_plan(lambda: plan, agree=agree, group=group, timeout=agreement_timeout)
+    return _apply(model, plan, registry or discover(), verify, settings)
+
+
+def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
+    """Change the model, once all ranks have the plan."""
+    kernels = {planned.spec: planned.spec.load() for planned in plan.kernels}
     verification = Verification()
     if verify:
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
         verification = verify_plan(model, plan, registry, kernels)
-    binding = Binding(model, plan, ChangeSet(on_change, training_logits), verification)
+    binding = Binding(model, plan, ChangeSet(*settings), verification)
     binding.apply(_changes(model, plan, registry, kernels))
     _warn_of_sites_left_eager(plan)
     return binding
@@ -187,6 +197,16 @@ def _changes(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels)
     for note in placement_notes(model, plan):
         yield "", "", note
     yield from site_changes(model, plan, registry, kernels)
+
+
+def _settings(on_change: str, training_logits: str) -> tuple[str, str]:
+    return one_of("on_change", on_change, ON_CHANGE), one_of("training_logits", training_logits, TRAINING_LOGITS)
+
+
+def _make_ready(model: nn.Module) -> None:
+    """Raise if the model can't be bound; unbind what was copied into it from another bound model."""
+    _refuse_unbindable(model)
+    _release_copies(model)
 
 
 def _refuse_unbindable(model: nn.Module) -> None:

@@ -51,7 +51,7 @@ def misplaced(model: nn.Module, plan: Plan) -> str:
             decision.site.path or "the model"
             for op in plan.ops
             for decision in op.sites
-            if (op.op_name, decision.site.variant, decision.kernel) == planned.spec.key
+            if decision.spec == planned.spec
         ]
         found = " and ".join(sorted(here))
         return (

@@ -83,7 +83,7 @@ class Receipt:
         rows = [
             (
                 op.config_field,
-                f"{op.asked}" + ("" if op.written else " (preset)"),
+                op.shown,
                 ", ".join(op.chosen) if op.sites else "-",
                 f"{_bound(op)}/{len(op.sites)}" + (f" ({count} {DECLARED})" if (count := _declared(op)) else ""),
                 "; ".join(f"{reason} ({len(paths)})" for reason, paths in _eager_reasons(op).items()),
@@ -112,6 +112,7 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
         "op": op.op_name,
         "asked": op.asked,
         "written": op.written,
+        "preset": op.preset,
         "chosen": list(op.chosen) if op.sites else [],
         "bound": _bound(op),
         "found": len(op.sites),

@@ -15,7 +15,7 @@ from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
 
-Kernels = Mapping[tuple[str, str, str], tuple[Callable[..., Any], KernelSpec]]  # by the specs' keys
+Kernels = Mapping[KernelSpec, Callable[..., Any]]
 
 
 def site_changes(
@@ -29,7 +29,7 @@ def site_changes(
         locator = None  # imported at the rule's first site: a broken rule must not affect models without such a site
         for op, decision in decisions_of(plan, rule):
             locator = locator or locator_of(rule)
-            for change in changes_at(model, op, decision, locator, kernels):
+            for change in changes_at(model, decision, locator, kernels):
                 yield decision.site.path, f"the rule {rule.name!r} ({op.config_field})", change
 
 
@@ -41,11 +41,7 @@ def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteD
                 yield op, decision
 
 
-def changes_at(
-    model: nn.Module, op: OpDecision, decision: SiteDecision, locator: SiteLocator, kernels: Kernels
-) -> Iterator[Change]:
+def changes_at(model: nn.Module, decision: SiteDecision, locator: SiteLocator, kernels: Kernels) -> Iterator[Change]:
     """The changes that put the kernel of one decision into its site."""
-    kernel, spec = None, None
-    if decision.bound:
-        kernel, spec = kernels[op.op_name, decision.site.variant or "", decision.kernel]
-    yield from locator.install(model, decision.site, kernel, spec)
+    kernel = None if decision.spec is None else kernels[decision.spec]
+    yield from locator.install(model, decision.site, kernel, decision.spec)

@@ -16,7 +16,7 @@ from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConformanceError
 from veomni_core.ops.contract import Contract, contract_for, dtype_name
-from veomni_core.planning.decisions import OpDecision, SiteDecision
+from veomni_core.planning.decisions import SiteDecision
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
@@ -42,23 +42,22 @@ def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kerne
         return Verification(not_compared=tuple(f"{planned.spec}: {no_weights}" for planned in plan.kernels))
     held = tuple(_check(planned.spec, model, registry, plan.autocast) for planned in plan.kernels)
     bound = [
-        (locator_of(rule), op, decision)
+        (locator_of(rule), decision, decision.spec)
         for rule in registry.site_rules
-        for op, decision in decisions_of(plan, rule)
-        if decision.bound
+        for _, decision in decisions_of(plan, rule)
+        if decision.spec is not None
     ]
     same: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
     with undisturbed(model):
         with autocast_on(model, plan.autocast):
-            calls, why_none = recorded_calls(model, {decision.site.path for _, _, decision in bound})
-        for locator, op, decision in bound:
-            spec = plan.spec(op.op_name, decision.site.variant, decision.kernel)
+            calls, why_none = recorded_calls(model, {decision.site.path for _, decision, _ in bound})
+        for locator, decision, spec in bound:
             call = calls.get(decision.site.path)
             why = why_none or "its module was not called"
             if call is not None:
-                contract = contract_for(registry.op(op.op_name), spec.variant)
-                why = _compare(model, locator, op, decision, kernels, call, contract, plan.autocast)
+                contract = contract_for(registry.op(spec.op_name), spec.variant)
+                why = _compare(model, locator, decision, kernels, call, contract, plan.autocast)
             if why:
                 left_out[f"{spec} at {decision.site.path or 'the model'}: {why}"] += 1
             else:
@@ -69,7 +68,6 @@ def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kerne
 def _compare(
     model: nn.Module,
     locator: SiteLocator,
-    op: OpDecision,
     decision: SiteDecision,
     kernels: Kernels,
     call: RecordedCall,
@@ -87,7 +85,7 @@ def _compare(
         return f"its own code can't be run alone: {own.problem}"
     changes = ChangeSet()
     try:
-        for change in changes_at(model, op, decision, locator, kernels):
+        for change in changes_at(model, decision, locator, kernels):
             changes.apply(change, path, decision.site.rule)
         bound = Run.of(module, call, autocast)
     finally:
@@ -95,7 +93,7 @@ def _compare(
     difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast)
     if difference:
         raise ConformanceError(
-            f"{op.op_name}/{decision.site.variant}:{decision.kernel} at {path or 'the model'}, found by the rule "
+            f"{decision.spec} at {path or 'the model'}, found by the rule "
             f"{decision.site.rule!r}, is not what the module's own code computes here: {difference}"
         )
     return ""

@@ -8,7 +8,6 @@ import typer
 
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.descriptions.spec import EAGER
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.selection import Selection
@@ -31,8 +30,8 @@ def explain(
             "kernel": kernel.name,
             "plugin": str(registry.plugin_of(kernel)),
             "preference": kernel.preference,
-            "runs": not selection.why_not(kernel),
-            "reasons": list(selection.why_not(kernel)),
+            "runs": not (reasons := selection.why_not(kernel)),
+            "reasons": list(reasons),
             "assumes": [] if target.detected else list(kernel.hardware.chosen_for(target).packages),
         }
         for kernel in registry.kernels(spec.name)
@@ -42,7 +41,7 @@ def explain(
         for value in registry.known_values(spec.name)
         if registry.absence(spec.name, value)
     }
-    winners = {variant: _winner(rows, variant) for variant in spec.variants}
+    auto = {variant: selection.auto(spec.name, variant) for variant in spec.variants}
     if json:
         print_json(
             {
@@ -51,7 +50,7 @@ def explain(
                 "hardware": target.describe(),
                 "kernels": rows,
                 "not_here": absent,
-                "auto": winners,
+                "auto": {variant: verdict.kernel for variant, verdict in auto.items()},
             }
         )
         return
@@ -67,8 +66,8 @@ def explain(
     ] + [("", name, "-", "", f"no: {reason}") for name, reason in absent.items()]
     title = f"{spec.name} ({spec.config_field}) on {target.describe()}"
     print(render_table(("variant", "kernel", "plugin", "preference", "runs here"), table, title))
-    for variant, winner in winners.items():
-        print(f"auto takes {winner} for {variant}")
+    for variant, verdict in auto.items():
+        print(f"auto takes {verdict.kernel} for {variant}: {verdict.reason}")
     for name, distribution in spec.published.items():
         if distribution and name in absent:
             print(f"pip install {distribution} would add {name}, if its own requirements are met")
@@ -77,8 +76,3 @@ def explain(
 def _op(registry: Registry, name: str) -> OpSpec:
     by_field = {op.config_field: op for op in registry.ops.values()}
     return by_field[name] if name in by_field else registry.op(name)
-
-
-def _winner(rows: list[dict[str, Any]], variant: str) -> str:
-    able = [row for row in rows if row["variant"] == variant and row["runs"] and row["preference"] > 0]
-    return min(able, key=lambda row: (-row["preference"], row["kernel"]))["kernel"] if able else EAGER

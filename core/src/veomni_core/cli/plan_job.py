@@ -37,7 +37,7 @@ def plan_job(
     config = OpsConfig.from_dict({"model": {"ops_implementation": section.ops_implementation}}, registry)
 
     from veomni_core.build import build_skeleton, check_weights
-    from veomni_core.planning.plan import make_plan
+    from veomni_core.planning.planner import make_plan
 
     assumed: tuple[str, ...] = ()
     if section.weights is not None:
@@ -46,7 +46,7 @@ def plan_job(
         else:
             assumed = (f"model.weights: {section.weights}",)
     skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
-    plan = make_plan(skeleton, config, registry=registry, hardware=target, autocast=conditions.autocast)
+    plan = make_plan(skeleton, config, hardware=target, autocast=conditions.autocast)
     plan = replace(plan, assumptions=(*plan.assumptions, *assumed))
     print(plan.to_json() if json else plan.table())
 

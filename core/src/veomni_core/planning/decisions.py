@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.spec import EAGER, KernelSpec
 from veomni_core.sites.site import Site
 
 
@@ -16,42 +17,86 @@ class SiteDecision:
 
     Attributes:
         site: the site.
-        kernel: the name of the kernel, or ``eager``.
+        spec: the kernel that was chosen; ``None`` for the model's own code.
         reason: why it was chosen, or why the site stays eager.
         as_asked: whether the config names exactly this choice.
         dtypes: the dtypes in which the site's inputs may arrive, as far as is known. There are two where autocast may
             or may not have cast them.
+        glob: the glob of the config field that matches the site's path; ``None`` if none does.
     """
 
     site: Site
-    kernel: str
+    spec: KernelSpec | None
     reason: str
     as_asked: bool = True
     dtypes: tuple[str, ...] = ()
+    glob: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
 
     @property
+    def kernel(self) -> str:
+        """The kernel's name, or ``eager``."""
+        return EAGER if self.spec is None else self.spec.name
+
+    @property
     def bound(self) -> bool:
         """Whether a kernel replaces the model's own code."""
-        return self.kernel != EAGER
+        return self.spec is not None
 
     @property
     def runs(self) -> str:
         """What runs at the site: a kernel; ``eager`` if the config requests it; else what the model is set to."""
         return self.kernel if self.bound or self.as_asked else self.site.own
 
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain data, with the kernel's name in place of its spec."""
+        return {
+            "site": asdict(self.site),
+            "kernel": self.kernel,
+            "reason": self.reason,
+            "as_asked": self.as_asked,
+            "dtypes": self.dtypes,
+            "glob": self.glob,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], specs: Mapping[tuple[str, str, str], KernelSpec]) -> SiteDecision:
+        """The decision that :meth:`to_dict` turned into ``data``, with its spec from ``specs``, which are by key.
+
+        Raises:
+            ValueError: ``specs`` lacks the kernel.
+        """
+        site = Site(**data["site"])
+        key = (site.op_name, site.variant or "", data["kernel"])
+        if data["kernel"] != EAGER and key not in specs:
+            raise ValueError(f"{data['kernel']} at {site.path or 'the model'} is not among the plan's kernels")
+        return cls(site, specs.get(key), data["reason"], data["as_asked"], data["dtypes"], data.get("glob"))
+
 
 @dataclass(frozen=True)
 class OpDecision:
-    """What one config field requests, and what was decided at every site of its op."""
+    """What one config field requests, and what was decided at every site of its op.
+
+    ``preset`` is the name of the preset that filled the field; ``None`` if the config writes it.
+    """
 
     op_name: str
     config_field: str
     asked: Any
-    written: bool
+    preset: str | None
     sites: tuple[SiteDecision, ...]
+
+    @property
+    def written(self) -> bool:
+        """Whether the config writes the field."""
+        return self.preset is None
+
+    @property
+    def shown(self) -> str:
+        """What is requested, for tables; with the preset's name where a preset filled the field."""
+        return f"{self.asked}" + ("" if self.written else f" (preset {self.preset})")
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -64,8 +109,20 @@ class OpDecision:
         """The sites where the model's own code runs."""
         return tuple(decision for decision in self.sites if not decision.bound)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain data."""
+        return {
+            "op_name": self.op_name,
+            "config_field": self.config_field,
+            "asked": self.asked,
+            "written": self.written,
+            "preset": self.preset,
+            "sites": [decision.to_dict() for decision in self.sites],
+        }
+
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> OpDecision:
-        """The decision that ``dataclasses.asdict`` turned into ``data``."""
-        sites = tuple(SiteDecision(**{**decision, "site": Site(**decision["site"])}) for decision in data["sites"])
-        return cls(**{**data, "sites": sites})
+    def from_dict(cls, data: Mapping[str, Any], specs: Mapping[tuple[str, str, str], KernelSpec]) -> OpDecision:
+        """The decision that :meth:`to_dict` turned into ``data``, with the specs of its kernels from ``specs``."""
+        sites = tuple(SiteDecision.from_dict(decision, specs) for decision in data["sites"])
+        preset = None if data["written"] else data.get("preset", "unknown")
+        return cls(data["op_name"], data["config_field"], data["asked"], preset, sites)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.spec import DTYPES, EAGER, KernelSpec, load_attribute
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.config import AUTO
+from veomni_core.planning.choice import AUTO, Requested
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -16,11 +16,16 @@ AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The name of the selected kernel (or ``eager``), the reason, and whether the config names exactly that."""
+    """The selected kernel (``None`` for eager), the reason, and whether the config names exactly that."""
 
-    kernel: str
+    spec: KernelSpec | None
     reason: str
     as_asked: bool
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name, or ``eager``."""
+        return EAGER if self.spec is None else self.spec.name
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class _Place:
     needs: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
-    site: Site = field(compare=False)  # the first of those that agree in all of the above
+    site: Site | None = field(compare=False)  # the first of those that agree in all of the above
 
 
 class Selection:
@@ -46,20 +51,24 @@ class Selection:
         autocast: str | None = None,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
-        self._answers: dict[tuple[str, tuple[str, ...], _Place], Verdict] = {}
+        self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
-    def choose(self, op_name: str, names: tuple[str, ...], site: Site) -> Verdict:
-        """The first of ``names`` that can run at ``site``; ``eager``, with all reasons, if none can."""
-        if names[0] == EAGER:
-            return Verdict(EAGER, "as asked", as_asked=True)
+    def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
+        """The first of ``requested`` that can run at ``site``; eager, with all reasons, if none can."""
+        if requested[0].name == EAGER:
+            return Verdict(None, "as asked", as_asked=True)
         if site.variant is None:
-            return Verdict(EAGER, f"not proven: {site.evidence}", as_asked=False)
+            return Verdict(None, f"not proven: {site.evidence}", as_asked=False)
         refuses, sizes = tuple(site.refuses.items()), tuple(sorted(site.sizes.items()))
         place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, refuses, sizes, site)
-        key = (op_name, names, place)
+        key = (op_name, requested, place)
         if key not in self._answers:
-            self._answers[key] = self._first(op_name, names, place)
+            self._answers[key] = self._first(op_name, requested, place)
         return self._answers[key]
+
+    def auto(self, op_name: str, variant: str) -> Verdict:
+        """What ``auto`` takes at a site of ``variant`` that suits all of its kernels, as far as the hardware allows."""
+        return self._best(op_name, _Place(variant, (), (), (), (), None), [])
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
         """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
@@ -76,15 +85,15 @@ class Selection:
             return (self._autocast,)
         return tuple(dict.fromkeys((site.dtype, self._autocast)))
 
-    def leaves_open(self, names: tuple[str, ...]) -> bool:
-        """Whether ``names`` allows the model's own code (``eager`` or ``auto``), so that nothing is refused."""
-        return EAGER in names or AUTO in names
+    def leaves_open(self, requested: tuple[Requested, ...]) -> bool:
+        """Whether ``requested`` allows the model's own code (``eager`` or ``auto``), so that nothing is refused."""
+        return any(entry.name in (EAGER, AUTO) for entry in requested)
 
-    def unavailable(self, op_name: str, names: tuple[str, ...]) -> str:
-        """Why none of ``names`` can run on this hardware, at any site, and what can; empty if one of them can."""
+    def unavailable(self, op_name: str, requested: tuple[Requested, ...]) -> str:
+        """Why none of ``requested`` can run on this hardware, at any site, and what can; empty if one of them can."""
         reasons = []
-        for name in names:
-            reason = self._why_not_here(op_name, name)
+        for entry in requested:
+            reason = self._why_not_here(op_name, entry.name)
             if not reason:
                 return ""
             reasons.append(reason)
@@ -108,7 +117,7 @@ class Selection:
         missing = [need for need in place.needs if need not in spec.features]
         reasons += [f"does not compute {need}, which this site needs" for need in missing]
         reasons += [f"has {feature}: {why}" for feature, why in place.refuses if feature in spec.features]
-        if spec.can_run and (why := _refused_by_plugin(spec, place.site)):
+        if spec.can_run and place.site is not None and (why := _refused_by_plugin(spec, place.site)):
             reasons.append(why)
         return tuple(reasons)
 
@@ -122,35 +131,36 @@ class Selection:
             return f"{shown} (if it trains under autocast, say so: autocast={remedies[0]!r})"
         return shown
 
-    def _first(self, op_name: str, names: tuple[str, ...], place: _Place) -> Verdict:
+    def _first(self, op_name: str, requested: tuple[Requested, ...], place: _Place) -> Verdict:
         passed_over: list[str] = []
-        for name in names:
-            if name == EAGER:
-                return Verdict(EAGER, _after(passed_over, "as asked"), as_asked=True)
-            if name == AUTO:
+        for entry in requested:
+            if entry.name == EAGER:
+                return Verdict(None, _after(passed_over, "as asked"), as_asked=True)
+            if entry.name == AUTO:
                 return self._best(op_name, place, passed_over)
-            spec = self._registry.find(op_name, place.variant, name)
-            covered = (self._not_covered(op_name, place.variant, name),)
+            spec = self._registry.find(op_name, place.variant, entry.name)
+            covered = (self._not_covered(op_name, place.variant, entry.name),)
             why_not = self._why_not_at(spec, place) if spec else covered
             if not why_not:
-                return Verdict(name, _after(passed_over, "as asked"), as_asked=True)
-            passed_over.append(f"{name} {' and '.join(why_not)}")
-        return Verdict(EAGER, "; ".join(passed_over), as_asked=False)
+                return Verdict(spec, _after(passed_over, "as asked"), as_asked=True)
+            passed_over.append(f"{entry.name} {' and '.join(why_not)}")
+        return Verdict(None, "; ".join(passed_over), as_asked=False)
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
-        specs = self._registry.kernels(op_name, place.variant)
-        candidates = [spec for spec in specs if not self._why_not_at(spec, place)]
+        usable = [spec for spec in self._registry.kernels(op_name, place.variant) if not self._why_not_at(spec, place)]
+        by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
         times = self._profile.get(op_name, {})
-        measured = [(times[name], name) for name in (EAGER, *(spec.name for spec in candidates)) if name in times]
+        measured = [(times[name], name) for name in by_name if name in times]
         if measured:
             milliseconds, name = min(measured)
-            return Verdict(name, _after(passed_over, f"the fastest measured, {milliseconds:g} ms"), as_asked=False)
-        ranked = sorted((-spec.preference, spec.name) for spec in candidates if spec.preference > 0)
-        if not ranked:
-            return Verdict(EAGER, _after(passed_over, self._why_none(op_name, place)), as_asked=False)
-        preference, name = -ranked[0][0], ranked[0][1]
-        reason = f"the highest preference ({preference}) of {len(ranked)} usable here"
-        return Verdict(name, _after(passed_over, reason), as_asked=False)
+            reason = f"the fastest measured, {milliseconds:g} ms"
+            return Verdict(by_name[name], _after(passed_over, reason), as_asked=False)
+        preferred = [spec for spec in usable if spec.preference > 0]
+        if not preferred:
+            return Verdict(None, _after(passed_over, self._why_none(op_name, place)), as_asked=False)
+        best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
+        reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
+        return Verdict(best, _after(passed_over, reason), as_asked=False)
 
     def _why_none(self, op_name: str, place: _Place) -> str:
         specs = self._registry.kernels(op_name, place.variant)

@@ -1,0 +1,131 @@
+"""Makes a plan. It depends on registry, config, hardware, autocast and sites, and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.discovery.registry import Registry
+from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
+from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.decisions import OpDecision, SiteDecision
+from veomni_core.planning.plan import Plan, PlannedKernel
+from veomni_core.planning.plan_problems import raise_problems
+from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
+from veomni_core.sites.site import Site
+
+
+def make_plan(
+    model: Any,
+    config: OpsConfig | Mapping[str, Any],
+    *,
+    registry: Registry | None = None,
+    hardware: Hardware | str | None = None,
+    autocast: Any = None,
+) -> Plan:
+    """Find the sites of a model, and decide for each which kernel runs there. Changes nothing in the model.
+
+    Args:
+        model: the model; the meta device will do.
+        config: the config, checked or as a mapping (``{"preset": "auto"}``).
+        registry: the plugins to choose from, for a config that is a mapping (see :meth:`veomni_core.OpsConfig.of`).
+        hardware: the hardware to plan for, or its name (``"h200"``). Without it, the hardware of this machine.
+        autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
+            torch dtype); ``None`` for training without it.
+
+    Raises:
+        BindingError: ``model`` is not a module, or is bound.
+        UnknownNameError: PyTorch can't autocast to ``autocast``.
+        KernelUnavailableError: a requested kernel cannot run here. One message covers all fields, each with the reasons
+            and the kernels that could be used instead.
+        NoSiteError: the model has no site for a requested kernel, or no module at a path that the config names.
+    """
+    if isinstance(model, (tuple, list)):
+        raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
+    from veomni_core.sites.find import search  # imports torch
+
+    config = OpsConfig.of(config, registry)
+    found = search(model, config.registry)
+    return _plan(found.sites, found.failed_rules, config, hardware, autocast)
+
+
+def plan_sites(
+    sites: Iterable[Site],
+    config: OpsConfig | Mapping[str, Any],
+    *,
+    registry: Registry | None = None,
+    hardware: Hardware | str | None = None,
+    autocast: Any = None,
+) -> Plan:
+    """As :func:`make_plan`, for sites that are found already, as by :func:`veomni_core.find_sites`.
+
+    Does not import torch if ``hardware`` is named.
+    """
+    config = OpsConfig.of(config, registry)
+    named = (replace(s, variant=config.registry.canonical_variant(s.op_name, s.variant)) for s in sites)
+    return _plan(named, (), config, hardware, autocast)
+
+
+def _plan(
+    sites: Iterable[Site],
+    failed_rules: tuple[str, ...],
+    config: OpsConfig,
+    hardware: Hardware | str | None,
+    autocast: Any,
+) -> Plan:
+    registry = config.registry
+    if isinstance(hardware, str):
+        hardware = registry.named_hardware(hardware)
+    hardware = hardware or registry.detect_hardware()
+    autocast = _autocast_name(autocast)
+    selection = Selection(registry, hardware, config.profile, autocast)
+    by_op: dict[str, list[Site]] = {}
+    for site in sites:
+        by_op.setdefault(site.op_name, []).append(site)
+    ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(config.choices))
+    if config.backend != "hf":
+        raise_problems(ops, config, selection, failed_rules)
+    kernels = tuple(_planned_kernels(ops, registry))
+    assumptions = () if hardware.detected else _assumptions(kernels, hardware)
+    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast)
+
+
+def _autocast_name(autocast: Any) -> str | None:
+    """The dtype's name in configs. ``torch.bfloat16`` is recognised by its ``str``, so torch need not be imported."""
+    if autocast is None:
+        return None
+    name = str(autocast).removeprefix("torch.")
+    if name not in AUTOCAST_DTYPES:
+        raise UnknownNameError(f"autocast: {name!r} is unknown. {did_you_mean(name, AUTOCAST_DTYPES)}")
+    return name
+
+
+def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterable[Site]) -> OpDecision:
+    choice = config.choices[op_name]
+    decisions = []
+    for site in sites:
+        group = choice.group_for(site.path)
+        if config.backend == "hf":
+            verdict = Verdict(None, "MODELING_BACKEND=hf turns all binding off", as_asked=False)
+        else:
+            verdict = selection.choose(op_name, group.requested, site)
+        dtypes = selection.dtypes_at(op_name, site)
+        decisions.append(SiteDecision(site, verdict.spec, verdict.reason, verdict.as_asked, dtypes, group.glob))
+    return OpDecision(op_name, choice.config_field, choice.asked, choice.preset, tuple(decisions))
+
+
+def _planned_kernels(ops: tuple[OpDecision, ...], registry: Registry) -> Iterable[PlannedKernel]:
+    used = {decision.spec for op in ops for decision in op.sites if decision.spec is not None}
+    for spec in sorted(used, key=lambda spec: spec.key):
+        plugin = registry.plugin_of(spec)
+        yield PlannedKernel(spec, plugin.distribution, plugin.version)
+
+
+def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware) -> tuple[str, ...]:
+    return tuple(
+        f"{kernel.spec}: {package}"
+        for kernel in kernels
+        for package in kernel.spec.hardware.chosen_for(hardware).packages
+    )

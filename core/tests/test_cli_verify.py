@@ -1,0 +1,141 @@
+"""``veomni verify``: kernels that fall short, crash, exit, hang, or can't be run at all."""
+
+from __future__ import annotations
+
+import json
+
+
+def test_verify_exits_1_when_a_kernel_falls_short(veomni, install_healthy):
+    install_healthy("identity-plugin", "identity")
+    text = veomni("verify", "identity-plugin", "--dtype", "float32", code=1)
+    assert "FAILED" in text and "the result is off" in text
+
+
+KERNELS_THAT_END_THEIR_PROCESS = """
+    import os, signal, sys
+    from veomni_core import KernelSpec, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def exits(x, weight, eps):
+        os._exit(0)
+
+    def raises_system_exit(x, weight, eps):
+        print("not part of the answer")
+        sys.exit()
+
+    def crashes(x, weight, eps):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    @hookimpl
+    def veomni_kernels():
+        def spec(name, factory):
+            return KernelSpec(name, "rms_norm", "offset", factory, dtypes=("float32",))
+
+        wrong = [spec(name, f"{module}:{name}") for name in ("exits", "raises_system_exit", "crashes")]
+        absent = spec("absent", "a_library_that_is_not_here:kernel")
+        return [*wrong, absent, spec("right", "veomni_core.ops.rms_norm:offset")]
+"""
+
+
+def test_verify_fails_a_kernel_that_exits_or_crashes_and_goes_on(veomni, install):
+    install("ending-plugin", KERNELS_THAT_END_THEIR_PROCESS)
+    data = json.loads(veomni("verify", "ending-plugin", "--json", code=1))
+    results = {row["kernel"].partition(":")[2]: (row["result"], "; ".join(row["detail"])) for row in data["results"]}
+    assert results["right"] == ("ok", "not run: large samples")
+    assert {name for name, (result, _) in results.items() if result == "FAILED"} == set(results) - {"right"}
+    assert results["crashes"][1] == "its process was killed by SIGSEGV, at float32"
+    assert results["exits"][1].startswith("its process ended with code 0 before the check was over")
+    assert "it calls sys.exit(None)" in results["raises_system_exit"][1]
+    assert "KernelLoadError" in results["absent"][1] and "a_library_that_is_not_here" in results["absent"][1]
+
+
+HANGS = """
+    import time
+    from veomni_core import KernelSpec, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def hangs(x, weight, eps):
+        time.sleep(600)
+
+    @hookimpl
+    def veomni_kernels():
+        return [KernelSpec("hangs", "rms_norm", "offset", "{module}:hangs")]
+"""
+
+
+def test_verify_ends_a_kernel_that_hangs(veomni, install):
+    install("hanging-plugin", HANGS)
+    data = json.loads(veomni("verify", "hanging-plugin", "--json", "--timeout", "5", code=1))
+    first, *others = [(row["result"], *row["detail"]) for row in data["results"]]
+    assert first == ("FAILED", "did not end within 5 s (--timeout gives it longer), at float32")
+    assert others == [("FAILED", "not reached: its process was gone")] * 2
+
+
+CONTRACTS_THAT_FAIL = """
+    from veomni_core import HardwareRequirement, KernelSpec, OpSpec, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def reference(x):
+        raise RuntimeError("no such operator")
+
+    def kernel(x):
+        return x
+
+    def samples(device, dtype):
+        import torch
+        from veomni_core.ops.contract import Sample
+        yield Sample("two numbers", (torch.ones(2, device=device, dtype=dtype, requires_grad=True),))
+
+    def __getattr__(name):
+        if name != "CONTRACTS":
+            raise AttributeError(name)
+        from veomni_core.ops.contract import Contract, Tolerance
+        exact = {"float32": Tolerance(1e-6, 1e-6)}
+        return {"standard": Contract("twice", "standard", reference, samples, exact, exact)}
+
+    @hookimpl
+    def veomni_ops():
+        return [OpSpec("twice", ("standard",), "twice_implementation", contract="{module}:CONTRACTS")]
+
+    @hookimpl
+    def veomni_kernels():
+        need = HardwareRequirement("npu")
+        return [
+            KernelSpec("here", "twice", "standard", "{module}:kernel", dtypes=("float32",)),
+            KernelSpec("elsewhere", "twice", "standard", "{module}:kernel", hardware=need),
+        ]
+"""
+
+
+def test_verify_tells_a_contract_that_fails_from_a_kernel_that_does(veomni, install):
+    install("twice-plugin", CONTRACTS_THAT_FAIL)
+    data = json.loads(veomni("verify", "twice-plugin", "--json", code=1))
+    rows = {row["kernel"]: row for row in data["results"]}
+    failed = rows["twice/standard:here"]
+    assert failed["result"] == "CONTRACT FAILED"
+    assert "the reference fails on its own sample 'two numbers': RuntimeError: no such" in failed["detail"][0]
+    assert rows["twice/standard:elsewhere"]["result"] == "skipped"
+
+
+def test_verify_exits_1_when_nothing_ran(veomni, install):
+    install("twice-plugin", CONTRACTS_THAT_FAIL)
+    text = veomni("verify", "twice-plugin", "--kernel", "elsewhere", code=1)
+    assert "nothing was verified: every kernel was skipped" in text
+    text = veomni("verify", "twice-plugin", "--kernel", "elsewere", code=1)
+    assert "no kernel matches --kernel elsewere; the plugin has twice/standard:" in text
+    text = veomni("verify", "twice-plugin", "--op", "rms_norm", code=1)
+    assert "no kernel matches --op rms_norm" in text
+
+
+def test_verify_takes_one_kernel_in_one_dtype(veomni):
+    arguments = ("--kernel", "chunk_loss", "--op", "cross_entropy_loss_implementation", "--dtype", "bfloat16")
+    data = json.loads(veomni("verify", "veomni-torch", *arguments, "--device", "cpu", "--json"))
+    found = [(row["kernel"], row["dtype"], row["result"]) for row in data["results"]]
+    assert found == [("cross_entropy_loss/causal:chunk_loss", "bfloat16", "ok")]
+
+
+def test_verify_on_a_device_that_is_not_here(veomni):
+    text = veomni("verify", "veomni-torch", "--device", "npu:7", code=1)
+    assert text.startswith("error: --device npu:7: this machine has no such device (")
+    assert len(text.strip().splitlines()) == 1
+    assert "is not a dtype; write one of float32" in veomni("verify", "veomni-torch", "--dtype", "int8", code=2)
