@@ -13,7 +13,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.site import SiteLocator
+from veomni_core.sites.site import EagerSiteLocator, SiteLocator
 
 Kernels = Mapping[tuple[str, str, str], tuple[Callable[..., Any], KernelSpec]]  # by the specs' keys
 
@@ -44,8 +44,10 @@ def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteD
 def changes_at(
     model: nn.Module, op: OpDecision, decision: SiteDecision, locator: SiteLocator, kernels: Kernels
 ) -> Iterator[Change]:
-    """The changes that put the kernel of one decision into its site."""
-    kernel, spec = None, None
+    """The changes that put the kernel of one decision, or the op's eager code, into its site."""
     if decision.bound:
         kernel, spec = kernels[op.op_name, decision.site.variant or "", decision.kernel]
-    yield from locator.install(model, decision.site, kernel, spec)
+        yield from locator.install(model, decision.site, kernel, spec)
+    else:
+        assert isinstance(locator, EagerSiteLocator)  # the rule installs eager, so locator_of has checked it
+        yield from locator.install_eager(model, decision.site)

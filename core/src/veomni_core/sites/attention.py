@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,10 +13,11 @@ from veomni_core.descriptions.spec import EAGER, KernelSpec
 from veomni_core.errors import BindingError
 from veomni_core.ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_core.sites import probe
-from veomni_core.sites.attention_evidence import Verdict, verdicts
+from veomni_core.sites.attention_evidence import prove_attention
 from veomni_core.sites.config_changes import config_changes, interface_of
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
 from veomni_core.sites.interface_names import RegisteredInterface, registered
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Kernel, Site
 
@@ -29,16 +31,13 @@ class AttentionInterface:
         readers = readers_by_owner(model)
         sharding = ModelSharding(model)
         if sharding.flattened is not None:  # nothing can be run; the eager code can still be selected
-            found = dict.fromkeys(readers, Verdict(False, sharding.of("").why_not, examined=False))
+            found = dict.fromkeys(readers, Proof(None, sharding.of("").why_not, examined=False))
         else:
-            found = verdicts(model, readers) if readers else {}
+            found = prove_attention(model, readers) if readers else {}
         for owner, paths in readers.items():
             yield _site(model, owner, paths, rule, found[owner])
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        if kernel is None:
-            return config_changes(model, site.path, EAGER)
-        assert spec is not None
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())
         if not declared and (why := site.refuses.get(MASK_FEATURES["sdpa"])):
             raise BindingError(
@@ -46,6 +45,9 @@ class AttentionInterface:
                 f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
             )
         return _kernel_changes(model, site.path, registered(model, kernel, spec))
+
+    def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
+        return config_changes(model, site.path, EAGER)
 
 
 def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
@@ -55,23 +57,16 @@ def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface 
     yield from config_changes(model, path, interface)
 
 
-def _site(model: nn.Module, owner: str, paths: list[str], rule: str, verdict: Verdict) -> Site:
+def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proof) -> Site:
     modules: list[Any] = [model.get_submodule(path) for path in paths]
-    own = interface_of(model.get_submodule(owner))
-    return Site(
+    needs = dict.fromkeys((*_needs(model, paths), *proof.needs))
+    return replace(proof, needs=tuple(needs)).site(
         "attention",
         owner,
         rule,
-        "standard" if verdict.proven else None,
-        verdict.evidence,
-        next(filter(None, map(probe.parameter_dtype, modules)), None),
-        {"head_dim": list(verdict.head_widths)},
-        own,
-        examined=verdict.examined,
-        needs=tuple(dict.fromkeys((*_needs(model, paths), *verdict.needs))),
-        refuses=verdict.refuses,
-        declared=verdict.declared,
-        sizes={"head_dim": tuple(sorted(set(verdict.head_widths)))},
+        dtype=next(filter(None, map(probe.parameter_dtype, modules)), None),
+        own=interface_of(model.get_submodule(owner)),
+        sizes={"head_dim": tuple(sorted(set(proof.detail.get("head_dim", ()))))},
     )
 
 

@@ -1,9 +1,9 @@
-"""The verdict on each attention site, from transformers' flags, the eager function's values, and the masks."""
+"""The proof of each attention site, from transformers' flags, the eager function's values, and the masks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from veomni_core.sites import probe
 from veomni_core.sites.attention_masks import difference
 from veomni_core.sites.attention_proof import EagerProofs
 from veomni_core.sites.attention_trace import AttentionCall, Trace, TracedModel, roots
+from veomni_core.sites.proof import Proof
 
 # By family of interfaces: the class attributes with which transformers says that a model supports it, whose names
 # differ between versions.
@@ -26,39 +27,23 @@ _SUPPORTED = {
 _RUN_AS = {"sdpa": "sdpa", "flash_attention": "flash_attention_2", "flex_attention": "sdpa"}
 # Other head dims need the features wide_heads (over 256) and odd_heads (no multiple of 8).
 _WIDEST_HEAD, _MULTIPLE = 256, 8
+_VARIANT = "standard"
 
 
-@dataclass
-class Verdict:
-    """What is known of one site.
-
-    ``refuses`` maps each mask feature that a kernel must not declare to the reason. ``declared``: some modules could
-    not be run, so that transformers' flags are the only evidence for them.
-    """
-
-    proven: bool
-    evidence: str
-    refuses: dict[str, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    head_widths: tuple[int, ...] = ()
-    examined: bool = True
-    declared: bool = False
-
-
-def verdicts(model: nn.Module, readers: Mapping[str, list[str]]) -> dict[str, Verdict]:
-    """A verdict on the attention modules of each owner (:func:`veomni_core.sites.attention.readers_by_owner`)."""
+def prove_attention(model: nn.Module, readers: Mapping[str, list[str]]) -> dict[str, Proof]:
+    """A proof of the attention modules of each owner (:func:`veomni_core.sites.attention.readers_by_owner`)."""
     refused = {owner: dict(_refused_by_transformers(model, owner)) for owner in readers}
     found = {owner: _eager_only(model, owner, refused[owner]) for owner in readers}
     open_questions = {owner: paths for owner, paths in readers.items() if found[owner] is None}
     if open_questions:
         with probe.seeded():
             found.update(_run(model, open_questions, refused))
-    return {owner: verdict for owner, verdict in found.items() if verdict is not None}
+    return {owner: proof for owner, proof in found.items() if proof is not None}
 
 
 def _run(
     model: nn.Module, readers: Mapping[str, list[str]], refused: Mapping[str, dict[str, str]]
-) -> Iterator[tuple[str, Verdict]]:
+) -> Iterator[tuple[str, Proof]]:
     every = [path for paths in readers.values() for path in paths]
     traced, error = probe.attempt(lambda: TracedModel(model, every))
     proofs = EagerProofs()
@@ -68,7 +53,7 @@ def _run(
             runs.append(_Runs(traced, *root))
     for owner, paths in readers.items():
         reaching = [run for run in runs if run.reached(paths)]
-        yield owner, _verdict(paths, reaching, refused[owner], proofs, runs, error)
+        yield owner, _proof(paths, reaching, refused[owner], proofs, runs, error)
 
 
 class _Runs:
@@ -93,26 +78,26 @@ class _Runs:
         return [self._traced.run(self._root, interface, padded, self._crossing) for padded in (False, True)]
 
 
-def _verdict(
+def _proof(
     paths: list[str],
     runs: list[_Runs],
     refused: dict[str, str],
     proofs: EagerProofs,
     tried: list[_Runs],
     error: str,
-) -> Verdict:
+) -> Proof:
     missed = set(paths) - {path for run in runs for path in run.reached(paths)}
     calls = [call for run in runs for trace in run.eager for call in trace.calls if call.path in paths]
     needs = ("dense_mask",) if MASK_FEATURES["flash_attention"] in refused else ()
-    verdict = Verdict(False, "", refused, (*needs, *_head_needs(calls)), _widths(calls))
+    proof = partial(Proof, detail={"head_dim": _widths(calls)}, refuses=refused, needs=(*needs, *_head_needs(calls)))
     for call in calls:
         if why := proofs.mismatch(call):
-            return replace(verdict, evidence=f"{type(call.module).__name__}: {why}")
+            return proof(None, f"{type(call.module).__name__}: {why}")
     for family, feature in MASK_FEATURES.items():
         if feature not in refused and (why := _mask_difference(runs, paths, _RUN_AS[family])):
             refused[feature] = f"with the masks of {family} {why}"
     if len(refused) == len(MASK_FEATURES):
-        return replace(verdict, evidence="; ".join(refused.values()))
+        return proof(None, "; ".join(refused.values()))
     allowed = [family for family, feature in MASK_FEATURES.items() if feature not in refused]
     if missed:
         why = next(
@@ -120,12 +105,12 @@ def _verdict(
         )
         word = ", ".join(_SUPPORTED[family][0] for family in allowed)
         evidence = f"declared by transformers ({word}); {len(missed)} of {len(paths)} modules could not be run: {why}"
-        return replace(verdict, proven=True, evidence=evidence, examined=False, declared=True)
+        return proof(_VARIANT, evidence, examined=False, declared=True)
     evidence = (
         f"{len(paths)} modules: their eager function gave the reference's values and gradients, and with the masks of "
         f"{', '.join(allowed)} each query sees the same keys as in eager attention"
     )
-    return replace(verdict, proven=True, evidence=evidence)
+    return proof(_VARIANT, evidence)
 
 
 def _mask_difference(runs: list[_Runs], paths: list[str], interface: str) -> str:
@@ -139,11 +124,12 @@ def _mask_difference(runs: list[_Runs], paths: list[str], interface: str) -> str
     return ""
 
 
-def _eager_only(model: nn.Module, owner: str, refused: Mapping[str, str]) -> Verdict | None:
+def _eager_only(model: nn.Module, owner: str, refused: Mapping[str, str]) -> Proof | None:
     if len(refused) < len(MASK_FEATURES):
         return None
     name = type(model.get_submodule(owner)).__name__
-    return Verdict(False, f"transformers runs {name}'s attention eagerly only (_supports_sdpa = False)", dict(refused))
+    why = f"transformers runs {name}'s attention eagerly only (_supports_sdpa = False)"
+    return Proof(None, why, refuses=dict(refused))
 
 
 def _refused_by_transformers(model: Any, owner: str) -> Iterator[tuple[str, str]]:
@@ -159,9 +145,9 @@ def _refused_by_transformers(model: Any, owner: str) -> Iterator[tuple[str, str]
                 break
 
 
-def _widths(calls: list[AttentionCall]) -> tuple[int, ...]:
+def _widths(calls: list[AttentionCall]) -> list[int]:
     """The largest head dim of the queries, and of the values."""
-    return tuple(max((call.heads[each].shape[-1] for call in calls), default=0) for each in (0, 2)) if calls else ()
+    return [max(call.heads[each].shape[-1] for call in calls) for each in (0, 2)] if calls else []
 
 
 def _head_needs(calls: list[AttentionCall]) -> Iterator[str]:

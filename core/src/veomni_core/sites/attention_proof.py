@@ -11,6 +11,7 @@ from torch import Tensor
 from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_core.sites import probe
 from veomni_core.sites.attention_trace import AttentionCall
+from veomni_core.sites.proof import ProvenOnce
 
 # Options that are not passed to the contract's reference: eager attention has them in its mask or does not use them,
 # and the contract does not use them where there is a mask.
@@ -19,23 +20,17 @@ _LONG = 72  # longer sequences, such as an image's positions, are shortened to t
 
 
 class EagerProofs:
-    """Verdicts on calls of eager attention functions, each proven once; to be used within :func:`probe.seeded`."""
+    """Compares eager attention functions with the contract, each kind of call once. To be used within ``seeded``."""
 
     def __init__(self) -> None:
-        self._verdicts: dict[Hashable, str] = {}
+        self._differences: ProvenOnce[str] = ProvenOnce()
 
     def mismatch(self, call: AttentionCall) -> str:
         """What the eager function of ``call`` computes differently from the contract; empty if nothing."""
-        key = _form(call)
-        if key not in self._verdicts:
-            self._verdicts[key] = _prove(call)
-        return self._verdicts[key]
-
-    def __len__(self) -> int:
-        return len(self._verdicts)
+        return self._differences.of(_form(call), lambda: _difference(call))
 
 
-def _prove(call: AttentionCall) -> str:
+def _difference(call: AttentionCall) -> str:
     if call.eager is None:
         return "its eager attention is not a function that it passes to transformers' interface"
     name = getattr(call.eager, "__name__", "its eager function")

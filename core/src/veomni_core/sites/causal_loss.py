@@ -25,6 +25,7 @@ from veomni_core.sites.code_reading import set_on_instance
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.head_twin import VOCABULARY, head_twin
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.site import Kernel, Site
 
 
@@ -41,12 +42,10 @@ class CausalLosses:
             if head is None or id(head) in heads:
                 continue
             heads.add(id(head))
-            variant, evidence = _prove(module, head)
             dtype, sizes = probe.parameter_dtype(head), _sizes(head)
-            yield Site("cross_entropy_loss", path, rule, variant, evidence, dtype, sizes=sizes)
+            yield _prove(module, head).site("cross_entropy_loss", path, rule, dtype=dtype, sizes=sizes)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         return _changes(model.get_submodule(site.path), kernel)
 
 
@@ -67,23 +66,24 @@ def _takes_labels(module: nn.Module) -> bool:
     return "labels" in inspect.signature(type(module).forward).parameters
 
 
-def _prove(model: Any, head: Any) -> tuple[str | None, str]:
+def _prove(model: Any, head: Any) -> Proof:
     """Run the model's own head and loss over a placeholder for its decoder, unbound and then bound to the reference."""
     if why_not := set_on_instance(model) or why_not_plain(head):
-        return None, why_not
+        return Proof(None, why_not)
     with probe.seeded():
         hidden = probe.random(2, 5, _decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
-            return None, why_not
+            return Proof(None, why_not)
         labels = torch.randint(VOCABULARY, (2, 5))
         labels[0, 3] = IGNORED
         twin, twin_head = built
         for options in _loss_options(model):
             why_not = _mismatch(twin, twin_head, hidden, labels, options)
             if why_not:
-                return None, why_not
-    return "causal", "its own head and loss, run without the decoder, gave the reference's loss and gradients"
+                return Proof(None, why_not)
+    evidence = "its own head and loss, run without the decoder, gave the reference's loss and gradients"
+    return Proof("causal", evidence)
 
 
 def _decoder_width(model: Any, head: nn.Linear) -> int:

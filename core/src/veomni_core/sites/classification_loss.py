@@ -14,6 +14,7 @@ from veomni_core.changes.change import AttributeChange, Change
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites import probe
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.site import Kernel, Site
 
 _SINGLE_LABEL = "single_label_classification"
@@ -25,10 +26,9 @@ class ClassificationLosses:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         for path, module in model.named_modules():
             if getattr(module, "loss_type", None) == "ForSequenceClassification" and hasattr(module, "loss_function"):
-                yield Site("cross_entropy_loss", path, rule, *_prove(module.loss_function))  # type: ignore[arg-type]
+                yield _prove(module.loss_function).site("cross_entropy_loss", path, rule)  # type: ignore[arg-type]
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
         yield AttributeChange(module, "_loss_function", _with_kernel(module.loss_function, kernel))  # type: ignore[arg-type]
 
@@ -48,7 +48,7 @@ def _with_kernel(original: Callable[..., Any], kernel: Kernel) -> Callable[..., 
     return loss_function
 
 
-def _prove(loss_function: Callable[..., Any]) -> tuple[str | None, str]:
+def _prove(loss_function: Callable[..., Any]) -> Proof:
     with probe.seeded():
         logits, labels = probe.random(6, 3).requires_grad_(), torch.randint(3, (6,))
         config = SimpleNamespace(num_labels=3, problem_type=_SINGLE_LABEL)
@@ -56,8 +56,8 @@ def _prove(loss_function: Callable[..., Any]) -> tuple[str | None, str]:
             lambda: loss_function(logits=logits, labels=labels, pooled_logits=logits, config=config)
         )
         if why_not:
-            return None, why_not
+            return Proof(None, why_not)
         wanted = CONTRACTS["seq_cls"].reference(logits, labels)
         if probe.close(found, wanted) and probe.gradients_close(found, wanted, (logits,)):
-            return "seq_cls", "its loss function gave the reference's value and gradient"
-    return None, f"its loss misses seq_cls by {probe.largest_miss(found, wanted):.1%}"
+            return Proof("seq_cls", "its loss function gave the reference's value and gradient")
+    return Proof(None, f"its loss misses seq_cls by {probe.largest_miss(found, wanted):.1%}")

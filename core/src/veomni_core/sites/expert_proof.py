@@ -19,11 +19,12 @@ from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, unseen_changes
 from veomni_core.sites.expert_layouts import ExpertLayout
+from veomni_core.sites.matching import Candidate, first_fit
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.reachable_code import own_function
 from veomni_core.sites.signatures import leading_parameters, why_not_callable
 
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-ExpertProof = tuple[str | None, str, str]  # variant, evidence and layout
 _F32 = torch.float32
 _ROUTED, _GROUPED = 3, 1  # how many tensors a call takes: with routing, or only rows already grouped by expert
 
@@ -50,7 +51,7 @@ class _Run:
         return probe.miss(self.found, wanted, leaves)
 
 
-def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, ExpertLayout]) -> ExpertProof:
+def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, ExpertLayout]) -> Proof:
     """What the module computes, in which of ``layouts``, or why that is not known."""
     reading = readings.of(module)
     whole = reading.with_children(readings.of(child) for _, child in bypassed(module, reading, WEIGHTS))
@@ -58,7 +59,7 @@ def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, E
     takes = len(leading_parameters(module, _ROUTED))
     why_not = why_not or unseen_changes(module, reading, WEIGHTS) or why_not_callable(module, takes)
     if sizes is None or why_not:
-        return None, why_not, ""
+        return Proof(None, why_not)
     with probe.seeded():
         branches = Branches(whole.codes, guarded_names(module, reading, ()), own_function(module))
         copies = {dtype: _copy(module, sizes, dtype) for dtype in (_F32, *probe.LOW_PRECISION)}
@@ -68,30 +69,21 @@ def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, E
                 duplicate = copies[dtype].train(training)
                 found, error = probe.attempt(partial(branches.run, partial(type(module).forward, duplicate, *inputs)))
                 if error and must_run:
-                    return None, error, ""
+                    return Proof(None, error)
                 if not error:
                     runs.append(_Run(duplicate, inputs, found))
         if probe.draws_random_numbers(partial(type(module).forward, copies[_F32].train(), *runs[0].inputs)):
-            return None, "it draws random numbers in training mode", ""
+            return Proof(None, "it draws random numbers in training mode")
         if not all(isinstance(run.found, Tensor) for run in runs):
-            return None, f"gives a {type(runs[0].found).__name__}, expected a tensor", ""
-        return _match(runs, branches, layouts)
+            return Proof(None, f"gives a {type(runs[0].found).__name__}, expected a tensor")
+        return first_fit(_candidates(runs, branches, layouts), "its weights and its call fit no known layout")
 
 
-def _match(runs: list[_Run], branches: Branches, layouts: Mapping[str, ExpertLayout]) -> ExpertProof:
-    misses = []
+def _candidates(runs: list[_Run], branches: Branches, layouts: Mapping[str, ExpertLayout]) -> Iterator[Candidate]:
     for name, layout in layouts.items():
-        miss = max(run.miss(layout) for run in runs)
-        if miss == 0.0:
-            if open_choice := branches.never_run():
-                return None, f"{name} wherever it was run, but {open_choice}", ""
-            evidence = f"{name}: its own code gave the reference's values and gradients, router included"
-            return layout.variant, evidence, name
-        misses.append((miss, f"{layout.variant} {name}"))
-    by_how_much, nearest = min(misses)
-    if by_how_much == float("inf"):
-        return None, "its weights and its call fit no known layout", ""
-    return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.1%}", ""
+        evidence = f"{name}: its own code gave the reference's values and gradients, router included"
+        proof = Proof(layout.variant, evidence, {"layout": name})
+        yield Candidate(f"{layout.variant} {name}", max(run.miss(layout) for run in runs), proof, branches)
 
 
 @dataclass(frozen=True)

@@ -9,49 +9,50 @@ from torch import nn
 
 from veomni_core.changes.change import Change, ForwardChange, GuardChange
 from veomni_core.descriptions.spec import KernelSpec
-from veomni_core.sites import probe
-from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
+from veomni_core.sites.code_reading import bypassed, guarded_names
 from veomni_core.sites.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
-from veomni_core.sites.expert_proof import WEIGHTS, ExpertProof, prove_experts
+from veomni_core.sites.expert_proof import WEIGHTS, prove_experts
 from veomni_core.sites.experts_selection import EagerExpertsChange, is_dispatched, selected_implementation
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
 
 
-class ExpertsModules:
+class ExpertsModules(ModuleLocator):
     """Finds modules of experts, and replaces their ``forward`` by the forward of their weights' layout.
 
     A subclass with other ``layouts`` proves modules that keep their weights in those.
     """
 
+    op_name = "moe_experts"
     layouts: Mapping[str, ExpertLayout] = LAYOUTS
 
-    def __init__(self) -> None:
-        self._readings = Readings()
+    def is_candidate(self, module: nn.Module) -> bool:
+        return all(weight is not None and weight.dim() == 3 for weight in _weights(module))
 
-    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        proofs: dict[Any, ExpertProof] = {}
-        for path, module in model.named_modules():
-            weights = [module._parameters.get(name) for name in WEIGHTS[:2]]
-            if any(weight is None or weight.dim() != 3 for weight in weights):
-                continue
-            reading = self._readings.of(module)
-            key = probe.behaviour(module, reading.names)
-            if key not in proofs:
-                proofs[key] = prove_experts(module, self._readings, self.layouts)
-            variant, evidence, layout = proofs[key]
-            dtype, detail, own = probe.parameter_dtype(module), {"layout": layout}, selected_implementation(module)
-            sizes = sizes_of(*weights)
-            yield Site("moe_experts", path, rule, variant, evidence, dtype, detail, own, sizes=sizes)
+    def prove(self, module: nn.Module) -> Proof:
+        return prove_experts(module, self.readings, self.layouts)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        return sizes_of(*_weights(module))
+
+    def own(self, module: nn.Module) -> str:
+        return selected_implementation(module)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
-        if kernel is None:
-            if is_dispatched(module):
-                yield EagerExpertsChange(module)
-            return
-        reading = self._readings.of(module)
+        reading = self.readings.of(module)
         forward = with_own_signature(module, self.layouts[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
         yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
         for name, child in bypassed(module, reading, WEIGHTS):
-            yield GuardChange(module, name, child, guarded_names(child, self._readings.of(child)))
+            yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
+
+    def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        if is_dispatched(module):
+            yield EagerExpertsChange(module)
+
+
+def _weights(module: nn.Module) -> list[Any]:
+    return [module._parameters.get(name) for name in WEIGHTS[:2]]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,50 +17,45 @@ from veomni_core.changes.change import Change, ForwardChange, GuardChange
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.contract import dtype_name
 from veomni_core.sites import probe
-from veomni_core.sites.code_reading import Readings, bypassed, guarded_names
-from veomni_core.sites.mlp_proof import Layout, MlpProof, prove_mlp
+from veomni_core.sites.code_reading import bypassed, guarded_names
+from veomni_core.sites.mlp_proof import Layout, prove_mlp
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.signatures import with_own_signature
 from veomni_core.sites.site import Kernel, Site
 
 Modules = dict[str, Any]
 
 
-class GatedMlpModules:
+class GatedMlpModules(ModuleLocator):
     """Finds gated MLPs by running their own code on tiny linears."""
 
-    def __init__(self) -> None:
-        self._readings = Readings()
+    op_name = "swiglu_mlp"
 
-    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        proofs: dict[Any, MlpProof | None] = {}
-        for path, module in model.named_modules():
-            linears = _linears(module)
-            layouts = list(_layouts(linears))
-            if not layouts or not _takes_one_tensor(module):
-                continue
-            if why_not := _mixed_dtypes(linears):
-                yield Site("swiglu_mlp", path, rule, None, why_not, probe.parameter_dtype(module))
-                continue
-            reading = self._readings.of(module)
-            key = probe.behaviour(module, reading.names, linears)
-            if key not in proofs:
-                proofs[key] = prove_mlp(module, self._readings, linears, layouts, _gated)
-            proof = proofs[key]
-            if proof is not None:
-                dtype, detail = probe.parameter_dtype(module), {"layout": list(proof.layout)}
-                down = linears[layouts[0][-1]]
-                sizes = {"hidden": (down.out_features,), "intermediate": (down.in_features,)}
-                site = Site("swiglu_mlp", path, rule, proof.variant, proof.evidence, dtype, detail, sizes=sizes)
-                yield replace(site, examined=proof.examined)
+    def is_candidate(self, module: nn.Module) -> bool:
+        return any(True for _ in _layouts(_linears(module))) and _takes_one_tensor(module)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def prove(self, module: nn.Module) -> Proof | None:
+        linears = _linears(module)
+        if why_not := _mixed_dtypes(linears):
+            return Proof(None, why_not)
+        return prove_mlp(module, self.readings, linears, list(_layouts(linears)), _gated)
+
+    def key(self, module: nn.Module) -> Hashable:
+        return probe.behaviour(module, self.readings.of(module).names, _linears(module))
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        linears = _linears(module)
+        down = linears[next(_layouts(linears))[-1]]
+        return {"hidden": (down.out_features,), "intermediate": (down.in_features,)}
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])
-        reading = self._readings.of(module)
+        reading = self.readings.of(module)
         forward = with_own_signature(module, _gated(kernel, layout))
         yield ForwardChange(module, forward, guarded_names(module, reading, layout))
         for name, child in bypassed(module, reading, layout):
-            yield GuardChange(module, name, child, guarded_names(child, self._readings.of(child)))
+            yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
 
 
 def _gated(kernel: Kernel, layout: Layout) -> Any:

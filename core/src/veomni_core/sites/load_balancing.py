@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.change import Change
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
-from veomni_core.sites.code_reading import read_function, set_on_instance, why_not_clonable
-from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.called_functions import Function, callers, replaced
+from veomni_core.sites.code_reading import Reading, read_function
+from veomni_core.sites.matching import Candidate, first_fit
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.site import Kernel, Site
 
 _NAME = "load_balancing_loss_func"
@@ -29,39 +31,29 @@ class LoadBalancingFunctions:
     """Finds the function by name, proves it by its values, and replaces it for one model."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        for path, module in model.named_modules():
-            own = set_on_instance(module)
-            forward = type(module).forward if own else current_forward(module)
-            function = dict(global_functions(forward)).get(_NAME)
-            if function is not None:
-                why_not = own or why_not_clonable(forward, [_NAME])
-                variant, evidence = (None, why_not) if why_not else _prove(function)
-                yield Site("load_balancing_loss", path, rule, variant, evidence)
+        for caller in callers(model, lambda name: name == _NAME):
+            proof = Proof(None, caller.why_not) if caller.why_not else _prove(caller.functions[_NAME])
+            yield proof.site("load_balancing_loss", caller.path, rule)
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
-        module = model.get_submodule(site.path)
-        forward = with_globals(current_forward(module), {_NAME: kernel})
-        yield ForwardChange(module, forward)
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        return replaced(model.get_submodule(site.path), _NAME, kernel)
 
 
-def _prove(function: Callable[..., Any]) -> tuple[str | None, str]:
+def _prove(function: Function) -> Proof:
     reading = read_function(function)
     if reading.doubts:
-        return None, reading.doubts[0]
+        return Proof(None, reading.doubts[0])
     with probe.seeded():
-        misses = []
-        for variant, contract in CONTRACTS.items():
-            branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
-            calls = _calls(variant)
-            miss = max(_miss(branches, function, contract, arguments) for arguments in calls)
-            if miss == 0.0:
-                if open_choice := branches.never_run():
-                    return None, f"{_NAME} is {variant} wherever it was run, but {open_choice}"
-                return variant, f"{_NAME} gave the reference's values and gradients in each of its calls"
-            misses.append((miss, variant))
-    by_how_much, nearest = min(misses)
-    return None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.1%}"
+        return first_fit(_candidates(function, reading), "its calls fit no variant")
+
+
+def _candidates(function: Function, reading: Reading) -> Iterator[Candidate]:
+    evidence = f"{_NAME} gave the reference's values and gradients in each of its calls"
+    for variant, contract in CONTRACTS.items():
+        # Of this variant's calls alone: what only another variant's calls reach was not compared with this one.
+        branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
+        miss = max(_miss(branches, function, contract, arguments) for arguments in _calls(variant))
+        yield Candidate(f"{_NAME} is {variant}", miss, Proof(variant, evidence), branches)
 
 
 def _calls(variant: str) -> list[tuple[Any, ...]]:
@@ -91,7 +83,7 @@ def _calls(variant: str) -> list[tuple[Any, ...]]:
     return calls
 
 
-def _miss(branches: Branches, function: Callable[..., Any], contract: Contract, arguments: tuple[Any, ...]) -> float:
+def _miss(branches: Branches, function: Function, contract: Contract, arguments: tuple[Any, ...]) -> float:
     found, error = probe.attempt(partial(branches.run, partial(function, *arguments)))
     if error or not isinstance(found, Tensor):
         return float("inf")

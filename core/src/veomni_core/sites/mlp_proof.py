@@ -5,7 +5,7 @@ What it gives is compared with the reference of each variant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import Readings, bypassed, guarded_names, unseen_changes
+from veomni_core.sites.matching import Candidate, first_fit
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.reachable_code import own_function
 from veomni_core.sites.signatures import why_not_callable
 from veomni_core.sites.site import Kernel
@@ -37,16 +39,6 @@ Bound = Callable[[Kernel, Layout], Callable[..., Tensor]]
 
 
 @dataclass(frozen=True)
-class MlpProof:
-    """The result for one module: ``layout`` names (gate, up, down) or (packed, down); ``examined`` as in ``Site``."""
-
-    variant: str | None
-    evidence: str
-    layout: Layout = ()
-    examined: bool = True
-
-
-@dataclass(frozen=True)
 class _Run:
     """One run of the module's own code on a tiny ``copy``, in one mode: the input ``x`` and the output ``found``."""
 
@@ -57,7 +49,7 @@ class _Run:
 
 def prove_mlp(
     module: nn.Module, readings: Readings, linears: dict[str, Any], layouts: list[Layout], bound: Bound
-) -> MlpProof | None:
+) -> Proof | None:
     """What the module computes, or why that could not be proven.
 
     Returns ``None`` if the module is probably attention: its linears (queries, keys, values) are all square, and its
@@ -69,7 +61,7 @@ def prove_mlp(
         why_not = unseen_changes(module, reading, linears) or why_not_callable(module, proven=1)
         is_square = all(child.in_features == child.out_features for child in linears.values())
         if why_not:
-            return None if is_square else MlpProof(None, why_not)
+            return None if is_square else Proof(None, why_not)
         branches = Branches(whole.codes, guarded_names(module, reading, linears), own_function(module))
         copies = {dtype: _copy(module, linears, layouts[0], dtype) for dtype in (_F32, *probe.LOW_PRECISION)}
         runs = []
@@ -79,14 +71,12 @@ def prove_mlp(
                 copy = copies[dtype].train(training)
                 found, error = probe.attempt(partial(branches.run, partial(type(module).forward, copy, x)))
                 if error and len(leading) == 2:  # hidden states [B, S, H] must run; other shapes need not
-                    return None if is_square else MlpProof(None, error, examined=False)
+                    return None if is_square else Proof(None, error, examined=False)
                 if not error:
                     runs.append(_Run(copy, x, found))
         if probe.draws_random_numbers(partial(type(module).forward, copies[_F32].train(), runs[0].x)):
-            return MlpProof(None, "it draws random numbers in training mode")
-        proof = _match(runs, layouts, bound)
-        open_choice = branches.never_run() if proof.variant else ""
-        return MlpProof(None, f"{proof.variant} wherever it was run, but {open_choice}") if open_choice else proof
+            return Proof(None, "it draws random numbers in training mode")
+        return first_fit(_candidates(runs, layouts, bound, branches), "its linears fit no variant")
 
 
 def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: torch.dtype) -> nn.Module:
@@ -115,16 +105,12 @@ def _tiny_shapes(linears: dict[str, Any], layout: Layout) -> dict[str, tuple[int
     return {**dict.fromkeys(first, (_HIDDEN, packed * inner)), down: (inner, _HIDDEN)}
 
 
-def _match(runs: list[_Run], layouts: list[Layout], bound: Bound) -> MlpProof:
-    misses = []
+def _candidates(runs: list[_Run], layouts: list[Layout], bound: Bound, branches: Branches) -> Iterator[Candidate]:
+    evidence = "its own code gave the reference's values and gradients"
     for variant, contract in CONTRACTS.items():
         for layout in layouts:
             miss = _largest_miss(runs, bound(contract.reference, layout))
-            if miss == 0.0:
-                return MlpProof(variant, "its own code gave the reference's values and gradients", layout)
-            misses.append((miss, variant))
-    by_how_much, nearest = min(misses)
-    return MlpProof(None, f"no variant fits; the nearest, {nearest}, misses by {by_how_much:.2%}")
+            yield Candidate(variant, miss, Proof(variant, evidence, {"layout": list(layout)}), branches)
 
 
 def _largest_miss(runs: list[_Run], bound: Callable[..., Tensor]) -> float:

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm import VALUES
 from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import Reading, guarded_names
+from veomni_core.sites.matching import if_every_branch_ran
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.reachable_code import own_function
 
 Inputs = tuple[Tensor | None, ...]
-Proof = tuple[str | None, str]
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _BF16, _F16, _F32 = torch.bfloat16, torch.float16, torch.float32
 # Dtypes of (input, weight). In float32 Llama's and OLMo 2's norms are equal: only bf16 and float16 tell the variants
@@ -78,38 +80,40 @@ def prove_norm(
     module: nn.Module,
     reading: Reading,
     own: Callable[..., Any],
-    references: Mapping[str, Callable[..., Tensor]],
+    contracts: Mapping[str, Contract],
     draw: Callable[[Case], Inputs],
-    eps: float,
+    settings: Mapping[str, Any],
 ) -> Proof:
-    """The variant whose reference computes the same as ``own(training, *inputs)``, and the evidence.
+    """The variant of ``contracts`` whose reference computes the same as ``own(training, *inputs)``, and the evidence.
 
-    ``own`` runs the module's own code; ``draw`` makes its inputs for a case.
+    Args:
+        own: runs the module's own code.
+        draw: makes its inputs for a case.
+        settings: what the reference takes besides them, ``eps`` among it; the proof's detail.
     """
     with probe.seeded():
         branches = Branches(reading.codes, guarded_names(module, reading), own_function(module))
         runs = []
-        for case in cases(eps):
+        for case in cases(settings["eps"]):
             inputs = draw(case)
             for training in reading.modes:
                 found, error = probe.attempt(partial(branches.run, partial(own, training, *inputs)))
                 if error and len(case.leading) == 2:  # hidden states [B, S, H] must run; other shapes need not
-                    return None, error
+                    return Proof(None, error)
                 runs.append((case, training, inputs, found))
         if probe.draws_random_numbers(partial(own, True, *draw(Case((2, 3), _F32, _F32, 1.0)))):
-            return None, "it draws random numbers in training mode"
+            return Proof(None, "it draws random numbers in training mode")
         tried = []
-        for variant, reference in references.items():
+        for variant, contract in contracts.items():
+            reference = partial(contract.reference, **settings)
             why_not = next(filter(None, (_mismatch(reference, *run) for run in runs if run[-1] is not None)), "")
             if not why_not:
                 why_not = _gradients_differ(reading, own, reference, draw)
-            if not why_not and (open_choice := branches.never_run()):
-                return None, f"{variant} wherever it was run, but {open_choice}"
             if not why_not:
                 evidence = "its own code gave the reference's results in bf16, float16 and float32, and its gradients"
-                return variant, evidence
+                return if_every_branch_ran(Proof(variant, evidence, settings), variant, branches)
             tried.append(f"{variant}: {why_not}")
-    return None, "; ".join(tried)
+    return Proof(None, "; ".join(tried))
 
 
 def _mismatch(reference: Callable[..., Tensor], case: Case, training: bool, inputs: Inputs, found: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites import probe
-from veomni_core.sites.code_reading import Reading, Readings, guarded_names, unseen_changes
-from veomni_core.sites.norm_proof import Case, Inputs, Proof, eps_of, prove_norm
+from veomni_core.sites.code_reading import Reading, guarded_names, unseen_changes
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.norm_proof import Case, Inputs, eps_of, prove_norm
+from veomni_core.sites.proof import Proof
 from veomni_core.sites.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.site import Kernel, Site
 
@@ -24,33 +26,27 @@ _WIDEST = 32768  # the widest row that is run, so that a proof stays fast; a rel
 _WEIGHTS = ("weight",)
 
 
-class NormModules:
+class NormModules(ModuleLocator):
     """Finds norms by running their own code, and replaces their ``forward``."""
 
-    def __init__(self) -> None:
-        self._readings = Readings()
+    op_name = "rms_norm"
 
-    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        proofs: dict[Any, Proof] = {}
-        for path, module in model.named_modules():
-            eps = eps_of(module)
-            if eps is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
-                continue
-            if probe.takes(module, "gate"):  # another op, rms_norm_gated
-                continue
-            reading = self._readings.of(module)
-            key = probe.behaviour(module, reading.names)
-            if key not in proofs:
-                proofs[key] = _prove(module, reading, eps)
-            dtype, sizes = probe.parameter_dtype(module), probe.width_of(module)
-            yield Site("rms_norm", path, rule, *proofs[key], dtype, {"eps": eps}, sizes=sizes)
+    def is_candidate(self, module: nn.Module) -> bool:
+        if eps_of(module) is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
+            return False
+        return not probe.takes(module, "gate")  # another op, rms_norm_gated
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def prove(self, module: nn.Module) -> Proof:
+        return _prove(module, self.readings.of(module))
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        return probe.width_of(module)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
         weighted = module._parameters.get("weight") is not None
         forward = (_weighted if weighted else _unweighted)(kernel, site.detail["eps"])
-        guarded = guarded_names(module, self._readings.of(module), _WEIGHTS)
+        guarded = guarded_names(module, self.readings.of(module), _WEIGHTS)
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 
@@ -72,28 +68,25 @@ def _unweighted(kernel: Kernel, eps: float) -> Any:
     return forward
 
 
-def _prove(module: nn.Module, reading: Reading, eps: float) -> Proof:
+def _prove(module: nn.Module, reading: Reading) -> Proof:
     weights = {name: value for name, value in module._parameters.items() if value is not None}
     if list(weights) not in ([], ["weight"]):
-        return None, f"has parameters {list(weights)}, expected one weight or none"
+        return Proof(None, f"has parameters {list(weights)}, expected one weight or none")
     if weights and weights["weight"].dim() != 1:
-        return None, f"its weight has {weights['weight'].dim()} dimensions, expected one"
+        return Proof(None, f"its weight has {weights['weight'].dim()} dimensions, expected one")
     if len(vars(module).get("normalized_shape", (1,))) != 1:  # torch's own norm
-        return None, f"it normalises {len(vars(module)['normalized_shape'])} dimensions, expected only the last one"
+        dimensions = len(vars(module)["normalized_shape"])
+        return Proof(None, f"it normalises {dimensions} dimensions, expected only the last one")
     if why_not := unseen_changes(module, reading, _WEIGHTS) or why_not_callable(module, proven=1):
-        return None, why_not
+        return Proof(None, why_not)
     width = min(weights["weight"].shape[0] if weights else _width_of(module), _WIDEST)
 
     def draw(case: Case) -> Inputs:
         x, weight = case.draw(width)
         return x, weight if weights else None
 
-    references = {
-        variant: partial(contract.reference, eps=eps)
-        for variant, contract in CONTRACTS.items()
-        if variant.startswith("unweighted") != bool(weights)
-    }
-    return prove_norm(module, reading, partial(_run, module), references, draw, eps)
+    contracts = {n: contract for n, contract in CONTRACTS.items() if n.startswith("unweighted") != bool(weights)}
+    return prove_norm(module, reading, partial(_run, module), contracts, draw, {"eps": eps_of(module)})
 
 
 def _width_of(module: nn.Module) -> int:

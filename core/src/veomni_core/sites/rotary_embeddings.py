@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import read_function
 from veomni_core.sites.hollow_twin import BATCH, FREQUENCIES, LENGTH, ZERO, hollow_twin
+from veomni_core.sites.proof import ProvenOnce
 
 _WIDTH = 16  # of the hidden states; embeddings read only their dtype and device
 # Upper bounds of the random positions: near the start, and then up to where released models go.
@@ -32,15 +34,12 @@ def all_handed_over(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     whose forward takes other arguments has no result.
     """
     kinds = {path: (module, _kinds(module)) for path, module in model.named_modules()}
-    seen: dict[Any, tuple[Any, ...]] = {}
-    found = {}
-    for path, (module, names) in kinds.items():
-        if names:
-            key = probe.behaviour(module)
-            if key not in seen:
-                seen[key] = tuple(_handed_over(module, names))
-            found[path] = seen[key]
-    return found
+    results: ProvenOnce[tuple[Any, ...]] = ProvenOnce()
+    return {
+        path: results.of(probe.behaviour(module), partial(_handed_over, module, names))
+        for path, (module, names) in kinds.items()
+        if names
+    }
 
 
 def nearest(path: str, handed_over: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -63,7 +62,11 @@ def _kinds(module: nn.Module) -> list[str]:
     return [name for name in names if not name.endswith("original")]
 
 
-def _handed_over(module: nn.Module, kinds: list[str]) -> Iterator[Any]:
+def _handed_over(module: nn.Module, kinds: list[str]) -> tuple[Any, ...]:
+    return tuple(_results(module, kinds))
+
+
+def _results(module: nn.Module, kinds: list[str]) -> Iterator[Any]:
     results = {}
     for kind in kinds:
         seen = _Seen(module, {"layer_type": kind} if kind else {})

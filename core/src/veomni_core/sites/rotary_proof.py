@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from veomni_core.sites import probe
 from veomni_core.sites.branches import Branches
 from veomni_core.sites.code_reading import read_function
 from veomni_core.sites.hollow_twin import BATCH, LENGTH
+from veomni_core.sites.matching import if_every_branch_ran
+from veomni_core.sites.proof import Proof, ProvenOnce
 from veomni_core.sites.rotary_trace import Call
 
 _CONTRACTS = (*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values())
@@ -26,72 +28,67 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The contract that a function fulfils in its calls, or ``None`` and the reason.
+class _Tried:
+    """What one call showed of its function; ``runs`` is whether the function ran without an error.
 
-    ``runs``: whether the function ran without an error. An attention is tried with every result of the rotary
-    embeddings near it, and only some of them fit its function. ``examined`` is as in ``Site``.
+    An attention is tried with every result of the rotary embeddings near it, and only some of them fit its function.
     """
 
-    contract: Contract | None
-    evidence: str
+    proof: Proof
     runs: bool = True
-    examined: bool = True
 
 
-class Proofs:
-    """Verdicts on functions, each proven once; to be used within :func:`probe.seeded`."""
+class RotaryProofs:
+    """Proofs of functions, each function proven once; to be used within :func:`probe.seeded`."""
 
     def __init__(self) -> None:
-        self._verdicts: dict[Hashable, Verdict] = {}
+        self._tried: ProvenOnce[_Tried] = ProvenOnce()
 
-    def of(self, function: Function, calls: Sequence[Call]) -> Verdict:
-        """Combines the verdicts on the ``calls`` that ran; refuses if one of them is refused or if they disagree."""
-        verdicts = [self._verdict(function, call) for call in calls]
-        running = [verdict for verdict in verdicts if verdict.runs] or verdicts
-        refused = next((verdict for verdict in running if verdict.contract is None), None)
+    def of(self, function: Function, calls: Sequence[Call]) -> Proof:
+        """Combines the proofs of the ``calls`` that ran; refuses if one of them is refused or if they disagree."""
+        tried = [self._tried.of((function, call.form), partial(_try, function, call)) for call in calls]
+        proofs = [each.proof for each in tried if each.runs] or [each.proof for each in tried]
+        refused = next((proof for proof in proofs if proof.variant is None), None)
         if refused is not None:
             return refused
-        variants = {verdict.contract.variant for verdict in running if verdict.contract is not None}
+        variants = {proof.variant for proof in proofs if proof.variant is not None}
         if len(variants) > 1:
-            return Verdict(None, f"its calls are of several variants: {', '.join(sorted(variants))}")
-        return running[0]
-
-    def _verdict(self, function: Function, call: Call) -> Verdict:
-        key = (function, call.form)
-        if key not in self._verdicts:
-            self._verdicts[key] = _prove(function, call)
-        return self._verdicts[key]
+            return Proof(None, f"its calls are of several variants: {', '.join(sorted(variants))}")
+        return proofs[0]
 
 
-def _prove(function: Function, call: Call) -> Verdict:
-    fitting = [contract for contract in _CONTRACTS if _fits(contract, call)]
-    if not fitting:
-        return Verdict(None, f"{call.name} is called with {call.described}, which no variant takes")
-    if not call.handed_over and fitting[0].op_name == "rotary_pos_emb":
+def _try(function: Function, call: Call) -> _Tried:
+    contracts = [contract for contract in _CONTRACTS if _fits(contract, call)]
+    if not contracts:
+        return _Tried(Proof(None, f"{call.name} is called with {call.described}, which no variant takes"))
+    if not call.handed_over and contracts[0].op_name == "rotary_pos_emb":
         why_not = "no rotary embedding near it could be run to see its cos and sin"
-        return Verdict(None, f"{call.name}: {why_not}", examined=False)
+        return _Tried(Proof(None, f"{call.name}: {why_not}", examined=False))
     inputs = _random_like(call, AngleLayout.UNRELATED)
     _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
     if error:
-        return Verdict(None, f"{call.name}: {error}", runs=False, examined=False)
+        return _Tried(Proof(None, f"{call.name}: {error}", examined=False), runs=False)
+    return _Tried(_prove(function, call, contracts))
+
+
+def _prove(function: Function, call: Call, contracts: Sequence[Contract]) -> Proof:
+    """The first of ``contracts`` that the function fulfils in ``call``, which it runs without an error."""
     reading = read_function(function)
     if reading.doubts:
-        return Verdict(None, reading.doubts[0])
+        return Proof(None, reading.doubts[0])
     tried = []
     # First on cos and sin without any layout, which shows the entries that the function reads; then as the model's are.
     for layout in (AngleLayout.UNRELATED, *_repeating(call)):
-        for contract in fitting:
+        for contract in contracts:
             branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
             watched = partial(branches.run_call, function)
             variations = ((form, _random_like(form, layout, scale)) for form, scale in _variations(call))
             why_not = next(filter(None, (_mismatch(watched, contract, *each) for each in variations)), "")
-            if not why_not and (open_choice := branches.never_run()):
-                return Verdict(None, f"{call.name} is {contract.variant} wherever it was run, but {open_choice}")
             if not why_not:
-                return _with_angles(function, contract, call, layout)
+                proof = _with_angles(function, contract, call, layout)
+                return if_every_branch_ran(proof, f"{call.name} is {contract.variant}", branches)
             tried.append(f"not {contract.variant}: {why_not}")
-    return Verdict(None, f"{call.name} is {'; '.join(tried[: len(fitting)])}")
+    return Proof(None, f"{call.name} is {'; '.join(tried[: len(contracts)])}")
 
 
 def _variations(call: Call) -> Iterator[tuple[Call, float]]:
@@ -178,8 +175,8 @@ def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wi
     return ""
 
 
-def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout) -> Verdict:
-    """A verdict with ``contract``, if the model's ``cos`` and ``sin`` have its layout; it was matched on ``probed``."""
+def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout) -> Proof:
+    """The proof of ``contract``, if the model's ``cos`` and ``sin`` have its layout; it was matched on ``probed``."""
     layout = rotary_pos_emb.LAYOUTS.get(contract.variant, AngleLayout.UNRELATED)
     problem = ""
     if not call.handed_over:
@@ -187,10 +184,10 @@ def _with_angles(function: Function, contract: Contract, call: Call, probed: Ang
     elif not all(layout.holds(angles) for angles in call.angles):
         problem = f"its cos and sin don't have {layout.value}"
     if problem:
-        return Verdict(None, f"{call.name} is {contract.variant}, but {problem}")
+        return Proof(None, f"{call.name} is {contract.variant}, but {problem}")
     seen = layout if probed is AngleLayout.UNRELATED else probed
     evidence = f"{call.name} gave the reference's values and gradients; its cos and sin have {seen.value}"
-    return Verdict(contract, evidence)
+    return Proof(contract.variant, evidence, op_name=contract.op_name)
 
 
 def _doubt(function: Function, call: Call) -> str:
