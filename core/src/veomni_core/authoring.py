@@ -15,12 +15,12 @@ from veomni_core.ops.autocast import autocast_dtype, product_operands
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.memory_layout import aligned
-from veomni_core.sites import probe
-from veomni_core.sites.expert_layouts import ExpertLayout
-from veomni_core.sites.experts import ExpertsModules
+from veomni_core.sites.experts.locator import ExpertsModules
+from veomni_core.sites.forwards.expert_layouts import ExpertLayout
 from veomni_core.sites.functions import with_globals
 from veomni_core.sites.module_locator import ModuleLocator
-from veomni_core.sites.proof import Proof
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import EagerSiteLocator, Kernel, Site, SiteLocator
 from veomni_core.testing import check_kernel
 

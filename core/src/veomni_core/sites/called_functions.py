@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change, ForwardChange
-from veomni_core.sites.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.proofs.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.site import Kernel
 
 Function = Callable[..., Any]

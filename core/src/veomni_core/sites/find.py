@@ -17,7 +17,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.sites.claims import settle_claims
-from veomni_core.sites.proof import Proof
+from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import EagerSiteLocator, Site, SiteLocator
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.spec import EAGER, KernelSpec
-from veomni_core.sites import probe
-from veomni_core.sites.code_reading import Readings
-from veomni_core.sites.proof import Proof, ProvenOnce
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.code_reading import Readings
+from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site
 
 

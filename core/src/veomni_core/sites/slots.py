@@ -18,8 +18,8 @@ from veomni_core.changes.change import Change, ForwardChange, PropertyChange, se
 from veomni_core.descriptions.slot import OpSlot
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites.functions import code_layers, current_forward, with_globals
-from veomni_core.sites.probe import parameter_dtype
-from veomni_core.sites.proof import Proof
+from veomni_core.sites.proofs.probe import parameter_dtype
+from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
 
 _DECLARED = "declared by the modeling code"

@@ -15,10 +15,10 @@ from veomni_core.binding.bind import binding_of
 from veomni_core.descriptions.spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.parallel.sequence.exchange import check_heads
-from veomni_core.sites.attention import readers_by_owner, reads_interface
-from veomni_core.sites.config_changes import interface_of
+from veomni_core.sites.attention.config_changes import interface_of
+from veomni_core.sites.attention.locator import readers_by_owner, reads_interface
 from veomni_core.sites.functions import code_layers, current_forward
-from veomni_core.sites.load_balancing import LoadBalancingFunctions
+from veomni_core.sites.losses.load_balancing import LoadBalancingFunctions
 from veomni_core.sites.site import Site
 
 _RULE = "sequence parallelism"

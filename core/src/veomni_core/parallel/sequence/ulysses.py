@@ -23,9 +23,9 @@ from veomni_core.parallel.sequence.exchange import ranks_of
 from veomni_core.parallel.sequence.inputs import WholeSequence, check_positions, split_inputs
 from veomni_core.parallel.sequence.losses import sum_over_ranks, whole_sequence
 from veomni_core.parallel.sequence.refusals import attention_site, balancing_sites, reads_positions_from_mask
-from veomni_core.sites.config_changes import config_changes, interface_of
+from veomni_core.sites.attention.config_changes import config_changes, interface_of
+from veomni_core.sites.attention.interface_names import RegisteredInterface
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
-from veomni_core.sites.interface_names import RegisteredInterface
 
 _IN_FORCE = "_veomni_sequence_parallel"
 _BALANCING = "load_balancing_loss_func"
