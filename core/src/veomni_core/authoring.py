@@ -6,7 +6,9 @@
   module. ``probe``, by which the core's own rules run a module's code on small inputs and compare values, gradients and
   roundings; ``with_globals``, which clones a function that then sees other globals; and ``Change``, ``AttributeChange``
   and ``ForwardChange``, which ``install`` yields.
-- A layout of experts' weights: ``ExpertLayout``, for a subclass of ``ExpertsModules`` with other ``layouts``.
+- A core rule's proof over a variant or a layout of your own: ``NormModules``, ``GatedNormModules`` and
+  ``GatedMlpModules``, for a subclass with other ``contracts``; ``ExpertsModules``, for one with other ``layouts``, each
+  an ``ExpertLayout``.
 - A kernel: ``first_derivatives_only``, ``aligned``, ``autocast_dtype`` and ``product_operands``.
 """
 
@@ -18,7 +20,10 @@ from veomni_core.ops.memory_layout import aligned
 from veomni_core.sites.experts.locator import ExpertsModules
 from veomni_core.sites.forwards.expert_layouts import ExpertLayout
 from veomni_core.sites.functions import with_globals
+from veomni_core.sites.gated_mlps.locator import GatedMlpModules
 from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.norms.rms_norm import NormModules
+from veomni_core.sites.norms.rms_norm_gated import GatedNormModules
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import EagerSiteLocator, Kernel, Site, SiteLocator
@@ -33,8 +38,11 @@ __all__ = [
     "ExpertLayout",
     "ExpertsModules",
     "ForwardChange",
+    "GatedMlpModules",
+    "GatedNormModules",
     "Kernel",
     "ModuleLocator",
+    "NormModules",
     "Proof",
     "Sample",
     "Site",

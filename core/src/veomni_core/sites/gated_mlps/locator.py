@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange, GuardChange
 from veomni_core.descriptions.spec import KernelSpec
-from veomni_core.ops.contract import dtype_name
+from veomni_core.ops.contract import Contract, dtype_name
+from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites.forwards.gated_mlps import Layout, over_linears
 from veomni_core.sites.forwards.signatures import with_own_signature
 from veomni_core.sites.gated_mlps.proof import prove_mlp
@@ -27,9 +28,13 @@ from veomni_core.sites.site import Kernel, Site
 
 
 class GatedMlpModules(ModuleLocator):
-    """Finds gated MLPs by running their own code on tiny linears."""
+    """Finds gated MLPs by running their own code on tiny linears.
+
+    A subclass with other ``contracts`` proves modules that compute those variants.
+    """
 
     op_name = "swiglu_mlp"
+    contracts: Mapping[str, Contract] = CONTRACTS
 
     def is_candidate(self, module: nn.Module) -> bool:
         return any(True for _ in _layouts(_linears(module))) and _takes_one_tensor(module)
@@ -38,7 +43,7 @@ class GatedMlpModules(ModuleLocator):
         linears = _linears(module)
         if why_not := _mixed_dtypes(linears):
             return Proof(None, why_not)
-        return prove_mlp(module, self.readings, linears, list(_layouts(linears)))
+        return prove_mlp(module, self.readings, linears, list(_layouts(linears)), self.contracts)
 
     def key(self, module: nn.Module) -> Hashable:
         return probe.behaviour(module, self.readings.of(module).names, _linears(module))

@@ -5,7 +5,7 @@ What it gives is compared with the reference of each variant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.ops.swiglu_mlp import CONTRACTS
+from veomni_core.ops.contract import Contract
 from veomni_core.sites.forwards.gated_mlps import Layout, over_linears
 from veomni_core.sites.forwards.signatures import why_not_callable
 from veomni_core.sites.proofs import probe
@@ -45,7 +45,13 @@ class _Run:
     found: Any
 
 
-def prove_mlp(module: nn.Module, readings: Readings, linears: dict[str, Any], layouts: list[Layout]) -> Proof | None:
+def prove_mlp(
+    module: nn.Module,
+    readings: Readings,
+    linears: dict[str, Any],
+    layouts: list[Layout],
+    contracts: Mapping[str, Contract],
+) -> Proof | None:
     """What the module computes, or why that could not be proven.
 
     Returns ``None`` if the module is probably attention: its linears (queries, keys, values) are all square, and its
@@ -72,7 +78,7 @@ def prove_mlp(module: nn.Module, readings: Readings, linears: dict[str, Any], la
                     runs.append(_Run(copy, x, found))
         if probe.draws_random_numbers(partial(type(module).forward, copies[_F32].train(), runs[0].x)):
             return Proof(None, "it draws random numbers in training mode")
-        return first_fit(_candidates(runs, layouts, branches), "its linears fit no variant")
+        return first_fit(_candidates(runs, layouts, contracts, branches), "its linears fit no variant")
 
 
 def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: torch.dtype) -> nn.Module:
@@ -101,9 +107,11 @@ def _tiny_shapes(linears: dict[str, Any], layout: Layout) -> dict[str, tuple[int
     return {**dict.fromkeys(first, (_HIDDEN, packed * inner)), down: (inner, _HIDDEN)}
 
 
-def _candidates(runs: list[_Run], layouts: list[Layout], branches: Branches) -> Iterator[Candidate]:
+def _candidates(
+    runs: list[_Run], layouts: list[Layout], contracts: Mapping[str, Contract], branches: Branches
+) -> Iterator[Candidate]:
     evidence = "its own code gave the reference's values and gradients"
-    for variant, contract in CONTRACTS.items():
+    for variant, contract in contracts.items():
         for layout in layouts:
             miss = _largest_miss(runs, over_linears(contract.reference, layout))
             yield Candidate(variant, miss, Proof(variant, evidence, {"layout": list(layout)}), branches)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
@@ -28,9 +29,13 @@ _WEIGHTS = ("weight",)
 
 
 class NormModules(ModuleLocator):
-    """Finds norms by running their own code, and replaces their ``forward``."""
+    """Finds norms by running their own code, and replaces their ``forward``.
+
+    A subclass with other ``contracts`` proves modules that compute those variants.
+    """
 
     op_name = "rms_norm"
+    contracts: Mapping[str, Contract] = CONTRACTS
 
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
@@ -38,7 +43,7 @@ class NormModules(ModuleLocator):
         return not probe.takes(module, "gate")  # another op, rms_norm_gated
 
     def prove(self, module: nn.Module) -> Proof:
-        return _prove(module, self.readings.of(module))
+        return _prove(module, self.readings.of(module), self.contracts)
 
     def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
         return probe.width_of(module)
@@ -51,7 +56,7 @@ class NormModules(ModuleLocator):
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 
-def _prove(module: nn.Module, reading: Reading) -> Proof:
+def _prove(module: nn.Module, reading: Reading, contracts: Mapping[str, Contract]) -> Proof:
     weights = {name: value for name, value in module._parameters.items() if value is not None}
     if list(weights) not in ([], ["weight"]):
         return Proof(None, f"has parameters {list(weights)}, expected one weight or none")
@@ -68,8 +73,8 @@ def _prove(module: nn.Module, reading: Reading) -> Proof:
         x, weight = case.draw(width)
         return x, weight if weights else None
 
-    contracts = {n: contract for n, contract in CONTRACTS.items() if n.startswith("unweighted") != bool(weights)}
-    return prove_norm(module, reading, partial(_run, module), contracts, draw, {"eps": eps_of(module)})
+    fitting = {n: contract for n, contract in contracts.items() if n.startswith("unweighted") != bool(weights)}
+    return prove_norm(module, reading, partial(_run, module), fitting, draw, {"eps": eps_of(module)})
 
 
 def _width_of(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm_gated import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
@@ -24,9 +25,13 @@ _WEIGHTS = ("weight",)
 
 
 class GatedNormModules(ModuleLocator):
-    """Finds gated norms by running their own code, and replaces their ``forward``."""
+    """Finds gated norms by running their own code, and replaces their ``forward``.
+
+    A subclass with other ``contracts`` proves modules that compute those variants.
+    """
 
     op_name = "rms_norm_gated"
+    contracts: Mapping[str, Contract] = CONTRACTS
 
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or "norm" not in type(module).__name__.lower() or module._modules:
@@ -34,7 +39,7 @@ class GatedNormModules(ModuleLocator):
         return probe.takes(module, "gate")
 
     def prove(self, module: nn.Module) -> Proof:
-        return _prove(module, self.readings.of(module))
+        return _prove(module, self.readings.of(module), self.contracts)
 
     def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
         return probe.width_of(module)
@@ -46,7 +51,7 @@ class GatedNormModules(ModuleLocator):
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
 
 
-def _prove(module: nn.Module, reading: Reading) -> Proof:
+def _prove(module: nn.Module, reading: Reading, contracts: Mapping[str, Contract]) -> Proof:
     weights = {name: value for name, value in module._parameters.items() if value is not None}
     if list(weights) != ["weight"] or module._buffers or weights["weight"].dim() != 1:
         found = f"parameters {list(weights) or 'none'} and buffers {list(module._buffers)}"
@@ -61,7 +66,7 @@ def _prove(module: nn.Module, reading: Reading) -> Proof:
         return x, probe.random(*case.leading, width, dtype=case.dtype, scale=2.0), weight
 
     settings = {"eps": eps_of(module), "group_size": vars(module).get("group_size")}
-    return prove_norm(module, reading, partial(_run, module), CONTRACTS, draw, settings)
+    return prove_norm(module, reading, partial(_run, module), contracts, draw, settings)
 
 
 def _run(module: nn.Module, training: bool, x: Tensor, gate: Tensor, weight: Tensor) -> Any:
