@@ -14,10 +14,10 @@ from torch import nn
 from veomni_core.changes.change import ForwardChange
 from veomni_core.descriptions.spec import EAGER
 from veomni_core.errors import BindingError
+from veomni_core.sites.forwards.eager_experts import SELECTED_BY, eager_until_set
 from veomni_core.sites.functions import code_layers, current_forward
 
 Function = Callable[..., Any]
-_SELECTED_BY = "_experts_implementation"
 
 
 def selected_implementation(module: nn.Module) -> str:
@@ -27,7 +27,7 @@ def selected_implementation(module: nn.Module) -> str:
 
 def is_dispatched(module: nn.Module) -> bool:
     """Whether the forward of ``module`` looks up in its config which implementation to run."""
-    return any(_SELECTED_BY in layer.__code__.co_names for layer in code_layers(current_forward(module)))
+    return any(SELECTED_BY in layer.__code__.co_names for layer in code_layers(current_forward(module)))
 
 
 class EagerExpertsChange(ForwardChange):
@@ -59,14 +59,8 @@ def _eager_until_set(module: nn.Module) -> Function:
             f"the eager code of {type(module).__name__} can't be selected: its config selects {named_at_bind!r}, in a "
             "way that veomni-core does not know. Build the model with experts_implementation='eager'"
         )
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = eager if getattr(self.config, _SELECTED_BY) == named_at_bind else dispatched
-        return run(self, *args, **kwargs)
-
-    vars(forward)["named_at_bind"] = named_at_bind
-    return forward
+    return eager_until_set(eager, dispatched, named_at_bind)
 
 
 def _named(module: nn.Module) -> str:
-    return str(getattr(vars(module).get("config"), _SELECTED_BY, None) or EAGER)
+    return str(getattr(vars(module).get("config"), SELECTED_BY, None) or EAGER)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from veomni_core.changes.change import AttributeChange, Change
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
+from veomni_core.sites.forwards.classification_loss import SINGLE_LABEL, single_label
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
-
-_SINGLE_LABEL = "single_label_classification"
 
 
 class ClassificationLosses:
@@ -30,28 +28,13 @@ class ClassificationLosses:
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
-        yield AttributeChange(module, "_loss_function", _with_kernel(module.loss_function, kernel))  # type: ignore[arg-type]
-
-
-def _with_kernel(original: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
-    @wraps(original)
-    def loss_function(labels: Tensor, pooled_logits: Tensor, config: Any, **kwargs: Any) -> Any:
-        # The cases in which transformers' loss takes a cross entropy; regression and multi-label run its own code.
-        single = config.problem_type == _SINGLE_LABEL or (
-            config.problem_type is None and config.num_labels > 1 and not labels.is_floating_point()
-        )
-        if not single:
-            return original(labels=labels, pooled_logits=pooled_logits, config=config, **kwargs)
-        config.problem_type = _SINGLE_LABEL  # as transformers' own loss does
-        return kernel(pooled_logits.view(-1, config.num_labels), labels.view(-1).to(pooled_logits.device))
-
-    return loss_function
+        yield AttributeChange(module, "_loss_function", single_label(module.loss_function, kernel))  # type: ignore[arg-type]
 
 
 def _prove(loss_function: Callable[..., Any]) -> Proof:
     with probe.seeded():
         logits, labels = probe.random(6, 3).requires_grad_(), torch.randint(3, (6,))
-        config = SimpleNamespace(num_labels=3, problem_type=_SINGLE_LABEL)
+        config = SimpleNamespace(num_labels=3, problem_type=SINGLE_LABEL)
         found, why_not = probe.attempt(
             lambda: loss_function(logits=logits, labels=labels, pooled_logits=logits, config=config)
         )
