@@ -14,8 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = draw_architecture.PAGE.read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs" / "explanation" / "glossary.md").read_text(encoding="utf-8")
 STEPS = re.findall(r"^\d+\. \[`[\w/.]+`\]\((\S+?)\): (.*?)(?=^\d+\. |^$)", PAGE, re.MULTILINE | re.DOTALL)
-TRAINER = ROOT / "plugins" / "trainer" / "src" / "veomni_trainer"
-TRAINER_ROWS = re.findall(r"^\| `(\w+)/` \| ([^|]+) \|", PAGE, re.MULTILINE)
+# By the heading of the section that has a table of them: the folder whose folders it lists.
+FOLDERS = {
+    "The folders of `sites/`": draw_architecture.CORE / "sites",
+    "The trainer's folders": ROOT / "plugins" / "trainer" / "src" / "veomni_trainer",
+}
 WORDS = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY, re.MULTILINE)
 
 
@@ -66,9 +69,12 @@ def test_a_module_that_the_table_lacks_is_named():
         draw_architecture.arrows(grouped)
 
 
-def test_the_trainer_s_table_has_its_folders_and_their_modules():
-    listed = {folder: sorted(re.findall(r"`(\w+)`", modules)) for folder, modules in TRAINER_ROWS}
-    folders = {path.parent for path in TRAINER.glob("*/__init__.py")}
+@pytest.mark.parametrize("heading", FOLDERS)
+def test_the_table_of_folders_has_each_with_its_modules(heading):
+    _, _, section = PAGE.partition(f"## {heading}\n")
+    rows = re.findall(r"^\| `(\w+)/` \| ([^|]+) \|", section.partition("\n## ")[0], re.MULTILINE)
+    listed = {folder: sorted(re.findall(r"`(\w+)`", modules)) for folder, modules in rows}
+    folders = {path.parent for path in FOLDERS[heading].glob("*/__init__.py")}
     assert listed == {
         folder.name: sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__") for folder in folders
     }
@@ -99,7 +105,7 @@ def is_in_the_code(name: str) -> bool:
 @pytest.mark.parametrize("word, code", WORDS, ids=[word for word, _ in WORDS])
 def test_the_glossary_s_names_are_in_the_code(word, code):
     commands = ("veomni verify", "veomni coverage")  # test_documented_commands has them
-    names = [name for name in re.findall(r"`([^`]+)`", code) if name not in commands and name != "*_proof.py"]
+    names = [name for name in re.findall(r"`([^`]+)`", code) if name not in commands]
     assert not [name for name in names if not is_in_the_code(name)]
 
 
@@ -108,7 +114,7 @@ def test_a_name_that_is_not_in_the_code_is_seen():
         "Plan",
         "Plan.autocast",
         "veomni_core.tables.render_table",
-        "veomni_core.sites.probe",
+        "veomni_core.sites.proofs.probe",
         "core/tests/lookalikes.py",
     }
     gone = {

@@ -79,7 +79,7 @@ print(max(grown(name, AutoModelForImageTextToText) for name in ("cohere2_vision"
 
 SITES = """
     from veomni_core import SiteRule, hookimpl
-    from veomni_core.sites import probe
+    from veomni_core.sites.proofs import probe
     from veomni_core.sites.site import Site
 
     VEOMNI_PLUGIN_API_VERSION = 1

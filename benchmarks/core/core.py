@@ -174,7 +174,7 @@ def measure_dispatch(rounds: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from veomni_core.sites.norms import NormModules
+    from veomni_core.sites.norms.rms_norm import NormModules
     from veomni_core.sites.site import Site
 
     def kernel(x: Any, weight: Any, eps: float) -> Any:

@@ -50,6 +50,17 @@ class GuardedNorms(Rule):
         yield ForwardChange(module, self.forward(kernel, module), guarded=("eps", "act"))
 
 
+class EagerNorms(Rule):
+    """For a rule with ``installs_eager``."""
+
+    def install(self, model, site, kernel, spec):
+        assert kernel is not None and spec is not None
+        return super().install(model, site, kernel, spec)
+
+    def install_eager(self, model, site):
+        yield ForwardChange(model.get_submodule(site.path), lambda self, hidden_states: "eager code")
+
+
 class Layers(Rule):
     """Replaces whole decoder layers by a forward that calls nothing within them."""
 

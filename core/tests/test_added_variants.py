@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from models import build
 from veomni_core import VariantSpec, bind, discover, find_sites
@@ -13,11 +15,13 @@ from veomni_core.testing import check_kernel
 
 PLUGIN = """
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from veomni_core import KernelSpec, SiteRule, VariantSpec, hookimpl
+from veomni_core.authoring import NormModules
 from veomni_core.changes.change import ForwardChange
 from veomni_core.ops.rms_norm import CONTRACTS, standard
 from veomni_core.sites.site import Site
@@ -43,6 +47,10 @@ class HalvedNorm(nn.Module):
 
     def forward(self, x):
         return halved(x, self.weight, 1e-6)
+
+
+class ItsNorms(NormModules):
+    contracts = MappingProxyType({"halved": CONTRACT})
 
 
 class HalvedNorms:
@@ -94,6 +102,29 @@ def test_its_kernel_is_checked_planned_bound_and_verified(install):
     binding = bind(model, config, registry=registry, verify=True)
     assert [d.site.path for op in binding.plan.ops for d in op.sites if d.kernel == "acme"] == ["model.norm"]
     assert binding.verification.sites == ("rms_norm/halved:acme at 1 sites",)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_the_core_s_proof_runs_over_an_added_variant_for_a_plugin_s_rule(install, factor):
+    install("acme-norms", source().replace(":HalvedNorms", ":ItsNorms"))
+    registry = discover({})
+
+    class HalvedRMSNorm(LlamaRMSNorm):
+        def forward(self, x):
+            return (super().forward(x) * (self.factor / 2)).to(x.dtype)
+
+    model = nn.Sequential(HalvedRMSNorm(8), LlamaRMSNorm(8))
+    model[0].factor = factor
+    sites = find_sites(model, registry)
+    proven = [(site.path, site.rule, site.variant, site.declared) for site in sites if site.variant is not None]
+    own = ("1", "norm modules", "standard", False)
+    if factor != 1.0:
+        assert proven == [own], sites
+        return
+    assert proven == [("0", "halved norms", "halved", True), own], sites
+    config = {"preset": "eager", "rms_norm_implementation": "acme"}
+    with bind(model, config, registry=registry) as binding:
+        assert [d.site.path for op in binding.plan.ops for d in op.sites if d.bound] == ["0"]
 
 
 def test_a_kernel_that_computes_something_else_is_caught(install):

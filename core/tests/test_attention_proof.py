@@ -28,7 +28,7 @@ from veomni_core.discovery.discover import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_core.ops.attention import MASK_FEATURES
-from veomni_core.sites.attention import AttentionInterface
+from veomni_core.sites.attention.locator import AttentionInterface
 from veomni_core.sites.functions import with_globals
 
 SMALL = {

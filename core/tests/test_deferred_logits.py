@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from veomni_core.errors import LogitsGoneError
 from veomni_core.ops import cross_entropy_loss
-from veomni_core.sites.deferred_logits import DeferredLogits, deferred_logits
-from veomni_core.sites.head_call import HeadCall
+from veomni_core.sites.forwards.deferred_logits import DeferredLogits, deferred_logits
+from veomni_core.sites.forwards.head_call import HeadCall
 
 ALL = slice(None)
 HIDDEN, VOCABULARY, IGNORED = 8, 11, -100

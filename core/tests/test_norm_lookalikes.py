@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lookalikes import variants
+from veomni_core import find_sites
 
 
 class AnRMSNorm(nn.Module):
@@ -145,3 +146,18 @@ def test_modules_that_differ_in_a_setting_are_proven_apart(settings):
     one.setting, other.setting = settings
     Warming.__name__ = "WarmingRMSNorm"
     assert variants("rms_norm", one, other) == ["standard", None]
+
+
+def test_a_kernel_gets_the_epsilon_that_was_proven():
+    class ReadsEps(AnRMSNorm):
+        def forward(self, x):
+            wide = x.float()
+            normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * normalised.to(x.dtype)
+
+    ReadsEps.__name__ = "ReadsEpsRMSNorm"
+    norms = nn.Sequential(ReadsEps(), ReadsEps())
+    norms[0].eps = norms[1].eps = 1e-6
+    norms[1].variance_epsilon = 1e-2  # nothing reads it
+    sites = find_sites(norms)
+    assert [(site.variant, site.detail["eps"]) for site in sites] == [("standard", 1e-6)] * 2

@@ -20,7 +20,7 @@ from counting_kernels import calls, counting_registry
 from models import assert_equal_steps, build, step, tokens
 from veomni_core import bind, binding_of, find_sites
 from veomni_core.errors import BindingError, KernelUnavailableError, LogitsGoneError
-from veomni_core.sites.deferred_logits import DeferredLogits
+from veomni_core.sites.forwards.deferred_logits import DeferredLogits
 
 REGISTRY = counting_registry("one")
 LOSS_ALONE = {"preset": "eager", "cross_entropy_loss_implementation": "one"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +12,20 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
 
 from counting_kernels import calls
 from models import build
-from plugin_rules import CallingLayers, HoldingNorms, Layers, MlpsAsNorms, SameNorms, WrongNorms, registry_with
+from plugin_rules import (
+    CallingLayers,
+    EagerNorms,
+    HoldingNorms,
+    Layers,
+    MlpsAsNorms,
+    SameNorms,
+    WrongNorms,
+    registry_with,
+)
 from veomni_core import Plan, bind, find_sites, make_plan
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError, NoSiteError, SpecError
-from veomni_core.sites.norms import NormModules
+from veomni_core.sites.norms.rms_norm import NormModules
 
 PLUGIN = """
     from veomni_core import SiteRule, hookimpl
@@ -85,6 +97,29 @@ def test_a_plugin_s_rule_that_fails_is_left_out_and_every_model_is_bound_without
     assert failure in caplog.text
     assert "left out: site rule 'acme rule'" in binding.plan.table()
     assert Plan.from_json(binding.plan.to_json()) == binding.plan
+
+
+def test_a_locator_whose_install_selects_eager_code_is_told_to_have_install_eager(install):
+    source = PLUGIN.replace("{find}", "return []").replace(':Locator"', ':Locator", installs_eager=True')
+    source = source.replace(
+        "    @hookimpl", "        def install(self, model, site, kernel, spec):\n            return []\n\n    @hookimpl"
+    )
+    install("veomni-acme", source)
+    plan = make_plan(nn.ReLU(), {"preset": "eager"}, registry=discover({}), hardware="cpu")
+    (failure,) = plan.failed_rules
+    assert "says installs_eager=True, and its locator veomni_acme" in failure
+    assert "has no method install_eager(self, model, site). Write one that yields the changes" in failure
+
+
+def test_eager_code_is_installed_by_a_method_of_its_own():
+    registry = registry_with(EagerNorms)
+    registry = replace(
+        registry,
+        site_rules=tuple(replace(r, installs_eager=r.locator.endswith(":EagerNorms")) for r in registry.site_rules),
+    )
+    model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8)))
+    bind(model, ask(rms_norm_implementation="eager"), registry=registry)
+    assert model.norm(torch.ones(1, 8)) == "eager code"
 
 
 def test_a_choice_that_needs_a_rule_that_failed_is_refused_with_its_reason(registry):

@@ -1,10 +1,14 @@
 """What a plugin's rules, contracts and kernels are made of. Imports torch: a plugin's description must not import it.
 
 - A contract: ``Contract``, ``Sample``, ``Tolerance``, ``Draw``, ``leaf``, ``compute_dtype``, and ``check_kernel``.
-- A rule that finds sites: ``Site``, ``SiteLocator`` and ``Kernel``; ``probe``, by which the core's own rules run a
-  module's code on small inputs and compare values, gradients and roundings; ``with_globals``, which clones a function
-  that then sees other globals; and ``Change``, ``AttributeChange`` and ``ForwardChange``, which ``install`` yields.
-- A layout of experts' weights: ``ExpertLayout``, for a subclass of ``ExpertsModules`` with other ``layouts``.
+- A rule that finds sites: ``Site``, ``SiteLocator`` (with ``installs_eager`` an ``EagerSiteLocator``) and ``Kernel``.
+  For an op that is a module, ``ModuleLocator`` walks over the model and asks a subclass for a ``Proof`` of each kind of
+  module. ``probe``, by which the core's own rules run a module's code on small inputs and compare values, gradients and
+  roundings; ``with_globals``, which clones a function that then sees other globals; and ``Change``, ``AttributeChange``
+  and ``ForwardChange``, which ``install`` yields.
+- A core rule's proof over a variant or a layout of your own: ``NormModules``, ``GatedNormModules`` and
+  ``GatedMlpModules``, for a subclass with other ``contracts``; ``ExpertsModules``, for one with other ``layouts``, each
+  an ``ExpertLayout``.
 - A kernel: ``first_derivatives_only``, ``aligned``, ``autocast_dtype`` and ``product_operands``.
 """
 
@@ -13,11 +17,16 @@ from veomni_core.ops.autocast import autocast_dtype, product_operands
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.memory_layout import aligned
-from veomni_core.sites import probe
-from veomni_core.sites.expert_layouts import ExpertLayout
-from veomni_core.sites.experts import ExpertsModules
+from veomni_core.sites.experts.locator import ExpertsModules
+from veomni_core.sites.forwards.expert_layouts import ExpertLayout
 from veomni_core.sites.functions import with_globals
-from veomni_core.sites.site import Kernel, Site, SiteLocator
+from veomni_core.sites.gated_mlps.locator import GatedMlpModules
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.norms.rms_norm import NormModules
+from veomni_core.sites.norms.rms_norm_gated import GatedNormModules
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.proof import Proof
+from veomni_core.sites.site import EagerSiteLocator, Kernel, Site, SiteLocator
 from veomni_core.testing import check_kernel
 
 __all__ = [
@@ -25,10 +34,16 @@ __all__ = [
     "Change",
     "Contract",
     "Draw",
+    "EagerSiteLocator",
     "ExpertLayout",
     "ExpertsModules",
     "ForwardChange",
+    "GatedMlpModules",
+    "GatedNormModules",
     "Kernel",
+    "ModuleLocator",
+    "NormModules",
+    "Proof",
     "Sample",
     "Site",
     "SiteLocator",

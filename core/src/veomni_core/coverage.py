@@ -18,7 +18,7 @@ from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.find import find_sites
-from veomni_core.sites.probe import quiet
+from veomni_core.sites.proofs.probe import quiet
 from veomni_core.sites.site import Site
 
 _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
@@ -128,7 +128,7 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
     return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops))
 
 
-# Matches the evidence of a site whose probe raised, in the format of sites.probe.attempt.
+# Matches the evidence of a site whose probe raised, in the format of sites.proofs.probe.attempt.
 _RAISED = re.compile(r"\w*(Error|Exception): ")
 
 

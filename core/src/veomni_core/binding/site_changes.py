@@ -13,7 +13,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.site import SiteLocator
+from veomni_core.sites.site import EagerSiteLocator, SiteLocator
 
 Kernels = Mapping[KernelSpec, Callable[..., Any]]
 
@@ -42,6 +42,9 @@ def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteD
 
 
 def changes_at(model: nn.Module, decision: SiteDecision, locator: SiteLocator, kernels: Kernels) -> Iterator[Change]:
-    """The changes that put the kernel of one decision into its site."""
-    kernel = None if decision.spec is None else kernels[decision.spec]
-    yield from locator.install(model, decision.site, kernel, decision.spec)
+    """The changes that put the kernel of one decision, or the op's eager code, into its site."""
+    if decision.spec is not None:
+        yield from locator.install(model, decision.site, kernels[decision.spec], decision.spec)
+    else:
+        assert isinstance(locator, EagerSiteLocator)  # the rule installs eager, so locator_of has checked it
+        yield from locator.install_eager(model, decision.site)

@@ -148,20 +148,20 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
 
 # Rules that clone a function have a lower order than rules that wrap it, so that none has to clone a wrapper.
 BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
-    SiteRule("norm modules", "veomni_core.sites.norms:NormModules", order=10),
-    SiteRule("gated norm modules", "veomni_core.sites.gated_norms:GatedNormModules", order=10),
-    SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps:GatedMlpModules", order=10),
-    SiteRule("experts modules", "veomni_core.sites.experts:ExpertsModules", order=10, installs_eager=True),
-    SiteRule("rotary functions", "veomni_core.sites.rotary:RotaryFunctions", order=20),
-    SiteRule("load-balancing functions", "veomni_core.sites.load_balancing:LoadBalancingFunctions", order=20),
+    SiteRule("norm modules", "veomni_core.sites.norms.rms_norm:NormModules", order=10),
+    SiteRule("gated norm modules", "veomni_core.sites.norms.rms_norm_gated:GatedNormModules", order=10),
+    SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps.locator:GatedMlpModules", order=10),
+    SiteRule("experts modules", "veomni_core.sites.experts.locator:ExpertsModules", order=10, installs_eager=True),
+    SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
+    SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule(
         "attention interface",
-        "veomni_core.sites.attention:AttentionInterface",
+        "veomni_core.sites.attention.locator:AttentionInterface",
         order=30,
         installs_eager=True,
         reads_parameters=False,
     ),
-    SiteRule("causal losses", "veomni_core.sites.causal_loss:CausalLosses", order=40),
-    SiteRule("classification losses", "veomni_core.sites.classification_loss:ClassificationLosses", order=40),
+    SiteRule("causal losses", "veomni_core.sites.losses.causal:CausalLosses", order=40),
+    SiteRule("classification losses", "veomni_core.sites.losses.classification:ClassificationLosses", order=40),
     SiteRule("op slots", "veomni_core.sites.slots:DeclaredSlots", order=10),
 )

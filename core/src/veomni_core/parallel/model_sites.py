@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from veomni_core.binding.bind import binding_of
-from veomni_core.descriptions.spec import EAGER
 from veomni_core.errors import BindingError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.find import search
@@ -27,7 +26,7 @@ def sites_of(model: nn.Module) -> tuple[SiteDecision, ...]:
     binding = binding_of(model)
     if binding is None:
         found = search(model).sites
-        return tuple(SiteDecision(site, EAGER, "the model is not bound", as_asked=False) for site in found)
+        return tuple(SiteDecision(site, None, "the model is not bound", as_asked=False) for site in found)
     whole = binding.model
     planned = (decision for op in binding.plan.ops for decision in op.sites)
     if whole is model:

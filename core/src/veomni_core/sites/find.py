@@ -17,8 +17,9 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.sites.claims import settle_claims
+from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
-from veomni_core.sites.site import Site, SiteLocator
+from veomni_core.sites.site import EagerSiteLocator, Site, SiteLocator
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +108,24 @@ def _where_sharded(site: Site, sharding: ModelSharding) -> Site:
 
 def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Site]:
     path = sharding.flattened or ""
-    return [Site(name, path, "flattened", None, sharding.of(path).why_not, examined=False) for name in op_names]
+    proof = Proof(None, sharding.of(path).why_not, examined=False)
+    return [proof.site(name, path, "flattened") for name in op_names]
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:
-    """The object that finds the sites of ``rule`` and installs kernels there."""
-    return load_attribute(rule.locator)()
+    """The object that finds the sites of ``rule`` and installs kernels there.
+
+    Raises:
+        SpecError: the rule says ``installs_eager``, and its locator has no ``install_eager``.
+    """
+    locator: SiteLocator = load_attribute(rule.locator)()
+    if rule.installs_eager and not isinstance(locator, EagerSiteLocator):
+        raise SpecError(
+            f"SiteRule {rule.name!r} says installs_eager=True, and its locator {rule.locator} has no method "
+            "install_eager(self, model, site). Write one that yields the changes by which the op's eager code runs at "
+            "the site; install always gets a kernel"
+        )
+    return locator
 
 
 def _natural(path: str) -> tuple[Any, ...]:

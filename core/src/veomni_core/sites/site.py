@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from veomni_core.descriptions.spec import EAGER, KernelSpec
 
@@ -62,9 +62,16 @@ class SiteLocator(Protocol):
     def find(self, model: Any, rule: str) -> Iterable[Site]:
         """The sites in ``model``. The model is only read: it is not changed, and its weights are not computed on."""
 
-    def install(self, model: Any, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
+    def install(self, model: Any, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         """The changes that make ``kernel``, loaded from ``spec``, run at ``site``.
 
-        The caller applies each change as it is yielded. ``kernel`` and ``spec`` are ``None`` only for rules with
-        ``installs_eager``: the changes then select the op's eager code.
+        The caller applies each change as it is yielded.
         """
+
+
+@runtime_checkable
+class EagerSiteLocator(SiteLocator, Protocol):
+    """The locator of a rule with ``installs_eager``: at its sites ``eager`` is a choice that must be put there too."""
+
+    def install_eager(self, model: Any, site: Site) -> Iterable[Change]:
+        """The changes that make the op's eager code run at ``site``, whatever the model is set to."""

@@ -18,7 +18,8 @@ from veomni_core.changes.change import Change, ForwardChange, PropertyChange, se
 from veomni_core.descriptions.slot import OpSlot
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites.functions import code_layers, current_forward, with_globals
-from veomni_core.sites.probe import parameter_dtype
+from veomni_core.sites.proofs.probe import parameter_dtype
+from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
 
 _DECLARED = "declared by the modeling code"
@@ -55,10 +56,9 @@ class DeclaredSlots:
                     f"{module_name}.{name} is shared by every model of that module, and no forward here reads it by "
                     "name, so it can't be bound for one model: declare it in a class body"
                 )
-                yield Site(slot.op_name, "", rule, None, why, own=_own(slot), examined=False)
+                yield Proof(None, why, examined=False).site(slot.op_name, "", rule, own=_own(slot))
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module, slot = model.get_submodule(site.path), self._filled(site, kernel)
         if "attribute" in site.detail:
             yield PropertyChange(module, site.detail["attribute"], slot)
@@ -76,8 +76,8 @@ class DeclaredSlots:
 
 
 def _site(slot: OpSlot, path: str, rule: str, module: nn.Module, detail: Mapping[str, str]) -> Site:
-    dtype = parameter_dtype(module)
-    return Site(slot.op_name, path, rule, slot.variant, _DECLARED, dtype, detail, own=_own(slot), declared=True)
+    said = Proof(slot.variant, _DECLARED, detail, declared=True)
+    return said.site(slot.op_name, path, rule, dtype=parameter_dtype(module), own=_own(slot))
 
 
 def _own(slot: OpSlot) -> str:

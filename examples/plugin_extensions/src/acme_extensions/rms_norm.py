@@ -5,14 +5,15 @@ A weight of zeros scales by one, and no weight can turn a sign around.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from veomni_core import KernelSpec
-from veomni_core.authoring import Change, ForwardChange, Kernel, Site, compute_dtype, probe
+from veomni_core.authoring import Change, ForwardChange, Kernel, ModuleLocator, Proof, Site, compute_dtype, probe
 from veomni_core.ops.rms_norm import CONTRACTS
 
 
@@ -45,20 +46,22 @@ class LogWeightRMSNorm(nn.Module):
         return (x.float() * torch.rsqrt(variance + self.eps) * self.log_weight.float().exp()).to(x.dtype)
 
 
-class LogWeightNorms:
-    """Finds these norms, and proves each class by its own code."""
+class LogWeightNorms(ModuleLocator):
+    """Finds these norms, and proves each kind by its own code."""
 
-    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        for path, module in model.named_modules():
-            if isinstance(module, LogWeightRMSNorm):
-                miss = _miss(module)
-                variant, evidence = (None, f"log_weight: misses by {miss:.1%}") if miss else ("log_weight", "proven")
-                width = {"width": (module.log_weight.shape[0],)}
-                yield Site("rms_norm", path, rule, variant, evidence, probe.parameter_dtype(module), sizes=width)
+    op_name = "rms_norm"
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def is_candidate(self, module: nn.Module) -> bool:
+        return isinstance(module, LogWeightRMSNorm)
 
+    def prove(self, module: Any) -> Proof:
+        miss = _miss(module)
+        return Proof(None, f"log_weight: misses by {miss:.1%}") if miss else Proof("log_weight", "proven")
+
+    def sizes(self, module: Any) -> Mapping[str, tuple[int, ...]]:
+        return {"width": (module.log_weight.shape[0],)}
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             return kernel(x, self.log_weight, +self.eps)  # type: ignore[no-any-return, operator]
 

@@ -10,23 +10,22 @@ from transformers.activations import GELUTanh, NewGELUActivation
 
 from acme_gelu.contract import tanh
 from veomni_core import KernelSpec
-from veomni_core.authoring import Change, ForwardChange, Kernel, Site, probe
+from veomni_core.authoring import Change, ForwardChange, Kernel, ModuleLocator, Proof, Site, probe
 
 
-class GeluModules:
+class GeluModules(ModuleLocator):
     """transformers' two spellings of the tanh GELU; one that computes anything else stays eager."""
 
-    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        for path, module in model.named_modules():
-            if isinstance(module, (NewGELUActivation, GELUTanh)):
-                miss = _miss(module)
-                variant = "tanh" if miss == 0.0 else None
-                evidence = f"{type(module).__name__} " + (f"misses tanh by {miss:.1%}" if miss else "is tanh")
-                yield Site("gelu", path, rule, variant, evidence)
+    op_name = "gelu"
 
-    def install(self, model: nn.Module, site: Site, kernel: Kernel | None, spec: KernelSpec | None) -> Iterable[Change]:
-        assert kernel is not None
+    def is_candidate(self, module: nn.Module) -> bool:
+        return isinstance(module, (NewGELUActivation, GELUTanh))
 
+    def prove(self, module: nn.Module) -> Proof:
+        name, miss = type(module).__name__, _miss(module)
+        return Proof(None, f"{name} misses tanh by {miss:.1%}") if miss else Proof("tanh", f"{name} is tanh")
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         def forward(self: nn.Module, input: Tensor) -> Tensor:
             return kernel(input)  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from veomni_core.parallel.sequence.attention import packing_of
 from veomni_core.parallel.sequence.inputs import WholeSequence, check_positions, split_inputs
 from veomni_core.parallel.sequence.losses import sum_over_ranks, whole_sequence
 from veomni_core.parallel.sequence.refusals import reads_positions_from_mask
-from veomni_core.sites.config_changes import interface_of
+from veomni_core.sites.attention.config_changes import interface_of
 from veomni_core.sites.functions import current_forward
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from veomni_core.descriptions.spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.parallel.sequence.exchange import check_heads
-from veomni_core.sites.attention import reads_interface
-from veomni_core.sites.config_changes import interface_of
+from veomni_core.sites.attention.config_changes import interface_of
+from veomni_core.sites.attention.locator import reads_interface
 from veomni_core.sites.functions import code_layers, current_forward, global_functions
 from veomni_core.sites.site import Site
 

@@ -18,9 +18,9 @@ from veomni_core.parallel.sequence.attention import ulysses_attention, whole_mas
 from veomni_core.parallel.sequence.exchange import ranks_of
 from veomni_core.parallel.sequence.forward import RunningForward, causal_loss, load_balancing_loss, split_forward
 from veomni_core.parallel.sequence.refusals import LOAD_BALANCING, refuse_model
-from veomni_core.sites.config_changes import config_changes, interface_of
+from veomni_core.sites.attention.config_changes import config_changes, interface_of
+from veomni_core.sites.attention.interface_names import RegisteredInterface
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
-from veomni_core.sites.interface_names import RegisteredInterface
 
 _NUMBERS = itertools.count(1)
 

@@ -1,0 +1,45 @@
+"""For ops that are a function of the modeling file: the modules that call it, and how it is replaced in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.proofs.code_reading import set_on_instance, why_not_clonable
+from veomni_core.sites.site import Kernel
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A module whose ``forward`` calls ``functions`` by their global names.
+
+    ``why_not`` is the reason why they can't be replaced there; empty if they can.
+    """
+
+    path: str
+    module: nn.Module
+    forward: Function
+    functions: Mapping[str, Function]
+    why_not: str
+
+
+def callers(model: nn.Module, is_wanted: Callable[[str], Any]) -> Iterator[Caller]:
+    """The modules of ``model`` whose forward names a global for which ``is_wanted(name)``."""
+    for path, module in model.named_modules():
+        own = set_on_instance(module)
+        forward = type(module).forward if own else current_forward(module)
+        functions = {name: value for name, value in global_functions(forward) if is_wanted(name)}
+        if functions:
+            yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions))
+
+
+def replaced(module: nn.Module, name: str, kernel: Kernel) -> Iterator[Change]:
+    """The change by which ``module`` calls ``kernel`` where its forward names the function ``name``."""
+    yield ForwardChange(module, with_globals(current_forward(module), {name: kernel}))

@@ -1,0 +1,1 @@
+"""moe_experts: modules that hold all experts' weights."""

@@ -1,0 +1,58 @@
+"""moe_experts sites: modules that hold all experts' weights in two three-dimensional parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.sites.experts.proof import WEIGHTS, prove_experts
+from veomni_core.sites.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation
+from veomni_core.sites.forwards.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
+from veomni_core.sites.forwards.signatures import with_own_signature
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
+from veomni_core.sites.proofs.proof import Proof
+from veomni_core.sites.site import Kernel, Site
+
+
+class ExpertsModules(ModuleLocator):
+    """Finds modules of experts, and replaces their ``forward`` by the forward of their weights' layout.
+
+    A subclass with other ``layouts`` proves modules that keep their weights in those.
+    """
+
+    op_name = "moe_experts"
+    layouts: Mapping[str, ExpertLayout] = LAYOUTS
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        return all(weight is not None and weight.dim() == 3 for weight in _weights(module))
+
+    def prove(self, module: nn.Module) -> Proof:
+        return prove_experts(module, self.readings, self.layouts)
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        return sizes_of(*_weights(module))
+
+    def own(self, module: nn.Module) -> str:
+        return selected_implementation(module)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        reading = self.readings.of(module)
+        forward = with_own_signature(module, self.layouts[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
+        yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
+        for name, child in bypassed(module, reading, WEIGHTS):
+            yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
+
+    def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        if is_dispatched(module):
+            yield EagerExpertsChange(module)
+
+
+def _weights(module: nn.Module) -> list[Any]:
+    return [module._parameters.get(name) for name in WEIGHTS[:2]]

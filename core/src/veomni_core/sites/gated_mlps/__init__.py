@@ -1,0 +1,1 @@
+"""swiglu_mlp: modules that compute ``down(act(gate(x)) * up(x))``."""

@@ -1,0 +1,108 @@
+"""swiglu_mlp sites: modules that compute ``down(act(gate(x)) * up(x))`` with linears of their own.
+
+Gate and up may be two linears or the halves of one. A bound forward still calls the linears as modules, so that LoRA,
+tensor parallel and quantised linears keep working.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.ops.contract import Contract, dtype_name
+from veomni_core.ops.swiglu_mlp import CONTRACTS
+from veomni_core.sites.forwards.gated_mlps import Layout, over_linears
+from veomni_core.sites.forwards.signatures import with_own_signature
+from veomni_core.sites.gated_mlps.proof import prove_mlp
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
+from veomni_core.sites.proofs.proof import Proof
+from veomni_core.sites.site import Kernel, Site
+
+
+class GatedMlpModules(ModuleLocator):
+    """Finds gated MLPs by running their own code on tiny linears.
+
+    A subclass with other ``contracts`` proves modules that compute those variants.
+    """
+
+    op_name = "swiglu_mlp"
+    contracts: Mapping[str, Contract] = CONTRACTS
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        return any(True for _ in _layouts(_linears(module))) and _takes_one_tensor(module)
+
+    def prove(self, module: nn.Module) -> Proof | None:
+        linears = _linears(module)
+        if why_not := _mixed_dtypes(linears):
+            return Proof(None, why_not)
+        return prove_mlp(module, self.readings, linears, list(_layouts(linears)), self.contracts)
+
+    def key(self, module: nn.Module) -> Hashable:
+        return probe.behaviour(module, self.readings.of(module).names, _linears(module))
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        linears = _linears(module)
+        down = linears[next(_layouts(linears))[-1]]
+        return {"hidden": (down.out_features,), "intermediate": (down.in_features,)}
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])
+        reading = self.readings.of(module)
+        forward = with_own_signature(module, over_linears(kernel, layout))
+        yield ForwardChange(module, forward, guarded_names(module, reading, layout))
+        for name, child in bypassed(module, reading, layout):
+            yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
+
+
+def _linears(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: child
+        for name, child in module._modules.items()
+        if child is not None and hasattr(child, "in_features") and hasattr(child, "out_features")
+    }
+
+
+def _mixed_dtypes(linears: dict[str, Any]) -> str:
+    """Why linears of several floating-point dtypes can't be bound; empty if they all have the same dtype.
+
+    Such a module casts between its linears (T5 v1.1 in float16 keeps ``wo`` in float32), and a bound forward does not.
+    """
+    weights = {name: getattr(linear, "weight", None) for name, linear in linears.items()}
+    dtypes = {
+        name: dtype_name(weight.dtype)
+        for name, weight in weights.items()
+        if isinstance(weight, Tensor) and weight.is_floating_point()
+    }
+    if len(set(dtypes.values())) < 2:
+        return ""
+    found = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+    return f"its linears have different dtypes ({found}), and a bound forward does not cast between linears"
+
+
+def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
+    """Every way to assign the linears to ``(gate, up, down)`` or ``(packed, down)`` that their shapes allow."""
+    shape = {name: (child.in_features, child.out_features) for name, child in linears.items()}
+    if len(linears) == 3:
+        for gate, up, down in itertools.permutations(linears):
+            if shape[gate] == shape[up] == shape[down][::-1]:
+                yield gate, up, down
+    if len(linears) == 2:
+        for both, down in itertools.permutations(linears):
+            if shape[both] == (shape[down][1], 2 * shape[down][0]):
+                yield both, down
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """Whether the forward requires exactly one argument, as an MLP's does and an attention's doesn't."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 1

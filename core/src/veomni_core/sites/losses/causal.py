@@ -1,0 +1,145 @@
+"""cross_entropy_loss/causal sites: language models whose loss is the cross entropy of an output projection's logits.
+
+The fused kernel needs the hidden states and the head's weight, but a model passes only logits to its loss. So, in
+training with labels, the bound head returns logits that are not computed yet, and a cross entropy of them calls the
+kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.change_set import ChangeSet
+from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.ops.cross_entropy_loss import CONTRACTS
+from veomni_core.ops.labels import IGNORED
+from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain
+from veomni_core.sites.functions import current_forward
+from veomni_core.sites.losses.head_twin import VOCABULARY, head_twin
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.code_reading import set_on_instance
+from veomni_core.sites.proofs.proof import Proof
+from veomni_core.sites.site import Kernel, Site
+
+
+class CausalLosses:
+    """Finds models with an output projection and labels, and fuses the projection with the loss."""
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        heads: set[int] = set()
+        for path, module in model.named_modules():
+            if not hasattr(type(module), "get_output_embeddings") or not _takes_labels(module):
+                continue
+            head = module.get_output_embeddings()  # type: ignore[operator]
+            # No head: a classifier, or a decoder without its head. A known head: an inner model that takes labels too.
+            if head is None or id(head) in heads:
+                continue
+            heads.add(id(head))
+            dtype, sizes = probe.parameter_dtype(head), _sizes(head)
+            yield _prove(module, head).site("cross_entropy_loss", path, rule, dtype=dtype, sizes=sizes)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        return _changes(model.get_submodule(site.path), kernel)
+
+
+def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:
+    weight = head._parameters.get("weight")
+    return (
+        {} if weight is None or weight.dim() != 2 else {"hidden": (weight.shape[1],), "vocabulary": (weight.shape[0],)}
+    )
+
+
+def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
+    head, fused = module.get_output_embeddings(), FusedHead(kernel)
+    yield ForwardChange(head, fused.head_forward(current_forward(head)))
+    yield ForwardChange(module, fused.model_forward(current_forward(module)))
+
+
+def _takes_labels(module: nn.Module) -> bool:
+    return "labels" in inspect.signature(type(module).forward).parameters
+
+
+def _prove(model: Any, head: Any) -> Proof:
+    """Run the model's own head and loss over a placeholder for its decoder, unbound and then bound to the reference."""
+    if why_not := set_on_instance(model) or why_not_plain(head):
+        return Proof(None, why_not)
+    with probe.seeded():
+        hidden = probe.random(2, 5, _decoder_width(model, head)).requires_grad_()
+        built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
+        if why_not:
+            return Proof(None, why_not)
+        labels = torch.randint(VOCABULARY, (2, 5))
+        labels[0, 3] = IGNORED
+        twin, twin_head = built
+        for options in _loss_options(model):
+            why_not = _mismatch(twin, twin_head, hidden, labels, options)
+            if why_not:
+                return Proof(None, why_not)
+    evidence = "its own head and loss, run without the decoder, gave the reference's loss and gradients"
+    return Proof("causal", evidence)
+
+
+def _decoder_width(model: Any, head: nn.Linear) -> int:
+    """The width of the decoder's hidden states, which is not always the width of the head's input.
+
+    ELECTRA and RemBERT project to another width before the vocabulary, which their configs name.
+    """
+    config = model.config.get_text_config()
+    for name in ("embedding_size", "output_embedding_size"):
+        if getattr(config, name, None) == head.in_features:
+            return config.hidden_size
+    return head.in_features
+
+
+def _loss_options(model: nn.Module) -> list[dict[str, Any]]:
+    """The options that the loss is proven with: none, and ``num_items_in_batch`` where the forward has ``**kwargs``."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    counts_items = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [{}, {"num_items_in_batch": 3}] if counts_items else [{}]
+
+
+def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> str:
+    run = partial(_loss_of, twin, input_ids=labels.clamp_min(0), labels=labels, **options)
+    eager, why_not = probe.attempt(run)
+    if why_not:
+        return why_not
+    calls: list[int] = []
+    reference = CONTRACTS["causal"].reference
+
+    def counted(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(states.shape[0])
+        return reference(states, *args, **kwargs)
+
+    changes = ChangeSet()
+
+    def run_bound() -> Tensor:
+        for change in _changes(twin, counted):
+            changes.apply(change)
+        return run()
+
+    fused, why_not = probe.attempt(run_bound)
+    changes.revert()
+    if why_not:
+        return f"with its logits deferred: {why_not}"
+    if len(calls) != 1:
+        return "something between its output projection and its loss needs the logits themselves"
+    if not probe.close(fused.float(), eager.float()):
+        return f"its loss misses causal by {probe.largest_miss(fused, eager):.1%}"
+    if not probe.gradients_close(fused, eager, (hidden, *twin_head.parameters())):
+        return "the gradients of its loss differ"
+    return ""
+
+
+def _loss_of(model: Any, **arguments: Any) -> Tensor:
+    output = model.forward(**arguments)
+    loss = output.loss if hasattr(output, "loss") else output[0]
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"its loss is a {type(loss).__name__}, expected a tensor")
+    return loss

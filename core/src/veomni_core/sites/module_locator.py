@@ -1,0 +1,65 @@
+"""The walk over a model's modules, for ops that are one module each: every kind of module is proven once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
+
+from torch import nn
+
+from veomni_core.changes.change import Change
+from veomni_core.descriptions.spec import EAGER, KernelSpec
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.code_reading import Readings
+from veomni_core.sites.proofs.proof import Proof, ProvenOnce
+from veomni_core.sites.site import Kernel, Site
+
+
+class ModuleLocator(ABC):
+    """Finds the modules in which the op ``op_name`` happens. A subclass says which, how to prove one, and its changes.
+
+    Attributes:
+        op_name: the op; set by the subclass.
+        readings: what the code of the modules reads, each class read once.
+    """
+
+    op_name: str
+
+    def __init__(self) -> None:
+        self.readings = Readings()
+
+    @abstractmethod
+    def is_candidate(self, module: nn.Module) -> bool:
+        """Whether to prove ``module``; asked of every module, so it must be cheap and run nothing."""
+
+    @abstractmethod
+    def prove(self, module: nn.Module) -> Proof | None:
+        """What ``module`` computes; ``None`` for no site at all, where it is something else than the op."""
+
+    @abstractmethod
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        """As in :class:`~veomni_core.sites.site.SiteLocator`."""
+
+    def key(self, module: nn.Module) -> Hashable:
+        """What decides the behaviour of ``module``: modules with equal keys share one proof."""
+        return probe.behaviour(module, self.readings.of(module).names)
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        """The widths and counts of ``module`` that a kernel's ``can_run`` may look at."""
+        return {}
+
+    def own(self, module: nn.Module) -> str:
+        """What runs in ``module`` while nothing is bound."""
+        return EAGER
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        """A site for each candidate in ``model``."""
+        proofs: ProvenOnce[Proof | None] = ProvenOnce()
+        for path, module in model.named_modules():
+            if not self.is_candidate(module):
+                continue
+            proof = proofs.of(self.key(module), partial(self.prove, module))
+            if proof is not None:
+                dtype, own, sizes = probe.parameter_dtype(module), self.own(module), self.sizes(module)
+                yield proof.site(self.op_name, path, rule, dtype=dtype, own=own, sizes=sizes)

@@ -1,0 +1,1 @@
+"""rms_norm and rms_norm_gated: modules that normalise their last dimension."""

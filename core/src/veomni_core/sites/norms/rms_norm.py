@@ -1,0 +1,94 @@
+"""rms_norm sites: modules without children that normalise their last dimension."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.ops.contract import Contract
+from veomni_core.ops.rms_norm import CONTRACTS
+from veomni_core.sites.forwards import norms
+from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
+from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.norms.proof import Case, Inputs, eps_of, prove_norm
+from veomni_core.sites.proofs import probe
+from veomni_core.sites.proofs.code_reading import Reading, guarded_names, unseen_changes
+from veomni_core.sites.proofs.proof import Proof
+from veomni_core.sites.site import Kernel, Site
+
+_RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
+_WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
+_WIDEST = 32768  # the widest row that is run, so that a proof stays fast; a released model normalises 614,400
+_WEIGHTS = ("weight",)
+
+
+class NormModules(ModuleLocator):
+    """Finds norms by running their own code, and replaces their ``forward``.
+
+    A subclass with other ``contracts`` proves modules that compute those variants.
+    """
+
+    op_name = "rms_norm"
+    contracts: Mapping[str, Contract] = CONTRACTS
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        if eps_of(module) is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
+            return False
+        return not probe.takes(module, "gate")  # another op, rms_norm_gated
+
+    def prove(self, module: nn.Module) -> Proof:
+        return _prove(module, self.readings.of(module), self.contracts)
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        return probe.width_of(module)
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        weighted = module._parameters.get("weight") is not None
+        forward = (norms.weighted if weighted else norms.unweighted)(kernel, site.detail["eps"])
+        guarded = guarded_names(module, self.readings.of(module), _WEIGHTS)
+        yield ForwardChange(module, with_own_signature(module, forward), guarded)
+
+
+def _prove(module: nn.Module, reading: Reading, contracts: Mapping[str, Contract]) -> Proof:
+    weights = {name: value for name, value in module._parameters.items() if value is not None}
+    if list(weights) not in ([], ["weight"]):
+        return Proof(None, f"has parameters {list(weights)}, expected one weight or none")
+    if weights and weights["weight"].dim() != 1:
+        return Proof(None, f"its weight has {weights['weight'].dim()} dimensions, expected one")
+    if len(vars(module).get("normalized_shape", (1,))) != 1:  # torch's own norm
+        dimensions = len(vars(module)["normalized_shape"])
+        return Proof(None, f"it normalises {dimensions} dimensions, expected only the last one")
+    if why_not := unseen_changes(module, reading, _WEIGHTS) or why_not_callable(module, proven=1):
+        return Proof(None, why_not)
+    width = min(weights["weight"].shape[0] if weights else _width_of(module), _WIDEST)
+
+    def draw(case: Case) -> Inputs:
+        x, weight = case.draw(width)
+        return x, weight if weights else None
+
+    fitting = {n: contract for n, contract in contracts.items() if n.startswith("unweighted") != bool(weights)}
+    return prove_norm(module, reading, partial(_run, module), fitting, draw, {"eps": eps_of(module)})
+
+
+def _width_of(module: nn.Module) -> int:
+    shape = vars(module).get("normalized_shape", (_WIDTH_WITHOUT_A_WEIGHT,))
+    return int(shape[0])
+
+
+def _run(module: nn.Module, training: bool, x: Tensor, weight: Tensor | None) -> Any:
+    """The output of the module's own code, run on a copy."""
+    duplicate = probe.bare_copy(module)
+    duplicate.training = training
+    for name, value in module._buffers.items():  # unseen_changes has refused code that reads a buffer
+        duplicate._buffers[name] = None if value is None else probe.random(*value.shape)
+    if weight is not None:
+        duplicate._parameters["weight"] = weight  # type: ignore[assignment]
+        probe.resize_attributes(duplicate, {module._parameters["weight"].shape[0]: len(weight)})  # type: ignore[union-attr]
+    return type(duplicate).forward(duplicate, x)

@@ -1,0 +1,73 @@
+"""What a prover answers, and the one place where a site is made of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from veomni_core.descriptions.spec import EAGER
+from veomni_core.sites.site import Site
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the code at one place of a model computes, or why that could not be proven.
+
+    Attributes:
+        variant: the op's variant; ``None`` where none could be proven.
+        evidence: how the variant was proven, or without a variant, what was tried.
+        detail, examined, needs, refuses, declared: as in :class:`~veomni_core.Site`.
+        op_name: the op, from a prover that compares with the variants of several ops.
+    """
+
+    variant: str | None
+    evidence: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    examined: bool = True
+    needs: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    declared: bool = False
+    op_name: str = ""
+
+    def site(
+        self,
+        op_name: str,
+        path: str,
+        rule: str,
+        *,
+        dtype: str | None = None,
+        own: str = EAGER,
+        sizes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> Site:
+        """The site at ``path``, of the op that the proof names, or else of ``op_name``."""
+        return Site(
+            op_name=self.op_name or op_name,
+            path=path,
+            rule=rule,
+            variant=self.variant,
+            evidence=self.evidence,
+            dtype=dtype,
+            detail=self.detail,
+            own=own,
+            examined=self.examined,
+            needs=self.needs,
+            refuses=self.refuses,
+            declared=self.declared,
+            sizes=sizes or {},
+        )
+
+
+class ProvenOnce(Generic[Answer]):
+    """The answers of a prover, each kept under a key that is equal for whatever behaves alike."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Hashable, Answer] = {}
+
+    def of(self, key: Hashable, prove: Callable[[], Answer]) -> Answer:
+        """The answer for ``key``; ``prove`` is called for the first one of that key."""
+        if key not in self._answers:
+            self._answers[key] = prove()
+        return self._answers[key]
