@@ -82,6 +82,38 @@ def standard(
     Each key and value head is shared by ``module.num_key_value_groups`` query heads. A boolean mask keeps what is True;
     any other mask is added. Without a dense mask, attention is causal if ``is_causal`` (or else the module's attribute)
     is True; the causal mask is aligned at the bottom right, so the last query sees all keys.
+
+    Args:
+        module: the calling module, or :class:`AttentionModule`.
+        query: ``[B, Hq, S, D]``, of any floating dtype.
+        key: ``[B, Hk, L, D]``, in query's dtype.
+        value: ``[B, Hk, L, Dv]``, in query's dtype.
+        attention_mask: ``[B, 1 or Hq, S, L]``, boolean or added; or ``[B, L]``, False at padding.
+        scaling: multiplies the scores; ``D ** -0.5`` without it.
+        dropout: not computed here.
+        softcap: bounds the scores.
+        s_aux: a score per head ``[Hq]``, whose weight is dropped.
+        sliding_window: how many keys a query sees, its own included. Not read with a dense mask.
+        cu_seq_lens_q, cu_seq_lens_k: int32 ``[sequences + 1]``, the bounds of packed sequences.
+        is_causal: overrides the module's attribute.
+        position_bias: ``[1 or B, Hq, S, L]``, added to the scores.
+        indices: the keys that a query may see, int64 ``[B, S, chosen]``.
+        sinks: as ``s_aux``, with a score per query, ``[B, Hq, S, 1]``.
+
+    Returns:
+        ``(output[B, S, Hq, Dv], None)``, the output in query's dtype.
+
+    Example:
+        >>> query = torch.zeros(1, 4, 3, 8)  # four heads, three positions; all scores are 0
+        >>> key = value = torch.tensor([0.0, 3.0, 6.0]).view(1, 1, 3, 1).expand(1, 2, 3, 8)  # two heads
+        >>> output, _ = standard(AttentionModule(num_key_value_groups=2), query, key, value, None)
+        >>> output.shape
+        torch.Size([1, 3, 4, 8])
+        >>> output[0, :, 0, 0]  # the means of what each position sees
+        tensor([0.0000, 1.5000, 3.0000])
+        >>> output, _ = standard(AttentionModule(2), query, key, value, None, sliding_window=2)
+        >>> output[0, :, 0, 0]
+        tensor([0.0000, 1.5000, 4.5000])
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -123,8 +155,19 @@ def standard(
 def refuse(kernel: str, options: Mapping[str, Any]) -> None:
     """Raise instead of silently ignoring options that the kernel does not compute.
 
+    Args:
+        kernel: the kernel's name, for the message.
+        options: the keyword arguments that the kernel does not compute; ``None`` counts as not given.
+
     Raises:
         ValueError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`; the message names ``kernel`` and the options.
+
+    Example:
+        >>> refuse("acme", {"position_bias": None, "output_attentions": False})
+        >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)})
+        Traceback (most recent call last):
+            ...
+        ValueError: acme does not compute `position_bias`; choose eager
     """
     if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
         raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
@@ -133,7 +176,27 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
 def visible(
     scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
 ) -> Tensor:
-    """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key."""
+    """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key.
+
+    Args:
+        scores: ``[..., S, L]``, of which only the shape and the device are read.
+        causal: whether a query sees no key after its own.
+        window: how many keys a query sees, its own included; ``None`` for all. If not causal, it reaches both ways.
+        query_bounds, key_bounds: the bounds of packed sequences, ``[sequences + 1]``; ``None`` for one sequence.
+
+    Returns:
+        Booleans ``[S, L]``.
+
+    Example:
+        >>> visible(torch.empty(2, 3), causal=True, window=None, query_bounds=None, key_bounds=None)
+        tensor([[ True,  True, False],
+                [ True,  True,  True]])
+        >>> bounds = torch.tensor([0, 1, 3])  # a sequence of one, and one of two
+        >>> visible(torch.empty(3, 3), True, None, bounds, bounds).int()
+        tensor([[1, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
     ends = []
     numbers = []
     for length, bounds in zip(scores.shape[-2:], (query_bounds, key_bounds), strict=True):

@@ -16,7 +16,17 @@ from veomni_core.ops.contract import Draw, Sample, leaf
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """The attributes that an attention kernel reads from its calling module; samples pass this instead of one."""
+    """The attributes that an attention kernel reads from its calling module; samples pass this instead of one.
+
+    Args:
+        num_key_value_groups: how many query heads share a key head.
+        is_causal: whether attention is causal where neither mask nor call says otherwise.
+        training: whether the module is in training mode.
+
+    Example:
+        >>> AttentionModule(num_key_value_groups=4)
+        AttentionModule(num_key_value_groups=4, is_causal=True, training=True)
+    """
 
     num_key_value_groups: int
     is_causal: bool = True
@@ -39,6 +49,12 @@ def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any
 
 
 def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Calls that are larger than one tile of a kernel, with the arguments of :func:`samples`.
+
+    Example:
+        >>> [s.name for s in beyond_a_tile(torch.device("cpu"), torch.float32) if "packed" in s.needs]
+        ['nine packed sequences', 'nine packed sequences, window']
+    """
     draw = Draw(device, dtype, seed=2)
     grouped = AttentionModule(2)
 
@@ -65,6 +81,13 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Calls of models' sizes, with the arguments of :func:`samples`.
+
+    Example:
+        >>> sample = next(large(torch.device("cpu"), torch.bfloat16))
+        >>> sample.name, sample.args[1].shape
+        ("a model's heads", torch.Size([2, 16, 1027, 128]))
+    """
     draw = Draw(device, dtype)
     module = AttentionModule(4)
     query, key, value = _heads(draw, 2, 16, 4, 1027, 128)
@@ -81,6 +104,19 @@ def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Small calls, each named after what is particular about it.
+
+    Args:
+        device: where the samples' tensors are.
+        dtype: their dtype.
+
+    Example:
+        >>> sample = next(samples(torch.device("cpu"), torch.float32))
+        >>> sample.name, [tuple(x.shape) for x in sample.args[1:4]]
+        ('causal, grouped heads', [(2, 4, 17, 32), (2, 2, 17, 32), (2, 2, 17, 32)])
+        >>> [sample.name for sample in samples(torch.device("cpu"), torch.float32) if "sinks" in sample.needs]
+        ['sinks', 'mask and sinks', 'padding and sinks', 'window and sinks', 'packed, sinks', 'sinks, not causal']
+    """
     draw = Draw(device, dtype)
     heads = functools.partial(_heads, draw)
     grouped, plain = AttentionModule(2), AttentionModule(1)
