@@ -99,6 +99,7 @@ def standard(
         position_bias: ``[1 or B, Hq, S, L]``, added to the scores.
         indices: the keys that a query may see, int64 ``[B, S, chosen]``.
         sinks: as ``s_aux``, with a score per query, ``[B, Hq, S, 1]``.
+        kwargs: what else transformers passes; not read.
 
     Returns:
         ``(output[B, S, Hq, Dv], None)``, the output in query's dtype.

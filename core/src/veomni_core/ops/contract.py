@@ -193,6 +193,9 @@ def _added_contract(op: OpSpec, variant: str, reference: str) -> Contract:
 def as_tensors(result: Any) -> tuple[Tensor, ...]:
     """The result of a call as a tuple of tensors.
 
+    Args:
+        result: a tensor, or a tuple or list of tensors.
+
     Example:
         >>> as_tensors(torch.tensor(1.0)), as_tensors([torch.tensor(1.0), torch.tensor(2.0)])
         ((tensor(1.),), (tensor(1.), tensor(2.)))
