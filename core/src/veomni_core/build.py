@@ -67,6 +67,22 @@ def build_foundation_model(
         ConfigError: another argument is wrong.
         CheckpointError: the weights are missing or don't fit; the message names the keys.
         HostError: this machine has no such device, or the ranks don't agree on the plan.
+
+    Example:
+        >>> from veomni_core import binding_of
+        >>> model = build_foundation_model(
+        ...     {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        ...     ops_implementation={"preset": "eager", "rms_norm_implementation": "torch"},
+        ...     config_kwargs={"intermediate_size": 48, "vocab_size": 64},
+        ...     init_device="cpu",
+        ...     device="cpu",
+        ... )
+        >>> [site.kernel for op in binding_of(model).plan.ops if op.op_name == "rms_norm" for site in op.sites]
+        ['torch', 'torch', 'torch', 'torch', 'torch']
+        >>> build_foundation_model(model.config, ops_implementation={"rms_norm_implementation": "tritn"})
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.UnknownNameError: rms_norm_implementation: 'tritn' is unknown. Did you mean 'triton'?
     """
     if ops_implementation is None:
         raise MissingOpsImplementationError(

@@ -37,6 +37,17 @@ class OpSpec:
             its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
         added: the contracts of variants that plugins added, each as ``"module:attribute"``, by the variant's name. The
             registry fills it in.
+
+    Example:
+        >>> gelu = OpSpec(
+        ...     name="gelu",
+        ...     variants=("tanh",),
+        ...     config_field="gelu_implementation",
+        ...     contract="acme_gelu.contract:CONTRACTS",
+        ...     variant_aliases={"new": "tanh"},
+        ... )
+        >>> gelu.default, gelu.canonical_variant("new")
+        ('eager', 'tanh')
     """
 
     name: str
@@ -84,6 +95,10 @@ class VariantSpec:
         name: the variant's name among the op's.
         contract: ``"module:attribute"`` of its :class:`veomni_core.ops.contract.Contract`, which has the call signature
             of the op's other contracts. Imported only when a kernel is checked or a site is compared.
+
+    Example:
+        >>> str(VariantSpec("swiglu_mlp", "relu_squared", contract="acme_mlp.contract:CONTRACT"))
+        'swiglu_mlp/relu_squared'
     """
 
     op_name: str

@@ -167,6 +167,16 @@ class DeviceSpec:
         named: products that can be named on the command line (``--hardware``), each with its hardware.
         preset: the values that ``preset: <device_type>`` fills in, by config field; other fields are then eager. If it
             is empty, there is no such preset.
+
+    Example:
+        >>> spec = DeviceSpec(
+        ...     "xpu",
+        ...     detect="acme_xpu.device:detect",
+        ...     named={"max1550": Hardware("xpu", name="Intel Max 1550")},
+        ...     preset={"rms_norm_implementation": "xpu"},
+        ... )
+        >>> spec.named["max1550"].describe()
+        'xpu (Intel Max 1550)'
     """
 
     device_type: str
@@ -195,6 +205,15 @@ class SiteRule:
         installs_eager: whether ``eager`` must be installed too, because the model may be set to something else.
         reads_parameters: whether the rule looks at parameters. A rule that doesn't also runs on models whose parameters
             FSDP1 has flattened.
+
+    Example:
+        >>> SiteRule("GELU modules", "acme_gelu.sites:GeluModules").reads_parameters
+        True
+        >>> SiteRule("GELU modules", "acme_gelu/sites.py")
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.SpecError: SiteRule 'GELU modules': locator must read "module:attribute", not
+        'acme_gelu/sites.py'
     """
 
     name: str
@@ -219,6 +238,12 @@ class JobConditions:
     Args:
         device: where the job runs, as torch names devices; ``None`` for the machine's accelerator.
         autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
+
+    Example:
+        >>> def check(path):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
+        ...     return JobConditions(autocast="bfloat16")
+        >>> check("job.yaml")
+        JobConditions(device=None, autocast='bfloat16')
     """
 
     device: str | None = None
@@ -237,6 +262,10 @@ class CommandSpec:
             file and raises what the subcommand would raise for that job. It may return the :class:`JobConditions` under
             which the subcommand would plan. ``veomni plan`` calls it for jobs with sections besides ``model``, so that
             it refuses the same jobs.
+
+    Example:
+        >>> CommandSpec("profile", "acme_profile.command:profile", help="times every kernel of a job").target
+        'acme_profile.command:profile'
     """
 
     name: str

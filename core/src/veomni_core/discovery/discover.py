@@ -45,10 +45,25 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     Args:
         environ: the environment variables; ``os.environ`` without it.
 
+    Returns:
+        The registry, with a record of every installed plugin, whether it loaded, failed or was blocked.
+
     Raises:
         UnknownNameError: a variable names a plugin that is not installed.
         ConfigError: an on/off variable holds something other than a boolean.
         PluginLoadError: a plugin failed, under ``VEOMNI_PLUGINS_STRICT=1``.
+
+    Example:
+        >>> registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+        >>> registry.plugin("veomni-torch").status
+        'loaded'
+        >>> [spec.name for spec in registry.kernels("rms_norm", "standard")]
+        ['torch']
+        >>> discover({"VEOMNI_PLUGINS": "veomni-tortch"})
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.UnknownNameError: VEOMNI_PLUGINS: no plugin 'veomni-tortch' is installed. Did you mean
+        'veomni-torch'?
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")

@@ -46,6 +46,12 @@ class PluginRecord:
         ops, variants, devices, site_rules, commands: what its hooks returned.
         kernels: the kernels whose op and variant are known.
         skipped: the kernels whose op or variant is not known.
+
+    Example:
+        >>> from veomni_core import discover
+        >>> record = discover({"VEOMNI_PLUGINS_BLOCK": "veomni-torch"}).plugin("veomni-torch")
+        >>> record.status, record.problem
+        ('blocked', 'VEOMNI_PLUGINS_BLOCK names it')
     """
 
     name: str
@@ -77,8 +83,20 @@ class PluginRecord:
 class Registry:
     """Everything that the loaded plugins describe. Made by :func:`veomni_core.discover`.
 
-    ``conflicts`` maps the key (op, variant, name) of each kernel that several plugins describe to those plugins. Such a
-    kernel is not in the registry.
+    Attributes:
+        plugins: a record of every installed plugin, also of those that failed or are blocked.
+        ops, devices, commands: what the loaded plugins describe, by name.
+        site_rules: the rules that find sites, in the order in which they run.
+        conflicts: by op, variant and name, the plugins of each kernel that several describe. It is not registered.
+
+    Example:
+        >>> from veomni_core import discover
+        >>> registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+        >>> str(registry.resolve("swiglu_mlp", "standard", "torch"))
+        'swiglu_mlp/standard:torch'
+        >>> h200 = registry.named_hardware("h200")
+        >>> [spec.name for spec in registry.list_available("attention", "standard", h200)]
+        ['sdpa']
     """
 
     plugins: tuple[PluginRecord, ...] = ()

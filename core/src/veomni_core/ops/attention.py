@@ -34,17 +34,15 @@ Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passe
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from veomni_core.ops.attention_options import combined_options
-from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_core.ops.attention_samples import AttentionModule as AttentionModule
+from veomni_core.ops.attention_samples import beyond_a_tile, large, samples
+from veomni_core.ops.contract import Contract, Tolerance, compute_dtype
 
 # By the attention interface of transformers whose masks the kernel takes.
 MASK_FEATURES = {
@@ -58,15 +56,6 @@ FEATURES_OF_OPTIONS = {
     "block_indices": "chosen_keys",
     "sinks": "query_sinks",
 }
-
-
-@dataclass(frozen=True)
-class AttentionModule:
-    """The attributes that an attention kernel reads from its calling module; samples pass this instead of one."""
-
-    num_key_value_groups: int
-    is_causal: bool = True
-    training: bool = True
 
 
 def standard(
@@ -93,6 +82,39 @@ def standard(
     Each key and value head is shared by ``module.num_key_value_groups`` query heads. A boolean mask keeps what is True;
     any other mask is added. Without a dense mask, attention is causal if ``is_causal`` (or else the module's attribute)
     is True; the causal mask is aligned at the bottom right, so the last query sees all keys.
+
+    Args:
+        module: the calling module, or :class:`AttentionModule`.
+        query: ``[B, Hq, S, D]``, of any floating dtype.
+        key: ``[B, Hk, L, D]``, in query's dtype.
+        value: ``[B, Hk, L, Dv]``, in query's dtype.
+        attention_mask: ``[B, 1 or Hq, S, L]``, boolean or added; or ``[B, L]``, False at padding.
+        scaling: multiplies the scores; ``D ** -0.5`` without it.
+        dropout: not computed here.
+        softcap: bounds the scores.
+        s_aux: a score per head ``[Hq]``, whose weight is dropped.
+        sliding_window: how many keys a query sees, its own included. Not read with a dense mask.
+        cu_seq_lens_q, cu_seq_lens_k: int32 ``[sequences + 1]``, the bounds of packed sequences.
+        is_causal: overrides the module's attribute.
+        position_bias: ``[1 or B, Hq, S, L]``, added to the scores.
+        indices: the keys that a query may see, int64 ``[B, S, chosen]``.
+        sinks: as ``s_aux``, with a score per query, ``[B, Hq, S, 1]``.
+        kwargs: what else transformers passes; not read.
+
+    Returns:
+        ``(output[B, S, Hq, Dv], None)``, the output in query's dtype.
+
+    Example:
+        >>> query = torch.zeros(1, 4, 3, 8)  # four heads, three positions; all scores are 0
+        >>> key = value = torch.tensor([0.0, 3.0, 6.0]).view(1, 1, 3, 1).expand(1, 2, 3, 8)  # two heads
+        >>> output, _ = standard(AttentionModule(num_key_value_groups=2), query, key, value, None)
+        >>> output.shape
+        torch.Size([1, 3, 4, 8])
+        >>> output[0, :, 0, 0]  # the means of what each position sees
+        tensor([0.0000, 1.5000, 3.0000])
+        >>> output, _ = standard(AttentionModule(2), query, key, value, None, sliding_window=2)
+        >>> output[0, :, 0, 0]
+        tensor([0.0000, 1.5000, 4.5000])
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -134,8 +156,19 @@ def standard(
 def refuse(kernel: str, options: Mapping[str, Any]) -> None:
     """Raise instead of silently ignoring options that the kernel does not compute.
 
+    Args:
+        kernel: the kernel's name, for the message.
+        options: the keyword arguments that the kernel does not compute; ``None`` counts as not given.
+
     Raises:
         ValueError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`; the message names ``kernel`` and the options.
+
+    Example:
+        >>> refuse("acme", {"position_bias": None, "output_attentions": False})
+        >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)})
+        Traceback (most recent call last):
+            ...
+        ValueError: acme does not compute `position_bias`; choose eager
     """
     if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
         raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
@@ -144,7 +177,27 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
 def visible(
     scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
 ) -> Tensor:
-    """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key."""
+    """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key.
+
+    Args:
+        scores: ``[..., S, L]``, of which only the shape and the device are read.
+        causal: whether a query sees no key after its own.
+        window: how many keys a query sees, its own included; ``None`` for all. If not causal, it reaches both ways.
+        query_bounds, key_bounds: the bounds of packed sequences, ``[sequences + 1]``; ``None`` for one sequence.
+
+    Returns:
+        Booleans ``[S, L]``.
+
+    Example:
+        >>> visible(torch.empty(2, 3), causal=True, window=None, query_bounds=None, key_bounds=None)
+        tensor([[ True,  True, False],
+                [ True,  True,  True]])
+        >>> bounds = torch.tensor([0, 1, 3])  # a sequence of one, and one of two
+        >>> visible(torch.empty(3, 3), True, None, bounds, bounds).int()
+        tensor([[1, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
     ends = []
     numbers = []
     for length, bounds in zip(scores.shape[-2:], (query_bounds, key_bounds), strict=True):
@@ -156,119 +209,6 @@ def visible(
     kept = numbers[0][:, None] == numbers[1]
     kept = kept & (ahead <= 0) if causal else kept
     return kept if window is None else kept & (ahead.abs() < window)
-
-
-def _heads(draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head: int) -> tuple[Tensor, ...]:
-    shapes = (q_heads, k_heads, k_heads)
-    return tuple(leaf(draw.normal(batch, length, count, head).transpose(1, 2)) for count in shapes)
-
-
-def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any]:
-    """The options of a varlen call with sequences of these lengths; ``key_lengths`` if the keys have other lengths."""
-    pairs = (("q", lengths), ("k", lengths if key_lengths is None else key_lengths))
-    bounds = {name: F.pad(each.cumsum(0), (1, 0)).int() for name, each in pairs}
-    return {
-        **{f"cu_seq_lens_{name}": bounds[name] for name, _ in pairs},
-        **{f"max_length_{name}": int(each.max()) for name, each in pairs},
-    }
-
-
-def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    draw = Draw(device, dtype, seed=2)
-    grouped = AttentionModule(2)
-
-    def inputs(mask: Tensor | None = None, batch: int = 1, length: int = 150) -> tuple[Any, ...]:
-        return (grouped, *_heads(draw, batch, 4, 2, length, 32), mask)
-
-    yield Sample("past 128 keys", inputs())
-    yield Sample("past 64 in a head", (grouped, *_heads(draw, 1, 2, 1, 37, 128), None))
-    yield Sample("not causal, past 128 keys", inputs(), {"is_causal": False})
-    unpadded = torch.ones(2, 150, dtype=torch.bool, device=device)
-    unpadded[1, 131:] = False
-    yield Sample("long padding mask", inputs(unpadded, batch=2), needs=("padding_mask",))
-    allowed = unpadded[:, None, None, :] & torch.ones(150, 150, dtype=torch.bool, device=device).tril()
-    yield Sample("long boolean mask", inputs(allowed, batch=2), needs=("dense_mask",))
-    yield Sample("window past a tile", inputs(), {"sliding_window": 70}, needs=("sliding_window",))
-    lengths = torch.tensor([1, 70, 2, 33, 1, 64, 5, 17, 9], device=device)
-    yield Sample("nine packed sequences", inputs(length=202), _packed(lengths), needs=("packed",))
-    both = {**_packed(lengths), "sliding_window": 40}
-    yield Sample("nine packed sequences, window", inputs(length=202), both, needs=("packed", "sliding_window"))
-    yield Sample("softcap past 128 keys", inputs(), {"softcap": 2.0, "scaling": 1.0}, needs=("softcap",))
-    yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
-    bias = {"position_bias": leaf(draw.normal(1, 4, 150, 150))}
-    yield Sample("position bias past 128 keys", inputs(), bias, needs=("position_bias",))
-
-
-def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    draw = Draw(device, dtype)
-    module = AttentionModule(4)
-    query, key, value = _heads(draw, 2, 16, 4, 1027, 128)
-    # A causal row averages over all keys up to its own, so its output would shrink with its position. With values that
-    # grow by position and nearly uniform weights, all rows are of one magnitude. Otherwise the tolerance would be far
-    # too loose for rows with many keys, and rows with few keys would exceed it by rounding alone.
-    growing = torch.arange(1, 1028, device=device).sqrt().to(dtype)[:, None]
-    yield Sample("a model's heads", (module, leaf(query.detach() / 2), key, leaf(value.detach() * growing), None))
-    lengths = draw.integers(100, 40, low=1)
-    inputs = (module, *_heads(draw, 1, 8, 2, int(lengths.sum()), 64), None)
-    yield Sample("40 packed sequences", inputs, _packed(lengths), needs=("packed",))
-    inputs = (module, *_heads(draw, 1, 4, 1, 2053, 64), None)
-    yield Sample("window of 512", inputs, {"sliding_window": 512}, needs=("sliding_window",))
-
-
-def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    draw = Draw(device, dtype)
-    heads = functools.partial(_heads, draw)
-    grouped, plain = AttentionModule(2), AttentionModule(1)
-    yield Sample("causal, grouped heads", (grouped, *heads(2, 4, 2, 17, 32), None))
-    query, key, _ = heads(2, 4, 2, 17, 64)
-    *_, narrow = heads(2, 4, 2, 17, 32)
-    yield Sample("values narrower than queries", (grouped, query, key, narrow, None))
-    yield Sample("given scaling", (plain, *heads(1, 2, 2, 9, 64), None), {"scaling": 0.25})
-    allowed = torch.ones(2, 1, 12, 12, dtype=torch.bool, device=device).tril()
-    allowed[1, :, :, 8:] = False
-    yield Sample("boolean mask", (grouped, *heads(2, 4, 2, 12, 32), allowed), needs=("dense_mask",))
-    added = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
-    yield Sample("added mask", (grouped, *heads(2, 4, 2, 12, 32), added), needs=("dense_mask",))
-    not_causal = AttentionModule(1, is_causal=False)
-    yield Sample("not causal", (not_causal, *heads(2, 2, 2, 11, 32), None))
-    query, *_ = heads(2, 2, 2, 1, 32)
-    _, key, value = heads(2, 2, 2, 6, 32)
-    yield Sample("one query of many keys", (plain, query, key, value, None))
-    unpadded = torch.ones(2, 12, dtype=torch.bool, device=device)
-    unpadded[1, 9:] = False
-    yield Sample("padding mask", (grouped, *heads(2, 4, 2, 12, 32), unpadded), needs=("padding_mask",))
-    crossing = (not_causal, *heads(2, 2, 2, 7, 32)[:1], *heads(2, 2, 2, 12, 32)[1:], unpadded)
-    yield Sample("padding mask, across", crossing, needs=("padding_mask",))
-    window = {"sliding_window": 5}
-    yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 32), None), window, needs=("sliding_window",))
-    order = Draw(device, torch.float32, seed=1).normal(4).argsort()
-    lengths = torch.tensor([5, 1, 3, 12], device=device)[order]
-    packed = _packed(lengths)
-    yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 32), None), packed, needs=("packed",))
-    both = {**packed, **window}
-    needs = ("packed", "sliding_window")
-    fewer = torch.tensor([3, 1, 3, 3], device=device)[order]
-    query, *_ = heads(1, 4, 2, 10, 32)
-    _, key, value = heads(1, 4, 2, 21, 32)
-    last = _packed(fewer, lengths)
-    yield Sample("packed, the last queries", (grouped, query, key, value, None), last, needs=("packed",))
-    yield Sample("packed, sliding window", (grouped, *heads(1, 4, 2, 21, 32), None), both, needs=needs)
-    capped = {"softcap": 2.0, "scaling": 1.0}
-    yield Sample("softcap", (grouped, *heads(2, 4, 2, 13, 32), None), capped, needs=("softcap",))
-    sinks = {"s_aux": leaf(draw.normal(4))}
-    yield Sample("sinks", (grouped, *heads(2, 4, 2, 13, 32), None), sinks, needs=("sinks",))
-    yield Sample("not causal, as the call says", (grouped, *heads(2, 4, 2, 11, 32), None), {"is_causal": False})
-    query_sinks = {"sinks": leaf(draw.normal(2, 4, 13, 1))}
-    yield Sample("query sinks", (grouped, *heads(2, 4, 2, 13, 32), None), query_sinks, needs=("query_sinks",))
-    bias = {"position_bias": leaf(draw.normal(1, 4, 12, 12)), "scaling": 1.0}
-    yield Sample("position bias", (grouped, *heads(2, 4, 2, 12, 32), None), bias, needs=("position_bias",))
-    both_kinds = ("dense_mask", "position_bias")
-    bias = {"position_bias": leaf(draw.normal(2, 2, 12, 12))}
-    yield Sample("position bias, boolean mask", (plain, *heads(2, 2, 2, 12, 32), allowed), bias, needs=both_kinds)
-    preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # each query sees its own key
-    chosen = {"indices": preferred.topk(5).indices}
-    yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
-    yield from combined_options(device, dtype, _heads, _packed, AttentionModule)
 
 
 VALUES = {
@@ -287,11 +227,11 @@ CONTRACTS = {
         op_name="attention",
         variant="standard",
         reference=standard,
-        samples=_samples,
+        samples=samples,
         values=VALUES,
         gradients=GRADIENTS,
-        beyond_a_tile=_beyond_a_tile,
-        large=_large,
+        beyond_a_tile=beyond_a_tile,
+        large=large,
         primary=lambda result: (result[0],),
     )
 }

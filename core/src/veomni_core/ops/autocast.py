@@ -28,6 +28,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
     For ``meta`` it counts as off, since PyTorch raises when asked. (``torch.amp.is_autocast_available`` would tell, but
     PyTorch 2.11 can't compile it.)
+
+    Args:
+        device_type: torch's name for the type, as ``"cuda"``.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     autocast_dtype("cpu")
+        torch.bfloat16
+        >>> autocast_dtype("cpu") is None
+        True
     """
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
@@ -35,7 +45,19 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def cast_as_autocast(tensor: Tensor) -> Tensor:
-    """Cast ``tensor`` as autocast would for a matrix product: float64 and integers stay as they are."""
+    """Cast ``tensor`` as autocast would for a matrix product: float64 and integers stay as they are.
+
+    Args:
+        tensor: of any shape and dtype.
+
+    Returns:
+        ``tensor`` in autocast's dtype; ``tensor`` itself without autocast.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     cast_as_autocast(torch.ones(2)).dtype, cast_as_autocast(torch.ones(2, dtype=torch.float64)).dtype
+        (torch.bfloat16, torch.float64)
+    """
     dtype = autocast_dtype(tensor.device.type)
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -59,6 +81,18 @@ def product_operands(
     Raises:
         TypeError: the operands differ in dtype (eager code would raise too, from its first product); their dtype is not
             in ``dtypes``; or one is a DTensor, as weights are that tensor parallelism has sharded after bind.
+
+    Example:
+        >>> hidden, weight = torch.ones(5, 8).bfloat16(), torch.ones(16, 8)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     hidden, bf16_weight, bias = product_operands("acme", hidden=hidden, weight=weight, bias=None)
+        >>> bf16_weight.dtype, bias
+        (torch.bfloat16, None)
+        >>> product_operands("acme", hidden=hidden, weight=weight)
+        Traceback (most recent call last):
+            ...
+        TypeError: acme multiplies tensors of one dtype, but hidden is bfloat16, weight is float32: cast them,
+        or train under autocast
     """
     sharded = [name for name, tensor in operands.items() if _is_dtensor(tensor)]
     if sharded:
@@ -92,6 +126,17 @@ def as_softmax_takes(tensor: Tensor) -> Tensor:
 
     Autocast runs softmax in float32 on CUDA, and in the input's dtype on the CPU. So this asks PyTorch, with a softmax
     of zero rows.
+
+    Args:
+        tensor: ``[..., C]``, of any floating dtype.
+
+    Returns:
+        ``tensor``, or a copy in the dtype of the softmax.
+
+    Example:
+        >>> logits = torch.randn(5, 8).bfloat16()
+        >>> as_softmax_takes(logits) is logits  # without autocast
+        True
     """
     if autocast_dtype(tensor.device.type) is None:
         return tensor
@@ -99,12 +144,39 @@ def as_softmax_takes(tensor: Tensor) -> Tensor:
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:
-    """A context in which autocast is off for ``device_type``."""
+    """A context in which autocast is off for ``device_type``.
+
+    Args:
+        device_type: torch's name for the type, as ``"cuda"``.
+
+    Example:
+        >>> x, w = torch.ones(2, 3), torch.ones(3, 2)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     print((x @ w).dtype)
+        ...     with autocast_off("cpu"):
+        ...         print((x @ w).dtype)
+        torch.bfloat16
+        torch.float32
+    """
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def without_autocast(function: Call) -> Call:
-    """Decorates forward or backward of an ``autograd.Function`` to run with :func:`autocast_off`."""
+    """Decorates forward or backward of an ``autograd.Function`` to run with :func:`autocast_off`.
+
+    Args:
+        function: ``(ctx, *args)``. The first tensor among ``args`` says for which device type autocast goes off.
+
+    Example:
+        >>> class Product(torch.autograd.Function):
+        ...     @staticmethod
+        ...     @without_autocast
+        ...     def forward(ctx, x, w):
+        ...         return x @ w  # accumulated in float32, as the inputs are
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     Product.apply(torch.ones(2, 3), torch.ones(3, 2)).dtype
+        torch.float32
+    """
 
     @functools.wraps(function)
     def run(ctx: Any, *args: Any) -> Any:

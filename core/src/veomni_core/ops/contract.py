@@ -21,7 +21,12 @@ _seed_shift: ContextVar[int] = ContextVar("seed_shift", default=0)
 
 
 class Size(IntEnum):
-    """How much one call of a sample computes, which decides where the conformance check runs it."""
+    """How much one call of a sample computes, which decides where the conformance check runs it.
+
+    Example:
+        >>> [size.name for size in Size if size <= Size.BEYOND_A_TILE]  # what the check runs on a CPU
+        ['SMALL', 'BEYOND_A_TILE']
+    """
 
     SMALL = 0  # runs everywhere
     BEYOND_A_TILE = 1  # runs everywhere but in an interpreter
@@ -41,6 +46,12 @@ class Sample:
             the call; any other kernel must raise.
         values_only: check only values and gradients on this sample, not the situations of training
             (:func:`veomni_core.testing.check_kernel`), which other samples cover.
+
+    Example:
+        >>> x, weight = torch.ones(2, 8, requires_grad=True), torch.ones(8)
+        >>> sample = Sample("a frozen weight", (x, weight), {"eps": 1e-6})
+        >>> sample.kwargs, sample.needs
+        ({'eps': 1e-06}, ())
     """
 
     name: str
@@ -58,6 +69,11 @@ class Tolerance:
         element: the bound for every element, ``|y - o| <= element * (|o| + rms(o))``.
         norm: the bound for the whole tensor, ``norm(y - o) <= norm * norm(o)``. Rounding averages out in it, so it can
             be far tighter.
+
+    Example:
+        >>> values = {"float32": Tolerance(element=2e-6, norm=5e-7), "bfloat16": Tolerance(1.6e-2, 4e-3)}
+        >>> values["bfloat16"]
+        Tolerance(element=0.016, norm=0.004)
     """
 
     element: float
@@ -65,7 +81,16 @@ class Tolerance:
 
 
 def no_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The sample maker of a contract that has no samples of some size."""
+    """The sample maker of a contract that has no samples of some size.
+
+    Args:
+        device: where the samples' tensors would be.
+        dtype: their dtype.
+
+    Example:
+        >>> list(no_samples(torch.device("cpu"), torch.float32))
+        []
+    """
     return iter(())
 
 
@@ -88,6 +113,18 @@ class Contract:
         beyond_a_tile: makes calls that are larger than one tile of a kernel (see :class:`Size`).
         large: makes calls of real models' sizes, which are too slow for a CPU.
         primary: picks the tensors to compare out of what a call returns.
+
+    Example:
+        >>> def relu_squared(x):
+        ...     return x.relu().square()
+        >>> def samples(device, dtype):
+        ...     draw = Draw(device, dtype)
+        ...     yield Sample("odd width", (leaf(draw.normal(3, 97)),))
+        ...     yield Sample("no rows", (leaf(draw.normal(0, 97)),))
+        >>> bounds = {"float32": Tolerance(element=2e-6, norm=5e-7)}
+        >>> contract = Contract("relu_squared", "standard", relu_squared, samples, values=bounds, gradients=bounds)
+        >>> [sample.name for sample in contract.samples(torch.device("cpu"), torch.float32)]
+        ['odd width', 'no rows']
     """
 
     op_name: str
@@ -105,8 +142,23 @@ class Contract:
 def contract_for(op: OpSpec, variant: str) -> Contract:
     """The contract of one variant of ``op``.
 
+    Args:
+        op: the op's spec.
+        variant: one of its variants, or an alias of one.
+
     Raises:
         ContractError: the op's contract cannot be imported, or does not cover the variant.
+
+    Example:
+        >>> from veomni_core import discover
+        >>> rms_norm = discover({"VEOMNI_PLUGINS": "veomni-torch"}).op("rms_norm")
+        >>> contract_for(rms_norm, "qwen3_5").reference.__name__  # by its alias
+        'offset'
+        >>> contract_for(rms_norm, "ofset")
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.ContractError: op rms_norm: veomni_core.ops.rms_norm:CONTRACTS has no contract for
+        'ofset'. Did you mean 'offset'?
     """
     if reference := op.added.get(variant):
         return _added_contract(op, variant, reference)
@@ -139,17 +191,38 @@ def _added_contract(op: OpSpec, variant: str, reference: str) -> Contract:
 
 
 def as_tensors(result: Any) -> tuple[Tensor, ...]:
-    """The result of a call as a tuple of tensors."""
+    """The result of a call as a tuple of tensors.
+
+    Args:
+        result: a tensor, or a tuple or list of tensors.
+
+    Example:
+        >>> as_tensors(torch.tensor(1.0)), as_tensors([torch.tensor(1.0), torch.tensor(2.0)])
+        ((tensor(1.),), (tensor(1.), tensor(2.)))
+    """
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which references compute: float32, or float64 for the oracle's float64 inputs."""
+    """The dtype in which references compute: float32, or float64 for the oracle's float64 inputs.
+
+    Args:
+        tensor: of any floating dtype.
+
+    Example:
+        >>> [compute_dtype(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+        [torch.float32, torch.float32, torch.float64]
+    """
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in configs and specs: ``bfloat16`` for ``torch.bfloat16``."""
+    """The dtype's name in configs and specs: ``bfloat16`` for ``torch.bfloat16``.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
     return str(dtype).removeprefix("torch.")
 
 
@@ -158,6 +231,16 @@ def other_values(shift: int = 1) -> Iterator[None]:
     """A context in which every :class:`Draw` starts from another seed: samples have the same shapes and other values.
 
     The conformance check uses them as the next batch, or as the weights after an optimizer step.
+
+    Args:
+        shift: which other values; 0 gives the usual ones.
+
+    Example:
+        >>> with other_values():
+        ...     other = Draw(torch.device("cpu"), torch.float32).normal(3)
+        >>> same_shape = Draw(torch.device("cpu"), torch.float32).normal(3)
+        >>> other.shape == same_shape.shape, torch.equal(other, same_shape)
+        (True, False)
     """
     token = _seed_shift.set(shift)
     try:
@@ -167,7 +250,23 @@ def other_values(shift: int = 1) -> Iterator[None]:
 
 
 class Draw:
-    """Draws seeded random tensors of one device and dtype, on the CPU, so that every machine gets the same values."""
+    """Draws seeded random tensors of one device and dtype, on the CPU, so that every machine gets the same values.
+
+    Args:
+        device: where the tensors are.
+        dtype: the dtype of :meth:`normal`; :meth:`integers` are int64.
+        seed: two draws of one seed give the same tensors in the same order.
+
+    Example:
+        >>> draw = Draw(torch.device("cpu"), torch.bfloat16)
+        >>> draw.normal(3, 5, scale=0.3, shift=1.0).shape, draw.normal(4).dtype
+        (torch.Size([3, 5]), torch.bfloat16)
+        >>> draw.integers(8, 2, 3).shape  # six indices of eight experts
+        torch.Size([2, 3])
+        >>> again = Draw(torch.device("cpu"), torch.bfloat16)
+        >>> torch.equal(again.normal(3), Draw(again.device, again.dtype).normal(3))
+        True
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
@@ -184,5 +283,15 @@ class Draw:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """``tensor`` as a leaf that requires gradients, with the same strides and memory."""
+    """``tensor`` as a leaf that requires gradients, with the same strides and memory.
+
+    Args:
+        tensor: of any shape and floating dtype.
+
+    Example:
+        >>> gate, up = torch.ones(4, 6).chunk(2, dim=-1)
+        >>> gate = leaf(gate)
+        >>> gate.is_leaf, gate.requires_grad, gate.stride()
+        (True, True, (6, 1))
+    """
     return tensor.detach().requires_grad_()

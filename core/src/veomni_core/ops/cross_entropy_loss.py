@@ -38,6 +38,19 @@ def causal(
         num_items_in_batch: divide the sum by this instead of by the number of labels that count.
         softcap: bounds the logits, after ``scale``: ``softcap * tanh(logits / softcap)``.
         scale: multiplies the logits.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> hidden, weight = torch.zeros(3, 8), torch.randn(16, 8)  # equal logits: each label costs log(16)
+        >>> labels = torch.tensor([5, 0, -100])
+        >>> causal(hidden, weight, labels)
+        tensor(2.7726)
+        >>> causal(hidden, weight, labels, num_items_in_batch=4)  # two more in the other micro-batch
+        tensor(1.3863)
+        >>> causal(hidden, weight, torch.full((3,), -100))
+        tensor(0.)
     """
     logits = F.linear(hidden, weight, bias)
     if scale is not None:
@@ -51,7 +64,23 @@ def causal(
 
 
 def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Mean cross entropy of pooled ``logits[B, C]`` against ``labels[B]``; 0 if all labels are ignored."""
+    """Mean cross entropy of pooled ``logits[B, C]`` against ``labels[B]``; 0 if all labels are ignored.
+
+    Args:
+        logits: ``[B, C]``, of any floating dtype.
+        labels: int64 ``[B]``.
+        ignore_index: the label that doesn't count.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+        >>> seq_cls(logits, torch.tensor([0, 1, -100]))
+        tensor(0.1269)
+        >>> seq_cls(logits, torch.tensor([0, 1, 0]))
+        tensor(0.7936)
+    """
     total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
     return total / (labels != ignore_index).sum().clamp_min(1)
 

@@ -17,8 +17,35 @@ def first_derivatives_only(backward: Backward) -> Backward:
     Otherwise autograd would treat what the backward computes as constants, and the gradient of a gradient penalty would
     miss terms. torch's own ``once_differentiable`` does not raise if only saved tensors require gradients.
 
+    Args:
+        backward: ``(ctx, *gradients)``, the backward.
+
+    Returns:
+        ``backward`` with that check before it.
+
     Raises:
         RuntimeError: in backward, if it runs with ``create_graph=True``.
+
+    Example:
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...
+        ...     @staticmethod
+        ...     @first_derivatives_only
+        ...     def backward(ctx, gradient):
+        ...         (x,) = ctx.saved_tensors
+        ...         return 2 * x * gradient
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> torch.autograd.grad(Square.apply(x), x)
+        (tensor(6.),)
+        >>> torch.autograd.grad(Square.apply(x), x, create_graph=True)
+        Traceback (most recent call last):
+            ...
+        RuntimeError: ... computes no second derivatives, and backward was called with create_graph=True: choose
+        eager for its op
     """
 
     @functools.wraps(backward)

@@ -27,6 +27,28 @@ def standard(
     Both are means over the tokens of all layers. Tokens with a 0 in ``attention_mask`` are left out of both.
     Probabilities are rounded to the logits' dtype; sums are in float32. The gradient reaches the logits through the
     probabilities only. The result is 0 if there are no logits.
+
+    Args:
+        gate_logits: the router's logits of each layer, ``[T, E]``, of any floating dtype.
+        num_experts: E.
+        top_k: how many experts a token is routed to.
+        attention_mask: ``[B, S]`` with ``B * S = T``; 0 at padding.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 logits); the number 0 if there are no logits.
+
+    Example:
+        >>> each_its_own = 9.0 * torch.eye(4)  # token i prefers expert i
+        >>> standard((each_its_own,), num_experts=4, top_k=1)
+        tensor(1.)
+        >>> all_the_first = each_its_own[:1].expand(4, 4)
+        >>> standard((all_the_first,), num_experts=4, top_k=1)
+        tensor(3.9985)
+        >>> padding = torch.tensor([[1, 1, 1, 0]])
+        >>> standard((each_its_own,), num_experts=4, top_k=1, attention_mask=padding)  # the last expert gets nothing
+        tensor(1.3332)
+        >>> standard(None, num_experts=4)
+        0
     """
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
@@ -51,6 +73,20 @@ def given_routes(router_probs: Tensor, expert_indices: Tensor) -> Tensor:
 
     Takes probabilities ``[B, S, E]`` and the chosen experts, ``[B, S]`` or ``[B, S, K]``. If a token chose an expert
     twice, it counts once.
+
+    Args:
+        router_probs: ``[B, S, E]``, of any floating dtype.
+        expert_indices: integers ``[B, S]`` or ``[B, S, K]``.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 probabilities).
+
+    Example:
+        >>> each_its_own = (9.0 * torch.eye(4)).softmax(dim=-1)[None]  # one batch; token i prefers expert i
+        >>> given_routes(each_its_own, expert_indices=torch.tensor([[0, 1, 2, 3]]))
+        tensor(1.)
+        >>> given_routes(each_its_own[:, :1].expand(1, 4, 4), expert_indices=torch.tensor([[0, 0, 0, 0]]))
+        tensor(3.9985)
     """
     experts = router_probs.shape[-1]
     chosen = expert_indices.long().reshape(*router_probs.shape[:2], -1)
@@ -68,6 +104,25 @@ def product_keys(
     """:func:`standard` for experts that are pairs of keys (Doge), divided by ``top_k``.
 
     A layer's logits ``[2, T, num_keys]`` score the first and the second key. The score of a pair is the sum of both.
+
+    Args:
+        gate_logits: the logits of each layer, ``[2, T, num_keys]``, of any floating dtype.
+        num_experts: the number of pairs, ``num_keys ** 2``.
+        num_keys: how many first keys, and how many second keys, there are.
+        top_k: how many experts a token is routed to.
+        attention_mask: ``[B, S]`` with ``B * S = T``; 0 at padding.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 logits); the number 0 if there are no logits.
+
+    Example:
+        >>> key = 9.0 * torch.eye(2)
+        >>> each_its_own = torch.stack((key[[0, 0, 1, 1]], key[[0, 1, 0, 1]]))  # four tokens, four pairs
+        >>> product_keys((each_its_own,), num_experts=4, num_keys=2, top_k=1)
+        tensor(1.)
+        >>> all_the_first = each_its_own[:, :1].expand(2, 4, 2)
+        >>> product_keys((all_the_first,), num_experts=4, num_keys=2, top_k=1)
+        tensor(3.9990)
     """
     if not isinstance(gate_logits, tuple):
         return 0

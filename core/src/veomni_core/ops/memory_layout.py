@@ -29,6 +29,17 @@ def aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = False)
         operand: the tensor.
         alignment: in bytes.
         expanded: whether the kernel accepts strides of zero, which repeat a row.
+
+    Returns:
+        A tensor of operand's shape, dtype and values.
+
+    Example:
+        >>> gate, up = torch.zeros(4, 2 * 97).bfloat16().chunk(2, dim=-1)  # halves of a packed projection
+        >>> gate.stride(), aligned(gate).stride()  # rows of 104 elements, 208 bytes
+        ((194, 1), (104, 1))
+        >>> weight = torch.zeros(64, 128)
+        >>> aligned(weight) is weight
+        True
     """
     strides_fit = _strides_fit(operand, alignment, expanded)
     if strides_fit and begins_aligned(operand, alignment):
@@ -44,6 +55,19 @@ def is_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bool = Fal
     """Whether the last dimension is contiguous, and address and other strides are multiples of ``alignment`` bytes.
 
     A stride of zero, which repeats a row, counts as aligned only with ``expanded``.
+
+    Args:
+        operand: a tensor of one dimension or more, of any dtype.
+        alignment: in bytes.
+        expanded: whether strides of zero are fine.
+
+    Example:
+        >>> x = torch.zeros(4, 128)
+        >>> is_aligned(x), is_aligned(x[:, 1:]), is_aligned(x.T)
+        (True, False, False)
+        >>> row = torch.zeros(128).expand(4, 128)
+        >>> is_aligned(row), is_aligned(row, expanded=True)
+        (False, True)
     """
     return _strides_fit(operand, alignment, expanded) and begins_aligned(operand, alignment)
 
@@ -52,6 +76,15 @@ def begins_aligned(operand: Tensor, alignment: int = ALIGNMENT) -> bool:
     """Whether ``operand``'s address is a multiple of ``alignment`` bytes.
 
     True also if it can't be known: while tracing, for fake tensors, and for tensor subclasses.
+
+    Args:
+        operand: a tensor of any shape and dtype.
+        alignment: in bytes.
+
+    Example:
+        >>> x = torch.zeros(4, 128)
+        >>> begins_aligned(x), begins_aligned(x[:, 1:]), begins_aligned(x[:, 4:])  # 4 elements are 16 bytes
+        (True, False, True)
     """
     if torch.compiler.is_compiling() or type(operand) not in _PLAIN:
         return True
@@ -65,6 +98,15 @@ def empty_like_aligned(operand: Tensor, alignment: int = ALIGNMENT, expanded: bo
     """Uninitialised memory with the strides of ``torch.empty_like(aligned(operand))``, without looking at the address.
 
     For fake implementations of kernels that give a gradient the layout of the operand.
+
+    Args:
+        operand: a tensor of one dimension or more, of any dtype, fake or real.
+        alignment: in bytes.
+        expanded: as for :func:`aligned`.
+
+    Example:
+        >>> empty_like_aligned(torch.zeros(4, 8).T).stride()  # contiguous, as the copy would be
+        (4, 1)
     """
     if _strides_fit(operand, alignment, expanded):
         return torch.empty_like(operand)

@@ -27,6 +27,26 @@ def standard(
     An index outside ``[0, E)`` is dropped: expert parallelism marks tokens of other ranks in that way. A row may name
     an expert twice. The sum over experts is accumulated in float32 and rounded to hidden's dtype at the end. Gradients
     reach ``hidden``, ``top_k_weights`` and both projections; they are zero for experts without tokens.
+
+    Args:
+        hidden: the tokens ``[T, H]``, of any floating dtype.
+        top_k_index: the experts of each token, int64 ``[T, K]``.
+        top_k_weights: their routing weights ``[T, K]``, in any floating dtype.
+        gate_up_proj: ``[E, 2I, H]``, in hidden's dtype.
+        down_proj: ``[E, H, I]``, in hidden's dtype.
+
+    Returns:
+        ``[T, H]`` in hidden's dtype.
+
+    Example:
+        >>> hidden = torch.ones(2, 1)
+        >>> gate_up = torch.ones(2, 2, 1)  # both experts compute silu(1) * 1 = 0.7311
+        >>> down = torch.tensor([1.0, 10.0]).view(2, 1, 1)  # the second one's result is ten times as large
+        >>> index = torch.tensor([[0, 1], [1, 2]])  # there is no expert 2: the choice is dropped
+        >>> weights = torch.tensor([[0.5, 0.5], [1.0, 1.0]])
+        >>> standard(hidden, index, weights, gate_up, down)
+        tensor([[4.0208],
+                [7.3106]])
     """
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):
@@ -56,6 +76,29 @@ def clamped(
     ``gate`` is clamped to at most ``limit``, ``up`` to ``[-limit, limit]``. Gate and up are the two halves of the
     projection, or its even and odd columns if ``interleaved``. DeepSeek-V4's experts have ``alpha = 1`` and
     ``up_offset = 0``. Indices outside ``[0, E)`` are dropped; the sum over experts is accumulated in float32.
+
+    Args:
+        hidden: the tokens ``[T, H]``, of any floating dtype.
+        top_k_index: the experts of each token, int64 ``[T, K]``.
+        top_k_weights: their routing weights ``[T, K]``, in any floating dtype.
+        gate_up_proj: ``[E, 2I, H]``, in hidden's dtype.
+        down_proj: ``[E, H, I]``, in hidden's dtype.
+        gate_up_bias: ``[E, 2I]``.
+        down_bias: ``[E, H]``.
+        alpha: the factor of the gate within the sigmoid.
+        limit: the largest gate, and the largest absolute value of up.
+        interleaved: whether gate and up alternate along ``2I``. Otherwise gate is the first half.
+        up_offset: added to up after the clamp.
+
+    Returns:
+        ``[T, H]`` in hidden's dtype.
+
+    Example:
+        >>> hidden, gate_up, down = torch.tensor([[1.0], [100.0]]), torch.ones(1, 2, 1), torch.ones(1, 1, 1)
+        >>> index, weights = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1)
+        >>> clamped(hidden, index, weights, gate_up, down)  # (1 + 1) * silu(1), nearly; (7 + 1) * 7
+        tensor([[ 1.6916],
+                [55.9996]])
     """
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):

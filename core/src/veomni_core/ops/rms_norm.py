@@ -20,29 +20,86 @@ def _normalised(x: Tensor, eps: float) -> Tensor:
 
 
 def standard(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * (x / rms(x))``, with ``x / rms(x)`` rounded to x's dtype before the weight (Llama)."""
+    """``weight * (x / rms(x))``, with ``x / rms(x)`` rounded to x's dtype before the weight (Llama).
+
+    Args:
+        x: the input ``[..., H]``, of any floating dtype.
+        weight: ``[H]``.
+        eps: added to the mean square of a row.
+
+    Returns:
+        ``[..., H]`` in the dtype to which ``x`` and ``weight`` promote; x's own if they agree.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0], [30.0, 40.0]])
+        >>> standard(x, weight=torch.tensor([1.0, 2.0]), eps=0.0)
+        tensor([[0.8485, 2.2627],
+                [0.8485, 2.2627]])
+        >>> standard(x.bfloat16(), weight=torch.tensor([1.0, 2.0]), eps=0.0).dtype  # a float32 weight decides
+        torch.float32
+    """
     return weight * _normalised(x, eps).to(x.dtype)
 
 
 def cast_after(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * (x / rms(x))`` in float32, rounded once at the end (OLMo 2, gpt-oss)."""
+    """``weight * (x / rms(x))`` in float32, rounded once at the end (OLMo 2, gpt-oss).
+
+    Takes what :func:`standard` takes, and returns ``[..., H]`` in x's dtype, whatever the weight's.
+
+    Example:
+        >>> x, weight = torch.tensor([1.0, 2.0, 4.0]).bfloat16(), torch.tensor([0.7, 0.7, 0.7]).bfloat16()
+        >>> cast_after(x, weight, eps=0.0)  # one rounding
+        tensor([0.2637, 0.5273, 1.0547], dtype=torch.bfloat16)
+        >>> standard(x, weight, eps=0.0)  # two
+        tensor([0.2656, 0.5312, 1.0625], dtype=torch.bfloat16)
+    """
     normalised = _normalised(x, eps)
     return (weight.to(normalised.dtype) * normalised).to(x.dtype)
 
 
 def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``(1 + weight) * (x / rms(x))`` in float32, rounded once at the end (Gemma, Qwen3.5)."""
+    """``(1 + weight) * (x / rms(x))`` in float32, rounded once at the end (Gemma, Qwen3.5).
+
+    Takes what :func:`standard` takes, and returns ``[..., H]`` in x's dtype. A weight of zero changes nothing.
+
+    Example:
+        >>> offset(torch.tensor([[3.0, 4.0]]), weight=torch.tensor([0.0, 1.0]), eps=0.0)
+        tensor([[0.8485, 2.2627]])
+    """
     normalised = _normalised(x, eps)
     return (normalised * (1.0 + weight.to(normalised.dtype))).to(x.dtype)
 
 
 def unweighted(x: Tensor, weight: None, eps: float) -> Tensor:
-    """``x / rms(x)`` in float32, rounded at the end; ``weight`` is ``None``."""
+    """``x / rms(x)`` in float32, rounded at the end; ``weight`` is ``None``.
+
+    Args:
+        x: the input ``[..., H]``, of any floating dtype.
+        weight: ``None``, so that every variant has one call signature.
+        eps: added to the mean square of a row.
+
+    Returns:
+        ``[..., H]`` in x's dtype.
+
+    Example:
+        >>> unweighted(torch.tensor([[3.0, 4.0]]), None, eps=0.0)
+        tensor([[0.8485, 1.1314]])
+    """
     return _normalised(x, eps).to(x.dtype)
 
 
 def unweighted_rounded_scale(x: Tensor, weight: None, eps: float) -> Tensor:
-    """``x * (1 / rms(x))`` with ``1 / rms(x)`` rounded to x's dtype first (DeepSeek-V4); ``weight`` is ``None``."""
+    """``x * (1 / rms(x))`` with ``1 / rms(x)`` rounded to x's dtype first (DeepSeek-V4); ``weight`` is ``None``.
+
+    Takes and returns what :func:`unweighted` does.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 3.0]).bfloat16()
+        >>> unweighted_rounded_scale(x, None, eps=0.0)
+        tensor([0.3965, 1.1875, 1.1875], dtype=torch.bfloat16)
+        >>> unweighted(x, None, eps=0.0)
+        tensor([0.3965, 1.1953, 1.1953], dtype=torch.bfloat16)
+    """
     wide = x.to(compute_dtype(x))
     return x * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps).to(x.dtype)
 

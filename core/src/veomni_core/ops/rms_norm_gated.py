@@ -23,19 +23,54 @@ def _normalised(x: Tensor, eps: float, group_size: int | None) -> Tensor:
 
 
 def standard(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
-    """``weight * (x / rms(x)) * silu(gate)``: rounded to x's dtype before the weight and at the end (Qwen3-Next)."""
+    """``weight * (x / rms(x)) * silu(gate)``: rounded to x's dtype before the weight and at the end (Qwen3-Next).
+
+    Args:
+        x: the input ``[..., H]``, of any floating dtype.
+        gate: ``[..., H]``.
+        weight: ``[H]``.
+        eps: added to the mean square of a group.
+        group_size: the number of neighbouring elements that are normalised together; it divides H. ``None`` for H.
+
+    Returns:
+        ``[..., H]`` in x's dtype.
+
+    Example:
+        >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.ones(2)
+        >>> standard(x, gate=torch.tensor([[0.0, 1.0]]), weight=weight, eps=0.0)  # a gate of 0 is closed
+        tensor([[0.0000, 0.8271]])
+        >>> standard(x, torch.ones(1, 2), weight, eps=0.0, group_size=1)  # each element is its own rms
+        tensor([[0.7311, 0.7311]])
+    """
     wide = compute_dtype(x)
     return ((weight * _normalised(x.to(wide), eps, group_size).to(x.dtype)) * F.silu(gate.to(wide))).to(x.dtype)
 
 
 def sigmoid(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
-    """``weight * (x / rms(x)) * sigmoid(gate)`` in float32, rounded once at the end (Kimi Linear)."""
+    """``weight * (x / rms(x)) * sigmoid(gate)`` in float32, rounded once at the end (Kimi Linear).
+
+    Takes and returns what :func:`standard` does.
+
+    Example:
+        >>> sigmoid(torch.tensor([[3.0, 4.0]]), gate=torch.zeros(1, 2), weight=torch.ones(2), eps=0.0)  # half open
+        tensor([[0.4243, 0.5657]])
+    """
     wide = compute_dtype(x)
     return (weight.to(wide) * _normalised(x.to(wide), eps, group_size) * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
 def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
-    """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, rounded before the weight (Mamba 2)."""
+    """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, rounded before the weight (Mamba 2).
+
+    Takes and returns what :func:`standard` does.
+
+    Example:
+        >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.ones(2)
+        >>> gate_first(x, gate=torch.ones(1, 2), weight=weight, eps=0.0)  # the norm undoes a gate that all share
+        tensor([[0.8485, 1.1314]])
+        >>> standard(x, torch.ones(1, 2), weight, eps=0.0)
+        tensor([[0.6203, 0.8271]])
+    """
     wide = compute_dtype(x)
     gated = x.to(wide) * F.silu(gate.to(wide))
     return weight * _normalised(gated, eps, group_size).to(x.dtype)

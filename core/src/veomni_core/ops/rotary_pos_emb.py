@@ -24,37 +24,92 @@ from veomni_core.ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rot
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Llama)."""
+    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Llama).
+
+    Args:
+        q: queries ``[B, Hq, S, D]``, of any floating dtype.
+        k: keys ``[B, Hk, S, D]``, of any floating dtype.
+        cos, sin: cosines and sines of the angles, ``[B, S, R]`` or ``[1, S, R]``, in q's dtype or float32.
+        unsqueeze_dim: the dimension of q and k that holds the heads; 2 for ``[B, S, H, D]``.
+
+    Returns:
+        The rotated queries and keys, with the shapes of ``q`` and ``k``. If ``cos`` is float32, they are computed in
+        float32 and rounded at the end to the dtypes of ``q`` and ``k``. The variants below take and return the same.
+
+    Example:
+        >>> q, k = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)
+        >>> cos, sin = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)  # 90 degrees for every pair
+        >>> q_rotated, k_rotated = full(q, k, cos, sin)
+        >>> q_rotated.flatten()
+        tensor([-3., -4.,  1.,  2.])
+    """
     return _both(q, k, cos, sin, unsqueeze_dim, rotate_half)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """:func:`full` in the first ``R`` dimensions (GPT-NeoX); the others pass through unchanged."""
+    """:func:`full` in the first ``R`` dimensions (GPT-NeoX); the others pass through unchanged.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> partial(q, q, cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))[0].flatten()  # 90 degrees
+        tensor([-2.,  1.,  3.,  4.])
+    """
     return _first(full, q, k, cos, sin, unsqueeze_dim)
 
 
 def sign_flipped(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """:func:`full` in the other direction (nanochat)."""
+    """:func:`full` in the other direction (nanochat).
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> sign_flipped(q, q, cos=torch.zeros(1, 1, 4), sin=torch.ones(1, 1, 4))[0].flatten()  # 90 degrees
+        tensor([ 3.,  4., -1., -2.])
+    """
     return full(q, k, cos, -sin, unsqueeze_dim)
 
 
 def half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """:func:`full` with ``cos[B, S, D/2]``, which both halves share (gpt-oss)."""
+    """:func:`full` with ``cos[B, S, D/2]``, which both halves share (gpt-oss).
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> half_width(q, q, cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))[0].flatten()  # 90 degrees
+        tensor([-3., -4.,  1.,  2.])
+    """
     return full(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim)
 
 
 def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate neighbours ``(2i, 2i + 1)``; ``cos[B, S, D]`` holds each pair's entry twice, side by side (Cohere)."""
+    """Rotate neighbours ``(2i, 2i + 1)``; ``cos[B, S, D]`` holds each pair's entry twice, side by side (Cohere).
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> pairwise(q, q, cos=torch.zeros(1, 1, 4), sin=torch.ones(1, 1, 4))[0].flatten()  # 90 degrees
+        tensor([-2.,  1., -4.,  3.])
+    """
     return _both(q, k, cos, sin, unsqueeze_dim, rotate_pairs)
 
 
 def pairwise_partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """:func:`pairwise` in the first ``R`` dimensions (GLM-4V); the others pass through unchanged."""
+    """:func:`pairwise` in the first ``R`` dimensions (GLM-4V); the others pass through unchanged.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> pairwise_partial(q, q, cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))[0].flatten()
+        tensor([-2.,  1.,  3.,  4.])
+    """
     return _first(pairwise, q, k, cos, sin, unsqueeze_dim)
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate neighbours ``(2i, 2i + 1)`` by the first half of ``cos[B, S, D]``, one entry per pair (Ernie 4.5)."""
+    """Rotate neighbours ``(2i, 2i + 1)`` by the first half of ``cos[B, S, D]``, one entry per pair (Ernie 4.5).
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> cos, sin = torch.tensor([[[0.0, 1.0, 5.0, 5.0]]]), torch.tensor([[[1.0, 0.0, 5.0, 5.0]]])
+        >>> interleaved(q, q, cos, sin)[0].flatten()  # the first pair by 90 degrees; no 5 is read
+        tensor([-2.,  1.,  3.,  4.])
+    """
     cos, sin = (_first_half(x).repeat_interleave(2, dim=-1) for x in (cos, sin))
     return pairwise(q, k, cos, sin, unsqueeze_dim)
 
@@ -62,7 +117,14 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
 def interleaved_partial(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """:func:`interleaved` in the first ``R`` dimensions (GLM-4); the others pass through unchanged."""
+    """:func:`interleaved` in the first ``R`` dimensions (GLM-4); the others pass through unchanged.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).view(1, 1, 1, 6)
+        >>> cos, sin = torch.tensor([[[0.0, 1.0, 5.0, 5.0]]]), torch.tensor([[[1.0, 0.0, 5.0, 5.0]]])
+        >>> interleaved_partial(q, q, cos, sin)[0].flatten()  # the first pair by 90 degrees; no 5 is read
+        tensor([-2.,  1.,  3.,  4.,  5.,  6.])
+    """
     return _first(interleaved, q, k, cos, sin, unsqueeze_dim)
 
 
@@ -70,13 +132,32 @@ def deinterleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim:
     """:func:`full` after moving even dimensions into the first half and odd ones into the second (DeepSeek-V3).
 
     Only the first half of ``cos[B, S, D]`` is used.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> deinterleaved(q, q, cos=torch.ones(1, 1, 4), sin=torch.zeros(1, 1, 4))[0].flatten()  # 0 degrees
+        tensor([1., 3., 2., 4.])
     """
     q, k = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in (q, k))
     return half_width(q, k, _first_half(cos), _first_half(sin), unsqueeze_dim)
 
 
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """:func:`full` of one tensor (Gemma 4)."""
+    """:func:`full` of one tensor (Gemma 4). :func:`single_tail` takes and returns the same.
+
+    Args:
+        x: queries or keys ``[B, H, S, D]``, of any floating dtype.
+        cos, sin: ``[B, S, R]`` or ``[1, S, R]``, in x's dtype or float32.
+        unsqueeze_dim: the dimension of x that holds the heads; 2 for ``[B, S, H, D]``.
+
+    Returns:
+        ``x`` rotated, in its shape and dtype.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> single(x, cos=torch.zeros(1, 1, 4), sin=torch.ones(1, 1, 4)).flatten()  # 90 degrees
+        tensor([-3., -4.,  1.,  2.])
+    """
     return turned(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
@@ -84,6 +165,11 @@ def single_tail(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> 
     """Rotate neighbours ``(2i, 2i + 1)`` in the last ``2R`` dimensions of one tensor (DeepSeek-V4).
 
     The other dimensions pass through unchanged. ``cos[B, S, R]`` holds each pair's entry once.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+        >>> single_tail(x, cos=torch.zeros(1, 1, 1), sin=torch.ones(1, 1, 1)).flatten()  # 90 degrees
+        tensor([ 1.,  2., -4.,  3.])
     """
     cos, sin = (angles.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim) for angles in (cos, sin))
     width = cos.shape[-1]

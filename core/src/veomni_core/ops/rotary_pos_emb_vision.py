@@ -19,17 +19,49 @@ from veomni_core.ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rot
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Qwen2-VL)."""
+    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Qwen2-VL).
+
+    Args:
+        q, k: queries and keys ``[..., S, H, D]``, of any floating dtype.
+        cos, sin: cosines and sines of the angles, ``[..., S, R]`` or ``[S, R]``, in q's dtype or float32.
+
+    Returns:
+        The rotated queries and keys, with the shapes and dtypes of ``q`` and ``k``.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)  # one patch, one head
+        >>> q_rotated, _ = full(q, q, cos=torch.zeros(1, 4), sin=torch.tensor([[1.0, 1.0, 10.0, 10.0]]))
+        >>> q_rotated.flatten()  # each half has its own angles
+        tensor([-3., -4., 10., 20.])
+    """
     return _wide(q, cos, sin, rotate_half), _wide(k, cos, sin, rotate_half)
 
 
 def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate neighbours ``(2i, 2i + 1)``, ``R = D`` (Inkling 2)."""
+    """Rotate neighbours ``(2i, 2i + 1)``, ``R = D`` (Inkling 2).
+
+    Takes and returns what :func:`full` does.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
+        >>> q_rotated, _ = pairwise(q, q, cos=torch.zeros(1, 4), sin=torch.ones(1, 4))  # 90 degrees
+        >>> q_rotated.flatten()
+        tensor([-2.,  1., -4.,  3.])
+    """
     return _wide(q, cos, sin, rotate_pairs), _wide(k, cos, sin, rotate_pairs)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`full` in the first ``R`` dimensions (MiniMax-M3-VL); the others pass through unchanged."""
+    """:func:`full` in the first ``R`` dimensions (MiniMax-M3-VL); the others pass through unchanged.
+
+    Takes and returns what :func:`full` does, with ``R < D``.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
+        >>> q_rotated, _ = partial(q, q, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))  # 90 degrees
+        >>> q_rotated.flatten()
+        tensor([-2.,  1.,  3.,  4.])
+    """
     width = cos.shape[-1]
     turned_q, turned_k = full(q[..., :width], k[..., :width], cos, sin)
     return torch.cat((turned_q, q[..., width:]), dim=-1), torch.cat((turned_k, k[..., width:]), dim=-1)

@@ -20,7 +20,17 @@ VALUES = {
 
 
 class AngleLayout(Enum):
-    """The layout of ``cos`` and ``sin`` that kernels of a variant may assume, and that a site's inputs must have."""
+    """The layout of ``cos`` and ``sin`` that kernels of a variant may assume, and that a site's inputs must have.
+
+    Example:
+        >>> angles = torch.tensor([0.1, 0.2])  # of two pairs
+        >>> AngleLayout.HALVES.spread(angles)
+        tensor([0.1000, 0.2000, 0.1000, 0.2000])
+        >>> AngleLayout.NEIGHBOURS.spread(angles)
+        tensor([0.1000, 0.1000, 0.2000, 0.2000])
+        >>> AngleLayout.NEIGHBOURS.holds(AngleLayout.HALVES.spread(angles))
+        False
+    """
 
     HALVES = "both halves the same"
     NEIGHBOURS = "each entry twice, side by side"
@@ -43,16 +53,53 @@ class AngleLayout(Enum):
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """Rotate each pair ``(i, i + D/2)`` by 90 degrees."""
+    """Rotate each pair ``(i, i + D/2)`` by 90 degrees.
+
+    Args:
+        x: ``[..., D]`` with an even D.
+
+    Returns:
+        ``[..., D]`` in x's dtype.
+
+    Example:
+        >>> rotate_half(torch.tensor([1, 2, 30, 40]))
+        tensor([-30, -40,   1,   2])
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Rotate each pair of neighbours ``(2i, 2i + 1)`` by 90 degrees."""
+    """Rotate each pair of neighbours ``(2i, 2i + 1)`` by 90 degrees.
+
+    Args:
+        x: ``[..., D]`` with an even D.
+
+    Returns:
+        ``[..., D]`` in x's dtype.
+
+    Example:
+        >>> rotate_pairs(torch.tensor([1, 2, 30, 40]))
+        tensor([ -2,   1, -40,  30])
+    """
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn = rotate_half) -> Tensor:
-    """Rotate ``x``; ``cos`` and ``sin`` broadcast against it and get no gradient. The result has x's dtype."""
+    """Rotate pairs of ``x``'s last dimension. ``cos`` and ``sin`` get no gradient.
+
+    Args:
+        x: ``[..., D]``.
+        cos, sin: cosines and sines of the pairs' angles, of a shape that broadcasts to x's.
+        turn: rotates each pair by 90 degrees, and so says which elements are a pair.
+
+    Returns:
+        ``[..., D]`` in x's dtype.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 30.0, 40.0])
+        >>> cos, sin = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+        >>> turned(x, cos, sin)  # the first pair by 90 degrees, the second not at all
+        tensor([-30.,   2.,   1.,  40.])
+    """
     return (x * cos.detach() + turn(x) * sin.detach()).to(x.dtype)

@@ -16,22 +16,64 @@ from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, leaf
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``; a kernel may keep the activation in float32 where eager code rounds it."""
+    """``silu(gate) * up``; a kernel may keep the activation in float32 where eager code rounds it.
+
+    Args:
+        gate: ``[..., I]``, of any floating dtype.
+        up: ``[..., I]``, of gate's dtype.
+
+    Returns:
+        ``[..., I]`` in their dtype.
+
+    Example:
+        >>> standard(gate=torch.tensor([-1.0, 0.0, 1.0]), up=torch.tensor([10.0, 10.0, 10.0]))
+        tensor([-2.6894,  0.0000,  7.3106])
+    """
     return F.silu(gate) * up
 
 
 def gelu(gate: Tensor, up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` with the exact error function; a kernel may keep the activation in float32."""
+    """``gelu(gate) * up`` with the exact error function; a kernel may keep the activation in float32.
+
+    Takes and returns what :func:`standard` does.
+
+    Example:
+        >>> gelu(gate=torch.tensor([-1.0, 0.0, 1.0]), up=torch.tensor([10.0, 10.0, 10.0]))
+        tensor([-1.5866,  0.0000,  8.4134])
+    """
     return F.gelu(gate) * up
 
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    """``gelu(gate, approximate="tanh") * up``; a kernel may keep the activation in float32."""
+    """``gelu(gate, approximate="tanh") * up``; a kernel may keep the activation in float32.
+
+    Takes and returns what :func:`standard` does.
+
+    Example:
+        >>> gelu_tanh(gate=torch.tensor([-1.0, 0.0, 1.0]), up=torch.tensor([10.0, 10.0, 10.0]))
+        tensor([-1.5881,  0.0000,  8.4119])
+    """
     return F.gelu(gate, approximate="tanh") * up
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Odd widths, the halves of a packed projection, large values, zeros, and no rows."""
+    """Odd widths, the halves of a packed projection, large values, zeros, and no rows.
+
+    Args:
+        device: where the samples' tensors are.
+        dtype: their dtype.
+
+    Example:
+        >>> for sample in samples(torch.device("cpu"), torch.bfloat16):
+        ...     print(sample.name, [tuple(x.shape) for x in sample.args])
+        odd width [(3, 5, 97), (3, 5, 97)]
+        wide [(5, 2048), (5, 2048)]
+        halves of one tensor [(4, 96), (4, 96)]
+        large values [(4, 64), (4, 64)]
+        no rows [(0, 64), (0, 64)]
+        zeros [(8, 512), (8, 512)]
+        one dimension [(97,), (97,)]
+    """
     draw = Draw(device, dtype)
     yield Sample("odd width", (leaf(draw.normal(3, 5, 97)), leaf(draw.normal(3, 5, 97))))
     yield Sample("wide", (leaf(draw.normal(5, 2048, scale=2.0)), leaf(draw.normal(5, 2048))))

@@ -17,6 +17,11 @@ class CaseResult:
         sample: the sample's name.
         failures: one sentence per failure.
         worst_value, worst_gradient: the largest error, as a share of the tolerance (1.0 is the tolerance).
+
+    Example:
+        >>> case = CaseResult("odd width", failures=(), worst_value=0.25)
+        >>> case.with_failures(["wrote into its input x"])
+        CaseResult(sample='odd width', failures=('wrote into its input x',), worst_value=0.25, worst_gradient=0.0)
     """
 
     sample: str
@@ -33,7 +38,22 @@ class CaseResult:
 class ConformanceReport:
     """The results of one kernel on one device in one dtype, one case per sample.
 
-    ``skipped`` says in words which kinds of samples did not run.
+    Attributes:
+        kernel: the kernel, as ``op/variant:name``.
+        device, dtype: where and in which dtype it ran.
+        cases: the results.
+        skipped: in words, which kinds of samples did not run.
+
+    Example:
+        >>> cases = (CaseResult("odd width", ()), CaseResult("no rows", ("raised ZeroDivisionError",)))
+        >>> report = ConformanceReport("rms_norm/standard:acme", "cpu", "float32", cases)
+        >>> report.ok, report.failures
+        (False, ("sample 'no rows': raised ZeroDivisionError",))
+        >>> report.raise_if_failed()
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.ConformanceError: rms_norm/standard:acme on cpu in float32 breaks its contract:
+          sample 'no rows': raised ZeroDivisionError
     """
 
     kernel: str

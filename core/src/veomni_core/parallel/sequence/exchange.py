@@ -42,8 +42,20 @@ def gather_seq_scatter_heads(x: Tensor, seq_dim: int, head_dim: int, group: Proc
 
     Its backward is the inverse exchange, :func:`gather_heads_scatter_seq`.
 
+    Args:
+        x: all heads of this rank's positions.
+        seq_dim: the dimension of the positions.
+        head_dim: the dimension of the H heads.
+        group: the n ranks that share the sequence; all ranks without it.
+
     Raises:
         ValueError: the group's size doesn't divide H.
+
+    Example:
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=4)  # stands for the first of four ranks
+        >>> query = torch.zeros(2, 3, 8, 64)  # three positions of twelve, eight heads
+        >>> gather_seq_scatter_heads(query, seq_dim=1, head_dim=2).shape
+        torch.Size([2, 12, 2, 64])
     """
     return _swap(x, gathered=seq_dim, scattered=head_dim, group=group)
 
@@ -54,8 +66,20 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
 
     Its backward is the inverse exchange, :func:`gather_seq_scatter_heads`.
 
+    Args:
+        x: this rank's heads of all S positions.
+        head_dim: the dimension of the heads.
+        seq_dim: the dimension of the positions.
+        group: the n ranks that share the sequence; all ranks without it.
+
     Raises:
         ValueError: the group's size doesn't divide S.
+
+    Example:
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=4)  # stands for the first of four ranks
+        >>> output = torch.zeros(2, 12, 2, 64)  # twelve positions, two heads of eight
+        >>> gather_heads_scatter_seq(output, head_dim=2, seq_dim=1).shape
+        torch.Size([2, 3, 8, 64])
     """
     return _swap(x, gathered=head_dim, scattered=seq_dim, group=group)
 
@@ -70,8 +94,25 @@ def scatter_attention_heads(
     key heads than ranks it is 1, the head that this rank's query heads share, and its gradients are summed over the
     ranks that had a copy.
 
+    Args:
+        query: ``[B, Hq, S/n, D]``.
+        key: ``[B, Hk, S/n, D]``.
+        value: ``[B, Hk, S/n, Dv]``.
+        group: the n ranks that share the sequence; all ranks without it.
+
     Raises:
         ValueError: n doesn't divide Hq, or neither of n and Hk divides the other.
+
+    Example:
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=4)  # stands for the first of four ranks
+        >>> query, key, value = torch.zeros(1, 8, 3, 64), torch.zeros(1, 2, 3, 64), torch.zeros(1, 2, 3, 64)
+        >>> [tuple(x.shape) for x in scatter_attention_heads(query, key, value)]  # two ranks share a key head
+        [(1, 2, 12, 64), (1, 1, 12, 64), (1, 1, 12, 64)]
+        >>> scatter_attention_heads(query[:, :6], key, value)
+        Traceback (most recent call last):
+            ...
+        ValueError: sequence parallelism splits the attention heads over the ranks, but 4 does not divide 6 query
+        heads; use 1, 2 or 6 ranks
     """
     group, ranks, _ = ranks_of(group)
     check_heads(query.shape[1], key.shape[1], ranks)
