@@ -35,6 +35,16 @@ class Binding(Transformation):
     Attributes:
         plan: the :class:`~veomni_core.planning.plan.Plan` that was applied.
         verification: what ``verify=True`` checked; empty without it.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> with bind(model, {"preset": "eager", "swiglu_mlp_implementation": "torch"}, device="cpu") as binding:
+        ...     binding.active, binding.receipt.to_dict()["kernels"][0]["kernel"]
+        (True, 'swiglu_mlp/standard:torch')
+        >>> binding.active
+        False
     """
 
     name = "binding"
@@ -71,6 +81,19 @@ def binding_of(model: nn.Module) -> Binding | None:
 
     Args:
         model: the bound model, a wrapper around it, one of its submodules, or a copy of a submodule.
+
+    Returns:
+        The binding, or ``None`` if the model runs its own code.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> binding_of(model) is None
+        True
+        >>> binding = bind(model, {"preset": "eager", "swiglu_mlp_implementation": "torch"}, device="cpu")
+        >>> binding_of(model) is binding, binding_of(model.model.layers[1].mlp) is binding
+        (True, True)
     """
     for module in model.modules():
         for each in transformations_of(module):
@@ -125,6 +148,24 @@ def bind(
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
             results differ from those of its module's own code.
         PlanMismatchError: the ranks' plans differ, or some ranks did not answer in time.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model, ids = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64)), torch.tensor([[5, 9, 17, 3]])
+        >>> eager = model(ids, labels=ids).loss
+        >>> binding = bind(model, {"preset": "eager", "rms_norm_implementation": "torch"}, device="cpu")
+        >>> [str(planned.spec) for planned in binding.plan.kernels]
+        ['rms_norm/standard:torch']
+        >>> torch.testing.assert_close(model(ids, labels=ids).loss, eager)
+        >>> binding.undo()
+        >>> torch.equal(model(ids, labels=ids).loss, eager)  # bit for bit
+        True
+        >>> bind(model, {"preset": "eager", "rms_norm_implementation": "tirton"})
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.UnknownNameError: rms_norm_implementation: 'tirton' is unknown. Did you mean 'triton'?
     """
     if isinstance(config, Plan):
         raise BindingError("bind makes the plan itself, from a config; to apply a finished one, call apply_plan")
@@ -167,6 +208,18 @@ def apply_plan(
     Raises:
         BindingError: as of :func:`bind`; or ``plan`` is a config, for which there is :func:`bind`.
         KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from veomni_core import make_plan
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> plan = make_plan(model, {"preset": "eager", "rms_norm_implementation": "torch"}, hardware="cpu")
+        >>> with apply_plan(model, plan) as binding:
+        ...     binding.plan.sha256 == plan.sha256, binding.active
+        (True, True)
+        >>> binding.active
+        False
     """
     if not isinstance(plan, Plan):
         raise BindingError(f"apply_plan needs a Plan, not a {type(plan).__name__}; to plan from a config, call bind")

@@ -39,6 +39,27 @@ class Receipt:
             the binding, and for example sequence parallelism.
         changed: by module path, how other code has overridden what they changed, so that a site does not run it.
         misplaced: which kernel can't run on the device that the model is on now; empty if all can.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from veomni_core import bind
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> binding = bind(model, {"preset": "eager", "rms_norm_implementation": "torch"}, device="cpu")
+        >>> print(binding.receipt)
+        Bound on cpu (CPU), plan ...
+        ┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━┓
+        ┃ field                             ┃ asked          ┃ chosen ┃ bound/found ┃ left eager, and why ┃
+        ┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━┩
+        │ attn_implementation               │ eager (preset) │ eager  │ 0/1         │ as asked (1)        │
+        │ cross_entropy_loss_implementation │ eager (preset) │ eager  │ 0/1         │ as asked (1)        │
+        │ rms_norm_implementation           │ torch          │ torch  │ 5/5         │                     │
+        │ rotary_pos_emb_implementation     │ eager (preset) │ eager  │ 0/2         │ as asked (2)        │
+        │ swiglu_mlp_implementation         │ eager (preset) │ eager  │ 0/2         │ as asked (2)        │
+        └───────────────────────────────────┴────────────────┴────────┴─────────────┴─────────────────────┘
+        >>> model.model.norm.forward = lambda hidden_states: hidden_states  # as a tool might do after bind
+        >>> binding.receipt.changed
+        {'model.norm': 'it was given a forward of its own, set to ...'}
     """
 
     plan: Plan

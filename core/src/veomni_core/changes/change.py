@@ -16,7 +16,22 @@ from veomni_core.errors import BindingError
 
 
 class Change(Protocol):
-    """One reversible change to a model."""
+    """One reversible change to a model.
+
+    Example:
+        >>> from torch import nn
+        >>> norm = nn.LayerNorm(8)
+        >>> change: Change = AttributeChange(norm, "eps", 0.1)
+        >>> change.apply()
+        >>> norm.eps, change.overridden()
+        (0.1, '')
+        >>> norm.eps = 0.2  # other code
+        >>> change.overridden()
+        'LayerNorm.eps was replaced'
+        >>> change.revert()
+        >>> norm.eps
+        0.2
+    """
 
     def apply(self) -> None:
         """Make the change."""
@@ -43,7 +58,24 @@ _MISSING = _Missing()
 
 
 class AttributeChange:
-    """Sets an attribute of one object, in the object's own ``__dict__``. The object is referenced weakly."""
+    """Sets an attribute of one object, in the object's own ``__dict__``. The object is referenced weakly.
+
+    Args:
+        target: the object. It must have a ``__dict__`` and allow weak references.
+        name: the attribute.
+        value: what it is set to.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig()
+        >>> change = AttributeChange(config, "use_cache", False)
+        >>> change.apply()
+        >>> config.use_cache
+        False
+        >>> change.revert()
+        >>> config.use_cache
+        True
+    """
 
     def __init__(self, target: Any, name: str, value: Any) -> None:
         self._target = weakref.ref(target)
@@ -165,6 +197,19 @@ class ForwardChange(ClassChange):
         forward: the new ``forward``.
         guarded: attributes of the module on which the proof of the site depends.
         calls: names of child modules or attributes that ``forward`` uses although its code does not mention them.
+
+    Example:
+        >>> import torch
+        >>> linear = nn.Linear(4, 4)
+        >>> change = ForwardChange(linear, lambda self, input: input @ self.weight.T)  # without the bias
+        >>> change.apply()
+        >>> linear(torch.zeros(4)).tolist()
+        [0.0, 0.0, 0.0, 0.0]
+        >>> isinstance(linear, nn.Linear), type(linear) is nn.Linear
+        (True, False)
+        >>> change.revert()
+        >>> torch.equal(linear(torch.zeros(4)), linear.bias)
+        True
     """
 
     def __init__(

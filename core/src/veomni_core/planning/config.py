@@ -34,6 +34,20 @@ class OpsConfig:
             raises; ``eager`` lets the module run its own code again, with a warning and a line in the receipt.
         training_logits: what ``outputs.logits`` is in a training step with a fused loss. ``deferred``: a tensor that
             is computed when it is first read; ``computed``: computed in each step; ``none``: ``None``.
+
+    Example:
+        >>> from veomni_core import discover
+        >>> plugins = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+        >>> names = {"*.layers.0.*": "eager", "default": ["quack", "torch"]}
+        >>> config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": names}, plugins)
+        >>> choice = config.choices["rms_norm"]
+        >>> choice.names_for("model.layers.0.input_layernorm"), choice.names_for("model.norm")
+        (('eager',), ('quack', 'torch'))
+        >>> OpsConfig.from_dict({"rms_norm_implementaton": "torch"}, plugins)
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.UnknownNameError: ops_implementation.rms_norm_implementaton: no such field. Did you mean
+        'rms_norm_implementation'?
     """
 
     preset: str

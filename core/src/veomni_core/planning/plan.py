@@ -43,6 +43,19 @@ class Plan:
         assumptions: requirements that could not be checked, because the hardware was named rather than detected.
         failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from veomni_core import make_plan
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> plan = make_plan(model, {"preset": "eager", "swiglu_mlp_implementation": "torch"}, hardware="cpu")
+        >>> [decision.kernel for op in plan.ops if op.op_name == "swiglu_mlp" for decision in op.sites]
+        ['torch', 'torch']
+        >>> make_plan(model, {"preset": "eager"}, hardware="cpu").diff(plan)[0]
+        'swiglu_mlp: eager -> torch at 2 site(s): model.layers.0.mlp, model.layers.1.mlp'
+        >>> Plan.from_json(plan.to_json()).sha256 == plan.sha256
+        True
     """
 
     hardware: Hardware

@@ -41,6 +41,22 @@ def make_plan(
         KernelUnavailableError: a requested kernel cannot run here. One message covers all fields, each with the reasons
             and the kernels that could be used instead.
         NoSiteError: the model has no site for a requested kernel, or no module at a path that the config names.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> with torch.device("meta"):  # shapes only
+        ...     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> config = {"preset": "eager", "rms_norm_implementation": ["quack", "torch"]}
+        >>> plan = make_plan(model, config, hardware="a100")
+        >>> {d.kernel: d.reason for op in plan.ops if op.op_name == "rms_norm" for d in op.sites}
+        {'torch': 'as asked, after: quack needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)'}
+        >>> make_plan(model, {"preset": "eager", "moe_implementation": "grouped_mm"}, hardware="a100")
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.NoSiteError: moe_implementation: grouped_mm was chosen, but the model has no moe_experts
+        site; remove the field, or write eager
     """
     if isinstance(model, (tuple, list)):
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
@@ -62,6 +78,13 @@ def plan_sites(
     """As :func:`make_plan`, for sites that are found already, as by :func:`veomni_core.find_sites`.
 
     Does not import torch if ``hardware`` is named.
+
+    Example:
+        >>> from veomni_core import Site
+        >>> norm = Site("rms_norm", "layers.0.norm", "my norms", "standard", "read from the model", dtype="bfloat16")
+        >>> plan = plan_sites([norm], {"preset": "eager", "rms_norm_implementation": "torch"}, hardware="h100")
+        >>> [decision.kernel for op in plan.ops for decision in op.sites]
+        ['torch']
     """
     config = OpsConfig.of(config, registry)
     named = (replace(s, variant=config.registry.canonical_variant(s.op_name, s.variant)) for s in sites)

@@ -41,9 +41,31 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     has flattened, rules that read parameters are not run: each op that no other rule finds has one site without a
     variant, at the path of the flattened module.
 
+    Args:
+        model: any ``torch.nn.Module`` that is not bound, on any device.
+        registry: the plugins whose rules run; discovered without it.
+
+    Returns:
+        The sites, sorted by op and path.
+
     Raises:
         BindingError: ``model`` is not a module, or is bound.
         SpecError: a rule of the core failed; the message names it.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> sites = find_sites(LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64)))
+        >>> for site in sites:
+        ...     if site.op_name in ("rms_norm", "swiglu_mlp"):
+        ...         print(f"{site.op_name}/{site.variant}", site.path, dict(site.sizes))
+        rms_norm/standard model.layers.0.input_layernorm {'width': (32,)}
+        rms_norm/standard model.layers.0.post_attention_layernorm {'width': (32,)}
+        rms_norm/standard model.layers.1.input_layernorm {'width': (32,)}
+        rms_norm/standard model.layers.1.post_attention_layernorm {'width': (32,)}
+        rms_norm/standard model.norm {'width': (32,)}
+        swiglu_mlp/standard model.layers.0.mlp {'hidden': (32,), 'intermediate': (48,)}
+        swiglu_mlp/standard model.layers.1.mlp {'hidden': (32,), 'intermediate': (48,)}
     """
     return search(model, registry).sites
 

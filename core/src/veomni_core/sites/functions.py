@@ -34,7 +34,33 @@ def global_functions(function: Function) -> Iterator[tuple[str, Any]]:
 
 
 def with_globals(function: Function, replacements: Mapping[str, Any]) -> Function:
-    """A clone of ``function`` that sees ``replacements`` in place of the globals of those names."""
+    """A clone of ``function`` that sees ``replacements`` in place of the globals of those names.
+
+    Args:
+        function: a Python function, decorated or not.
+        replacements: what the clone sees, by the global's name.
+
+    Returns:
+        The clone; ``function`` and its module are left as they are.
+
+    Raises:
+        LookupError: the code of ``function`` names none of the globals.
+
+    Example:
+        >>> from transformers.models.llama import modeling_llama
+        >>> def no_rotation(q, k, cos, sin, unsqueeze_dim=1):
+        ...     return q, k
+        >>> forward = modeling_llama.LlamaAttention.forward
+        >>> clone = with_globals(forward, {"apply_rotary_pos_emb": no_rotation})
+        >>> clone.__globals__["apply_rotary_pos_emb"] is no_rotation
+        True
+        >>> forward.__globals__["apply_rotary_pos_emb"] is no_rotation
+        False
+        >>> with_globals(forward, {"silu": no_rotation})
+        Traceback (most recent call last):
+            ...
+        LookupError: LlamaAttention.forward uses none of the globals silu
+    """
     clone: Function = _cloned(function, replacements)
     if clone is function:
         raise LookupError(f"{function.__qualname__} uses none of the globals {', '.join(replacements)}")

@@ -35,6 +35,16 @@ class Site:
         needs: the features that a kernel must declare to run there.
         refuses: the features that a kernel must not declare to run there, each with the reason.
         declared: whether the variant is only stated (by an ``OpSlot``, a plugin's rule or transformers), not proven.
+
+    Example:
+        >>> site = Site("rms_norm", "model.norm", "norm modules", "standard", "proven by value", sizes={"width": [97]})
+        >>> site.own, site.declared
+        ('eager', False)
+        >>> def can_run(site):  # as a KernelSpec's can_run names it
+        ...     (width,) = site.sizes["width"]
+        ...     return f"needs a width that is a multiple of 8, not {width}" if width % 8 else ""
+        >>> can_run(site)
+        'needs a width that is a multiple of 8, not 97'
     """
 
     op_name: str
@@ -57,7 +67,29 @@ class Site:
 
 
 class SiteLocator(Protocol):
-    """Finds the sites of one rule, and puts kernels there."""
+    """Finds the sites of one rule, and puts kernels there.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from veomni_core.authoring import ForwardChange
+        >>> class GeluModules:
+        ...     def find(self, model, rule):
+        ...         for path, module in model.named_modules():
+        ...             if isinstance(module, nn.GELU) and module.approximate == "tanh":
+        ...                 yield Site("gelu", path, rule, "tanh", "its class and its setting say so")
+        ...
+        ...     def install(self, model, site, kernel, spec):
+        ...         yield ForwardChange(model.get_submodule(site.path), lambda self, input: kernel(input))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.GELU())
+        >>> [site] = GeluModules().find(model, "GELU modules")
+        >>> site.path
+        '1'
+        >>> [change] = GeluModules().install(model, site, torch.relu, None)  # a kernel that is easy to tell apart
+        >>> change.apply()
+        >>> model[1](torch.tensor([-1.0, 1.0])), model[2](torch.tensor([-1.0, 1.0]))
+        (tensor([0., 1.]), tensor([-0.1587,  0.8413]))
+    """
 
     def find(self, model: Any, rule: str) -> Iterable[Site]:
         """The sites in ``model``. The model is only read: it is not changed, and its weights are not computed on."""

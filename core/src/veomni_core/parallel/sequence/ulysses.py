@@ -31,6 +31,19 @@ class SequenceParallel(Transformation):
     Attributes:
         group: the ranks that share each sequence. Deep copies of the model share the group.
         attention: the attention's name in configs.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=2)  # stands for the first of two ranks
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> with apply_ulysses(model) as state:
+        ...     state.describe()
+        'Ulysses, sp=2, over sdpa'
+        >>> state.undo()
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.BindingError: this sequence parallelism is not in force: it is already undone
     """
 
     name = "sequence parallelism"
@@ -56,10 +69,29 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     A call of the model raises ``ConfigError`` for inputs that can't be sharded, ``HostError`` if the first batches of
     the ranks differ, and ``BindingError`` if another attention was chosen after this call.
 
+    Args:
+        model: a transformers model, bound or not.
+        group: the ranks that share the sequence; all ranks without it.
+
+    Returns:
+        What is in force, with :meth:`SequenceParallel.undo`.
+
     Raises:
         ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.
         BindingError: it runs sequence-parallel already, or kernels were bound in a part of it alone.
         HostError: there is no process group.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=1)  # torchrun gives more ranks
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model, ids = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64)), torch.tensor([[5, 9, 17, 3]])
+        >>> loss = model(ids, labels=ids).loss
+        >>> state = apply_ulysses(model)
+        >>> state.describe()
+        'Ulysses, sp=1, over sdpa'
+        >>> torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
+        >>> state.undo()
     """
     group, ranks, _ = ranks_of(group)
     if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):

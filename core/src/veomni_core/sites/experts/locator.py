@@ -23,6 +23,19 @@ class ExpertsModules(ModuleLocator):
     """Finds modules of experts, and replaces their ``forward`` by the forward of their weights' layout.
 
     A subclass with other ``layouts`` proves modules that keep their weights in those.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+        >>> model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, vocab_size=64))
+        >>> [site] = ExpertsModules().find(model, "experts")
+        >>> site.path, site.variant, site.detail["layout"]
+        ('model.layers.0.mlp.experts', 'standard', 'as stored')
+        >>> class TransposedExperts(ExpertsModules):
+        ...     layouts = {"transposed": LAYOUTS["transposed"]}
+        >>> [site] = TransposedExperts().find(model, "experts")  # another layout is not mistaken for this one
+        >>> site.variant is None
+        True
     """
 
     op_name = "moe_experts"

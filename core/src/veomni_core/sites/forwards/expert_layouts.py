@@ -20,7 +20,26 @@ Forward = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """``forward_with(kernel)`` is a module's forward that runs a kernel of ``variant``."""
+    """``forward_with(kernel)`` is a module's forward that runs a kernel of ``variant``.
+
+    Args:
+        variant: the variant of ``moe_experts`` that a kernel must have.
+        forward_with: from a kernel to the forward, a function of ``(self, hidden_states, top_k_index, top_k_weights)``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> def flat(kernel):  # both projections in one parameter [E, 3I, H]
+        ...     def forward(self, hidden_states, top_k_index, top_k_weights):
+        ...         gate_up, down = self.weight[:, : 2 * self.width], self.weight[:, 2 * self.width :]
+        ...         return kernel(hidden_states, top_k_index, top_k_weights, gate_up, down.transpose(1, 2))
+        ...
+        ...     return forward
+        >>> LAYOUT = ExpertLayout("standard", flat)
+        >>> module = SimpleNamespace(weight=torch.zeros(4, 3 * 24, 32), width=24)
+        >>> shapes = lambda hidden, index, weights, gate_up, down: (tuple(gate_up.shape), tuple(down.shape))
+        >>> LAYOUT.forward_with(shapes)(module, torch.zeros(5, 32), None, None)
+        ((4, 48, 32), (4, 32, 24))
+    """
 
     variant: str
     forward_with: Callable[[Kernel], Forward]

@@ -1,6 +1,19 @@
 """Small copies of a model's modules, and a context to run them in: same code, tiny random weights on the CPU.
 
 A probe changes nothing in the model or the process, and its result does not depend on the process's settings.
+
+Example:
+    >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    >>> from veomni_core.ops.rms_norm import offset, standard
+    >>> with seeded():
+    ...     norm = bare_copy(GemmaRMSNorm(4096))  # its code and its settings, without its weight
+    ...     norm._parameters["weight"] = nn.Parameter(random(7))
+    ...     x = random(5, 7).requires_grad_()
+    ...     own = norm(x)
+    ...     for variant in (standard, offset):
+    ...         print(variant.__name__, miss(variant(x, norm.weight, norm.eps), own, [x, norm.weight]) == 0)
+    standard False
+    offset True
 """
 
 from __future__ import annotations
