@@ -104,7 +104,7 @@ def test_what_is_public_has_an_example(name):
 def test_the_list_holds_what_users_and_plugins_import():
     assert {
         "veomni_core.build.build_foundation_model",
-        "veomni_core.descriptions.spec.KernelSpec",
+        "veomni_core.descriptions.kernel_spec.KernelSpec",
         "veomni_core.ops.rms_norm.standard",
         "veomni_core.testing.conformance.check_kernel",
     } <= PUBLIC.keys()

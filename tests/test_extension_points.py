@@ -78,6 +78,49 @@ def test_its_variant_is_found_and_trains_as_eager(environment):
     assert verified == ["rms_norm/log_weight:acme at 2 sites"]
 
 
+def test_a_job_sets_its_option_per_site(environment):
+    own, bound, kernels = run(
+        environment,
+        """
+        def model():
+            torch.manual_seed(0)
+            made = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+            for layer in made.model.layers:
+                layer.input_layernorm = LogWeightRMSNorm(32)
+            return made
+        mine = model()
+        less = {"kernel": "acme", "options": {"keep": "inputs"}}
+        chosen = {"*.layers.0.input_layernorm": less, "*.layers.1.input_layernorm": "acme", "default": "eager"}
+        binding = bind(mine, {"preset": "eager", "rms_norm_implementation": chosen}, verify=True)
+        kernels = {d.site.path: d.kernel for op in binding.plan.ops for d in op.sites if d.bound}
+        print(json.dumps([train(model()), train(mine), kernels]))
+        """,
+    )
+    assert bound[0] == pytest.approx(own[0], rel=1e-5) and bound[1] == pytest.approx(own[1], rel=1e-4, abs=1e-6)
+    assert kernels == {
+        "model.layers.0.input_layernorm": "acme(keep='inputs')",
+        "model.layers.1.input_layernorm": "acme",
+    }
+
+
+def test_a_value_that_its_option_does_not_allow_is_refused(environment, tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text("{preset: eager, rms_norm_implementation: {kernel: acme, options: {keep: outputs}}}")
+    (refusal,) = run(
+        environment,
+        f"""
+        from veomni_core import OpsConfig
+        from veomni_core.errors import ConfigError
+        try:
+            OpsConfig.from_yaml({str(job)!r})
+        except ConfigError as error:
+            print(json.dumps([str(error)]))
+        """,
+    )
+    wanted = "rms_norm_implementation: keep must be one of 'normalised', 'inputs', got 'outputs'"
+    assert refusal == wanted
+
+
 def test_its_attention_gets_the_masks_that_it_builds(environment):
     own, bound, kinds = run(
         environment,

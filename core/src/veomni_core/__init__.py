@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from veomni_core.build import build_foundation_model
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
     from veomni_core.descriptions.hookspecs import hookimpl
+    from veomni_core.descriptions.kernel_option import KernelOption
+    from veomni_core.descriptions.kernel_spec import KernelSpec
     from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
     from veomni_core.descriptions.slot import OpSlot
-    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, KernelSpec, SiteRule
+    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, SiteRule
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
     from veomni_core.planning.config import OpsConfig
@@ -33,7 +35,8 @@ _HOME = {
     "Hardware": "descriptions.hardware",
     "HardwareRequirement": "descriptions.hardware",
     "JobConditions": "descriptions.spec",
-    "KernelSpec": "descriptions.spec",
+    "KernelOption": "descriptions.kernel_option",
+    "KernelSpec": "descriptions.kernel_spec",
     "OpSlot": "descriptions.slot",
     "OpSpec": "descriptions.op_spec",
     "OpsConfig": "planning.config",
@@ -62,6 +65,7 @@ __all__ = [
     "Hardware",
     "HardwareRequirement",
     "JobConditions",
+    "KernelOption",
     "KernelSpec",
     "OpSlot",
     "OpSpec",

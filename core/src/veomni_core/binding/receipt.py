@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.planning.decisions import OpDecision
-from veomni_core.planning.plan import DECLARED, Plan
+from veomni_core.planning.plan import DECLARED, Plan, PlannedKernel
 from veomni_core.tables import render_table
 
 
@@ -88,10 +88,7 @@ class Receipt:
             ],
             "changed": dict(self.changed),
             "misplaced": self.misplaced,
-            "kernels": [
-                {"kernel": str(k.spec), "factory": k.spec.factory, "distribution": k.distribution, "version": k.version}
-                for k in self.plan.kernels
-            ],
+            "kernels": [_kernel_to_dict(kernel) for kernel in self.plan.kernels],
             "ops": [_op_to_dict(op) for op in self.plan.ops],
         }
 
@@ -125,6 +122,16 @@ class Receipt:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _kernel_to_dict(kernel: PlannedKernel) -> dict[str, Any]:
+    return {
+        "kernel": str(kernel.spec),
+        "factory": kernel.spec.factory,
+        "options": dict(kernel.spec.settings),
+        "distribution": kernel.distribution,
+        "version": kernel.version,
+    }
 
 
 def _op_to_dict(op: OpDecision) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change
-from veomni_core.descriptions.spec import KernelSpec, SiteRule
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.plan import Plan

@@ -12,7 +12,7 @@ from veomni_core.binding.receipt import Verification
 from veomni_core.binding.site_changes import Kernels, changes_at, decisions_of
 from veomni_core.binding.site_comparison import Run, autocast_on, compare
 from veomni_core.changes.change_set import ChangeSet
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConformanceError
 from veomni_core.ops.contract import Contract, contract_for, dtype_name

@@ -9,7 +9,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from veomni_core.descriptions.spec import CommandSpec, load_attribute
+from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.spec import CommandSpec
 from veomni_core.discovery.discover import discover
 
 BUILTIN_VERBS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ def explain(
             "preference": kernel.preference,
             "runs": not (reasons := selection.why_not(kernel)),
             "reasons": list(reasons),
+            "options": [asdict(option) for option in kernel.options],
             "assumes": [] if target.detected else list(kernel.hardware.chosen_for(target).packages),
         }
         for kernel in registry.kernels(spec.name)
@@ -66,11 +68,21 @@ def explain(
     ] + [("", name, "-", "", f"no: {reason}") for name, reason in absent.items()]
     title = f"{spec.name} ({spec.config_field}) on {target.describe()}"
     print(render_table(("variant", "kernel", "plugin", "preference", "runs here"), table, title))
+    for row in rows:
+        for option in row["options"]:
+            print(f"option of {row['kernel']} for {row['variant']}: {_option(option)}")
     for variant, verdict in auto.items():
         print(f"auto takes {verdict.kernel} for {variant}: {verdict.reason}")
     for name, distribution in spec.published.items():
         if distribution and name in absent:
             print(f"pip install {distribution} would add {name}, if its own requirements are met")
+
+
+def _option(option: dict[str, Any]) -> str:
+    limits = [f"one of {', '.join(map(str, option['choices']))}"] if option["choices"] else []
+    limits += [f"at least {option['minimum']:g}"] if option["minimum"] is not None else []
+    facts = [f"{option['name']}={option['default']!r}", *limits, option["description"]]
+    return ", ".join(filter(None, facts))
 
 
 def _op(registry: Registry, name: str) -> OpSpec:

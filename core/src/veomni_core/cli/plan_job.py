@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from veomni_core.cli.output import AsJson, HardwareName
-from veomni_core.descriptions.spec import JobConditions, load_attribute
+from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError, VeOmniError

@@ -10,7 +10,7 @@ import typer
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, SKIPPED, Row, verify_kernel
 from veomni_core.descriptions.hardware import Hardware, canonical_device
-from veomni_core.descriptions.spec import DTYPES, KernelSpec
+from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import HostError, PluginError
 from veomni_core.tables import render_table

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pluggy
 
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, KernelSpec, SiteRule
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, SiteRule
 
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"

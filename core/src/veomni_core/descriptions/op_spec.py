@@ -13,7 +13,7 @@ from veomni_core.descriptions.field_types import (
     require_reference,
     require_text,
 )
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import SpecError, did_you_mean
 
 

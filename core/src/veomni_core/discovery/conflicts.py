@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.errors import did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES

@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, KernelSpec, SiteRule, load_attribute
+from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, SiteRule
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
 Status = Literal["loaded", "failed", "blocked"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.descriptions.spec import load_attribute
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.errors import ContractError, did_you_mean
 
 SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]

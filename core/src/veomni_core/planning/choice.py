@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.descriptions.spec import EAGER
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 
 AUTO = "auto"
 DEFAULT = "default"
+KERNEL, OPTIONS = "kernel", "options"  # the keys of an entry that sets options
 
 
 @dataclass(frozen=True)
 class Requested:
-    """One entry of a config field: a kernel's name, ``eager`` or ``auto``."""
+    """One entry of a config field: a kernel's name, ``eager`` or ``auto``; and what the job sets of its options."""
 
     name: str
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def written_choice(op: OpSpec, value: Any, registry: Registry) -> Choice:
         ConfigError: the value has the wrong type.
     """
     where = op.config_field
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or KERNEL in value:
         return Choice(op.name, where, value, (Group(None, _entries(op, where, value, registry)),))
     globs = {str(glob): value[glob] for glob in value}
     default = Group(None, _entries(op, f"{where}.{DEFAULT}", globs.pop(DEFAULT, EAGER), registry))
@@ -105,14 +107,48 @@ def shown(value: Any) -> str:
 
 
 def _entries(op: OpSpec, where: str, value: Any, registry: Registry) -> tuple[Requested, ...]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    entries = value if isinstance(value, list) else [value]
+    if not entries or not all(isinstance(entry, str) or _sets_options(entry) for entry in entries):
         raise ConfigError(
-            f"{where}: expected a kernel's name, a list of names, or a mapping from module paths to these; "
-            f"{shown(value)}"
+            f"{where}: expected a kernel's name, {{kernel: name, options: {{...}}}}, a list of these, or a mapping "
+            f"from module paths to these; {shown(value)}"
         )
     known = [EAGER, AUTO, *registry.known_values(op.name)]
-    return tuple(Requested(_checked_name(op, where, name, known, registry)) for name in names)
+    return tuple(_requested(op, where, entry, known, registry) for entry in entries)
+
+
+def _sets_options(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and KERNEL in entry and isinstance(entry[KERNEL], str)
+
+
+def _requested(op: OpSpec, where: str, entry: Any, known: list[str], registry: Registry) -> Requested:
+    if isinstance(entry, str):
+        return Requested(_checked_name(op, where, entry, known, registry))
+    for key in entry:
+        if key not in (KERNEL, OPTIONS):
+            raise ConfigError(f"{where}: {key!r} is unknown beside {KERNEL!r}. {did_you_mean(str(key), [OPTIONS])}")
+    name = _checked_name(op, where, entry[KERNEL], known, registry)
+    options = entry.get(OPTIONS) or {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where}: {OPTIONS} must be a mapping from names to values; {shown(options)}")
+    return Requested(name, _checked_options(op, where, name, options, registry))
+
+
+def _checked_options(
+    op: OpSpec, where: str, name: str, values: Mapping[str, Any], registry: Registry
+) -> tuple[tuple[str, Any], ...]:
+    """The values by name, sorted. One kernel's variants may differ in their options; one of them must take these."""
+    if values and name in (EAGER, AUTO):
+        raise ConfigError(f"{where}: {name} has no options; name the kernel that they are for")
+    problems = []
+    for spec in (spec for spec in registry.kernels(op.name) if spec.name == name):
+        try:
+            return spec.configured(where, values).settings
+        except ConfigError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return tuple((str(key), str(value)) for key, value in sorted(values.items()))  # not here: the plan will say so
 
 
 def _checked_name(op: OpSpec, where: str, name: str, known: list[str], registry: Registry) -> str:

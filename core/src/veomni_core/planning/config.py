@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean

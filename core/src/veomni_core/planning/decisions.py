@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from veomni_core.descriptions.spec import EAGER, KernelSpec
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.sites.site import Site
 
 
@@ -37,8 +37,8 @@ class SiteDecision:
 
     @property
     def kernel(self) -> str:
-        """The kernel's name, or ``eager``."""
-        return EAGER if self.spec is None else self.spec.name
+        """The kernel's name, with what the job sets of its options; or ``eager``."""
+        return EAGER if self.spec is None else self.spec.label
 
     @property
     def bound(self) -> bool:
@@ -63,7 +63,7 @@ class SiteDecision:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], specs: Mapping[tuple[str, str, str], KernelSpec]) -> SiteDecision:
-        """The decision that :meth:`to_dict` turned into ``data``, with its spec from ``specs``, which are by key.
+        """The decision that :meth:`to_dict` turned into ``data``, with its spec from ``specs``: op, variant, label.
 
         Raises:
             ValueError: ``specs`` lacks the kernel.

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_option import KernelOption
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import render_table
 
@@ -28,8 +29,11 @@ class PlannedKernel:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PlannedKernel:
         """The kernel that ``dataclasses.asdict`` turned into ``data``."""
-        hardware = HardwareRequirement.from_dict(data["spec"]["hardware"])
-        return cls(KernelSpec(**{**data["spec"], "hardware": hardware}), data["distribution"], data["version"])
+        spec = dict(data["spec"])
+        spec["hardware"] = HardwareRequirement.from_dict(spec["hardware"])
+        spec["options"] = tuple(KernelOption(**option) for option in spec.get("options", ()))
+        spec["settings"] = tuple((name, value) for name, value in spec.get("settings", ()))
+        return cls(KernelSpec(**spec), data["distribution"], data["version"])
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Plan:
         """The plan that :meth:`to_json` wrote."""
         data = json.loads(text)
         kernels = tuple(PlannedKernel.from_dict(kernel) for kernel in data["kernels"])
-        specs = {kernel.spec.key: kernel.spec for kernel in kernels}
+        specs = {(*kernel.spec.key[:2], kernel.spec.label): kernel.spec for kernel in kernels}
         return cls(
             hardware=Hardware(**data["hardware"]),
             ops=tuple(OpDecision.from_dict(op, specs) for op in data["ops"]),

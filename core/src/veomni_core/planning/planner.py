@@ -141,7 +141,7 @@ def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterab
 
 def _planned_kernels(ops: tuple[OpDecision, ...], registry: Registry) -> Iterable[PlannedKernel]:
     used = {decision.spec for op in ops for decision in op.sites if decision.spec is not None}
-    for spec in sorted(used, key=lambda spec: spec.key):
+    for spec in sorted(used, key=str):
         plugin = registry.plugin_of(spec)
         yield PlannedKernel(spec, plugin.distribution, plugin.version)
 

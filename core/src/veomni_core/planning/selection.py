@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.descriptions.spec import DTYPES, EAGER, KernelSpec, load_attribute
+from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.choice import AUTO, Requested
 from veomni_core.sites.site import Site
@@ -24,8 +25,8 @@ class Verdict:
 
     @property
     def kernel(self) -> str:
-        """The kernel's name, or ``eager``."""
-        return EAGER if self.spec is None else self.spec.name
+        """The kernel's name, with what the job sets of its options; or ``eager``."""
+        return EAGER if self.spec is None else self.spec.label
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,13 @@ class Selection:
             if entry.name == AUTO:
                 return self._best(op_name, place, passed_over)
             spec = self._registry.find(op_name, place.variant, entry.name)
-            covered = (self._not_covered(op_name, place.variant, entry.name),)
-            why_not = self._why_not_at(spec, place) if spec else covered
-            if not why_not:
-                return Verdict(spec, _after(passed_over, "as asked"), as_asked=True)
+            if spec is None:
+                why_not: tuple[str, ...] = (self._not_covered(op_name, place.variant, entry.name),)
+            else:
+                why_not = (*_options_missing(spec, entry), *self._why_not_at(spec, place))
+            if spec is not None and not why_not:
+                chosen = spec.configured(op_name, dict(entry.options))
+                return Verdict(chosen, _after(passed_over, "as asked"), as_asked=True)
             passed_over.append(f"{entry.name} {' and '.join(why_not)}")
         return Verdict(None, "; ".join(passed_over), as_asked=False)
 
@@ -185,6 +189,12 @@ class Selection:
         if not all(reasons):
             return ""
         return f"{name} can't run here: {' and '.join(dict.fromkeys(reason for some in reasons for reason in some))}"
+
+
+def _options_missing(spec: KernelSpec, entry: Requested) -> tuple[str, ...]:
+    """What the entry sets and this variant's kernel has not, though another variant's has."""
+    known = {option.name for option in spec.options}
+    return tuple(f"has no option {name} for {spec.variant}" for name, _ in entry.options if name not in known)
 
 
 def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:

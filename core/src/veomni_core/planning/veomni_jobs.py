@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.planning.choice import AUTO, Choice
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
-from veomni_core.descriptions.spec import SiteRule, load_attribute
+from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry

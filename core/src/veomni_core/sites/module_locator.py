@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from veomni_core.changes.change import Change
-from veomni_core.descriptions.spec import EAGER, KernelSpec
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Readings
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from veomni_core.descriptions.spec import EAGER, KernelSpec
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 
 if TYPE_CHECKING:  # planning from sites alone imports no torch
     from veomni_core.changes.change import Change

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change, ForwardChange, PropertyChange, setter_of
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.slot import OpSlot
-from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites.functions import code_layers, current_forward, with_globals
 from veomni_core.sites.proofs.probe import parameter_dtype
 from veomni_core.sites.proofs.proof import Proof

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.errors import ContractError, SpecError, did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size, contract_for

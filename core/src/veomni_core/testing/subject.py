@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.errors import ContractError
 from veomni_core.ops.contract import Contract, Sample, Size, dtype_name, other_values
 from veomni_core.testing.comparison import distance, one_line

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from veomni_core import HardwareRequirement, KernelSpec, SiteRule, VariantSpec, hookimpl
+from veomni_core import HardwareRequirement, KernelOption, KernelSpec, SiteRule, VariantSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 _ANYWHERE = HardwareRequirement("cpu") | HardwareRequirement("cuda") | HardwareRequirement("rocm")
+_KEEP = KernelOption("keep", "normalised", choices=("normalised", "inputs"), description="what backward reads")
 
 
 @hookimpl
@@ -24,7 +25,14 @@ def veomni_sites() -> list[SiteRule]:
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
     return [
-        KernelSpec("acme", "rms_norm", "log_weight", "acme_extensions.rms_norm:kernel", _ANYWHERE),
+        KernelSpec(
+            name="acme",
+            op_name="rms_norm",
+            variant="log_weight",
+            factory="acme_extensions.rms_norm:factory",
+            hardware=_ANYWHERE,
+            options=(_KEEP,),
+        ),
         KernelSpec(
             name="acme",
             op_name="moe_experts",

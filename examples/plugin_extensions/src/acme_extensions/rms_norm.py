@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from veomni_core import KernelSpec
 from veomni_core.authoring import Change, ForwardChange, Kernel, ModuleLocator, Proof, Site, compute_dtype, probe
@@ -28,10 +29,21 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 CONTRACT = replace(CONTRACTS["standard"], variant="log_weight", reference=reference, rounding={})
 
 
+def factory(keep: str) -> Kernel:
+    """The kernel. It keeps ``normalised`` rows for backward, or ``inputs`` to compute them again."""
+    return kernel if keep == "normalised" else recomputed
+
+
 def kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As :func:`reference`, by PyTorch's own norm."""
     scale = weight.to(compute_dtype(x)).exp()
     return nn.functional.rms_norm(x.to(scale.dtype), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+def recomputed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`kernel`, run again in backward."""
+    result: Tensor = checkpoint(kernel, x, weight, eps, use_reentrant=False)
+    return result
 
 
 class LogWeightRMSNorm(nn.Module):

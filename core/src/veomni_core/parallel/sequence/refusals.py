@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.parallel.sequence.exchange import check_heads
 from veomni_core.sites.attention.config_changes import interface_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.attention import MASK_FEATURES
 
 Function = Callable[..., Any]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change
-from veomni_core.descriptions.spec import EAGER, KernelSpec
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.errors import BindingError
 from veomni_core.ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_core.sites.attention.config_changes import config_changes, interface_of

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import ForwardChange
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import BindingError
 from veomni_core.sites.forwards.eager_experts import SELECTED_BY, eager_until_set
 from veomni_core.sites.functions import code_layers, current_forward

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange, GuardChange
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.contract import Contract, dtype_name
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites.forwards.gated_mlps import Layout, over_linears

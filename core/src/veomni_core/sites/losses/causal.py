@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.ops.labels import IGNORED
 from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain

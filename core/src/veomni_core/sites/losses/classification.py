@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from veomni_core.changes.change import AttributeChange, Change
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites.forwards.classification_loss import SINGLE_LABEL, single_label
 from veomni_core.sites.proofs import probe

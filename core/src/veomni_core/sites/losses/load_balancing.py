@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from veomni_core.changes.change import Change
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites.called_functions import Function, callers, replaced

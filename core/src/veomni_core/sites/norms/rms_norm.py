@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites.forwards import norms

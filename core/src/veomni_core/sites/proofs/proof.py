@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from veomni_core.descriptions.spec import EAGER
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.site import Site
 
 Answer = TypeVar("Answer")

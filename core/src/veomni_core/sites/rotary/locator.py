@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change
-from veomni_core.descriptions.spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.called_functions import Caller, callers, replaced
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof

@@ -1,0 +1,197 @@
+"""The description of a kernel. Does not import torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from veomni_core.descriptions.field_types import (
+    names_in,
+    require_boolean,
+    require_instance,
+    require_integer,
+    require_name,
+    require_reference,
+    require_text,
+)
+from veomni_core.descriptions.hardware import HardwareRequirement
+from veomni_core.descriptions.kernel_option import KernelOption, Value
+from veomni_core.descriptions.references import load_attribute
+from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_mean
+from veomni_core.random_states import random_states_kept
+
+EAGER = "eager"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of one variant of one op.
+
+    Args:
+        name: the kernel's name in configs.
+        op_name: the op that it computes.
+        variant: the op's variant, or an alias of it.
+        factory: ``"module:attribute"`` of the kernel itself, or of a function without parameters that returns it. With
+            ``options``, of a function that takes them as keyword arguments and returns it. Imported only when the
+            kernel is bound.
+        hardware: what it requires of the machine.
+        description: one line for ``veomni list``.
+        preference: its rank for ``auto``, which takes the usable kernel with the highest rank. At 0 or below, ``auto``
+            never takes it.
+        deterministic: promises the same bits on every run.
+        backward: promises every gradient of the contract.
+        dtypes: the input dtypes that it accepts.
+        expert_parallel: whether it also runs with experts that are sharded over ranks. Nothing reads this yet.
+        features: the optional parts of the contract that it computes (for attention, see
+            :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
+        can_run: ``"module:function"`` of a function from a :class:`~veomni_core.Site` to the reason why the kernel
+            can't run there, or an empty string. It is asked when a plan is made, once for sites that agree in variant,
+            dtype, features and ``sizes``, and may look at nothing else. Its module must not import torch.
+        mask: for an attention kernel that takes masks of its own kind: ``"module:function"`` of the function that
+            builds them, with the call signature of ``transformers.masking_utils.sdpa_mask``.
+        options: the settings that a job may change (``{kernel: acme, options: {chunk_rows: 512}}``).
+        settings: ``(name, value)`` pairs that a job has set. Planning fills them in, by :meth:`configured`.
+
+    Example:
+        >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
+        'rms_norm/standard:acme'
+    """
+
+    name: str
+    op_name: str
+    variant: str
+    factory: str
+    hardware: HardwareRequirement = field(default_factory=HardwareRequirement)
+    description: str = ""
+    preference: int = 50
+    deterministic: bool = True
+    backward: bool = True
+    dtypes: tuple[str, ...] = DTYPES
+    expert_parallel: bool = False
+    features: tuple[str, ...] = ()
+    can_run: str = ""
+    mask: str = ""
+    options: tuple[KernelOption, ...] = ()
+    settings: tuple[tuple[str, Value], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("name", "op_name", "variant"):
+            require_name(f"KernelSpec {self.name!r}", name, getattr(self, name))
+        owner = f"KernelSpec {self}"
+        if self.name in (EAGER, "auto"):
+            raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
+        require_reference(owner, "factory", self.factory)
+        for name in ("can_run", "mask"):
+            if getattr(self, name):
+                require_reference(owner, name, getattr(self, name))
+        require_instance(owner, "hardware", self.hardware, HardwareRequirement)
+        require_text(owner, "description", self.description)
+        require_integer(owner, "preference", self.preference)
+        for name in ("deterministic", "backward", "expert_parallel"):
+            require_boolean(owner, name, getattr(self, name))
+        for name in ("dtypes", "features"):
+            object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
+        object.__setattr__(self, "options", tuple(self.options))
+        for option in self.options:
+            require_instance(owner, "options", option, KernelOption)
+        if len({option.name for option in self.options}) < len(self.options):
+            raise SpecError(f"{owner}: two of its options have the same name")
+        if not self.dtypes:
+            raise SpecError(f"{owner}: dtypes is empty; list at least one of {', '.join(DTYPES)}")
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op takes. {did_you_mean(dtype, DTYPES)}")
+
+    def __str__(self) -> str:
+        return f"{self.op_name}/{self.variant}:{self.label}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What identifies the kernel among all plugins: op, variant and name."""
+        return (self.op_name, self.variant, self.name)
+
+    @property
+    def label(self) -> str:
+        """The name, with what the job sets: ``acme(chunk_rows=512)``."""
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings)
+        return f"{self.name}({settings})" if settings else self.name
+
+    def configured(self, where: str, values: Mapping[str, Any]) -> KernelSpec:
+        """This spec with a job's ``values`` for its options; ``where`` names the place in the config, for messages.
+
+        Raises:
+            ConfigError: a value is not allowed, or the kernel has no such option.
+        """
+        options = {option.name: option for option in self.options}
+        for name in values:
+            if name not in options:
+                has = did_you_mean(name, options) if options else "It has none"
+                raise ConfigError(f"{where}: {self} has no option {name!r}. {has}")
+        settings = tuple((name, options[name].check(where, values[name])) for name in sorted(values))
+        return replace(self, settings=settings)
+
+    @classmethod
+    def for_variants(cls, variants: Iterable[str], *, factory: str, **fields: Any) -> tuple[KernelSpec, ...]:
+        """A spec for each of ``variants``, with ``{variant}`` in ``factory`` replaced by its name.
+
+        Args:
+            variants: the op's variants.
+            factory: as of the class, e.g. ``"acme_norm.rms_norm:{variant}"``.
+            fields: the other fields, which are the same for all variants.
+
+        Example:
+            >>> both = KernelSpec.for_variants(("standard", "zero_centered"), name="acme", op_name="rms_norm",
+            ...                                factory="acme_norm.rms_norm:{variant}")
+            >>> [spec.factory for spec in both]
+            ['acme_norm.rms_norm:standard', 'acme_norm.rms_norm:zero_centered']
+        """
+        return tuple(cls(variant=each, factory=factory.replace("{variant}", each), **fields) for each in variants)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the factory and return the kernel, which has the call signature of the op's contract.
+
+        Random states are restored afterwards. Some libraries draw or seed when they are imported, and a bound job must
+        draw the same random numbers as an unbound one.
+
+        Raises:
+            KernelLoadError: the import or the factory failed, or what it returned is not callable.
+        """
+        if self.options:
+            values = {option.name: option.default for option in self.options} | dict(self.settings)
+            return self._imported(self.factory, lambda make: make(**values))
+        return self._imported(self.factory, _made_by_factory)
+
+    def load_mask(self) -> Callable[..., Any] | None:
+        """Import the function that builds the kernel's masks; ``None`` if the spec names none.
+
+        Raises:
+            KernelLoadError: the import failed, or what it gave is not callable.
+        """
+        if not self.mask:
+            return None
+        return self._imported(self.mask)
+
+    def _imported(self, reference: str, made: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+        try:
+            with random_states_kept():
+                function = made(load_attribute(reference))
+        except Exception as error:
+            raise KernelLoadError(f"{self}: {reference} failed: {type(error).__name__}: {error}") from error
+        if not callable(function):
+            raise KernelLoadError(f"{self}: {reference} gave a {type(function).__name__}, which cannot be called")
+        return function
+
+
+def _made_by_factory(value: Any) -> Any:
+    """What ``value`` returns if it is a function without parameters, or else ``value``: the kernel itself."""
+    return value() if callable(value) and _is_zero_argument(value) else value
+
+
+def _is_zero_argument(function: Callable[..., Any]) -> bool:
+    try:
+        return not inspect.signature(function).parameters
+    except (TypeError, ValueError):  # builtins such as autograd.Function.apply have no signature: they are kernels
+        return False
