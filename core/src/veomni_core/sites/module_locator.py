@@ -22,6 +22,30 @@ class ModuleLocator(ABC):
     Attributes:
         op_name: the op; set by the subclass.
         readings: what the code of the modules reads, each class read once.
+
+    Example:
+        >>> from veomni_core.authoring import ForwardChange
+        >>> def tanh(x):  # the reference of the op's variant of that name
+        ...     return nn.functional.gelu(x, approximate="tanh")
+        >>> class GeluModules(ModuleLocator):
+        ...     op_name = "gelu"
+        ...
+        ...     def is_candidate(self, module):
+        ...         return isinstance(module, nn.GELU)
+        ...
+        ...     def prove(self, module):
+        ...         with probe.seeded():
+        ...             x = probe.random(7, 33, scale=4.0).requires_grad_()
+        ...             miss = probe.miss(module(x), tanh(x), [x])
+        ...         return Proof(None, f"misses tanh by {miss:.2%}") if miss else Proof("tanh", "gave tanh's values")
+        ...
+        ...     def install(self, model, site, kernel, spec):
+        ...         yield ForwardChange(model.get_submodule(site.path), lambda self, input: kernel(input))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.GELU())
+        >>> for site in GeluModules().find(model, "GELU modules"):
+        ...     print(site.path, site.variant, site.evidence)
+        1 tanh gave tanh's values
+        2 None misses tanh by ...%
     """
 
     op_name: str

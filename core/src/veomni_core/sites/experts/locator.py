@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.guard_change import GuardChange
 from veomni_core.descriptions.spec import KernelSpec
 from veomni_core.sites.experts.proof import WEIGHTS, prove_experts
 from veomni_core.sites.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation

@@ -32,6 +32,26 @@ class NormModules(ModuleLocator):
     """Finds norms by running their own code, and replaces their ``forward``.
 
     A subclass with other ``contracts`` proves modules that compute those variants.
+
+    Example:
+        >>> import torch
+        >>> from dataclasses import replace
+        >>> from veomni_core.authoring import compute_dtype
+        >>> def exponential(x, weight, eps):
+        ...     wide = compute_dtype(x)
+        ...     return nn.functional.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide).exp(), eps).to(x.dtype)
+        >>> CONTRACT = replace(CONTRACTS["standard"], variant="exponential", reference=exponential, rounding={})
+        >>> class ExponentialNorms(NormModules):
+        ...     contracts = {"exponential": CONTRACT}
+        >>> class ExponentialRMSNorm(nn.RMSNorm):
+        ...     def forward(self, x):
+        ...         scale = x.float().square().mean(-1, keepdim=True).add(self.eps).rsqrt()
+        ...         return (x.float() * scale * torch.exp(self.weight.float())).to(x.dtype)
+        >>> model = nn.Sequential(ExponentialRMSNorm(8, eps=1e-6), nn.RMSNorm(8, eps=1e-6))
+        >>> [(site.path, site.variant) for site in NormModules().find(model, "norm modules")]
+        [('0', None), ('1', 'cast_after')]
+        >>> [(site.path, site.variant) for site in ExponentialNorms().find(model, "exponential norms")]
+        [('0', 'exponential'), ('1', None)]
     """
 
     op_name = "rms_norm"

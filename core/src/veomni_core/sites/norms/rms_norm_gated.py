@@ -28,6 +28,27 @@ class GatedNormModules(ModuleLocator):
     """Finds gated norms by running their own code, and replaces their ``forward``.
 
     A subclass with other ``contracts`` proves modules that compute those variants.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from torch.nn.functional import rms_norm
+        >>> from veomni_core.authoring import compute_dtype
+        >>> def tanh(x, gate, weight, eps, group_size=None):
+        ...     wide = compute_dtype(x)
+        ...     normalised = rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps)
+        ...     return (normalised * gate.to(wide).tanh()).to(x.dtype)
+        >>> class TanhNorms(GatedNormModules):
+        ...     contracts = {"tanh": replace(CONTRACTS["standard"], variant="tanh", reference=tanh)}
+        >>> class TanhGatedNorm(nn.RMSNorm):
+        ...     def forward(self, x, gate):
+        ...         normalised = rms_norm(x.float(), x.shape[-1:], None, self.eps) * self.weight.float()
+        ...         return (normalised * gate.float().tanh()).to(x.dtype)
+        >>> model = nn.Sequential(TanhGatedNorm(32, eps=1e-6))
+        >>> for locator in (GatedNormModules(), TanhNorms()):
+        ...     [site] = locator.find(model, "norms with a tanh gate")
+        ...     print(site.variant, dict(site.detail))
+        None {}
+        tanh {'eps': 1e-06, 'group_size': None}
     """
 
     op_name = "rms_norm_gated"
