@@ -10,6 +10,7 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.spec import EAGER, KernelSpec
+from veomni_core.errors import SpecError
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Readings
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
@@ -87,3 +88,12 @@ class ModuleLocator(ABC):
             if proof is not None:
                 dtype, own, sizes = probe.parameter_dtype(module), self.own(module), self.sizes(module)
                 yield proof.site(self.op_name, path, rule, dtype=dtype, own=own, sizes=sizes)
+
+
+def refuse_empty(locator: ModuleLocator, name: str, entry: str) -> None:
+    """Raise ``SpecError`` if the attribute ``name``, which maps names to what modules are compared with, is empty."""
+    if not getattr(locator, name):
+        raise SpecError(
+            f"{type(locator).__name__}.{name} is empty, so there is nothing to compare modules with: write "
+            f"{name} = {{{entry}, ...}}, or leave {name} out for the core's own"
+        )

@@ -21,7 +21,7 @@ from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites.forwards.gated_mlps import Layout, over_linears
 from veomni_core.sites.forwards.signatures import with_own_signature
 from veomni_core.sites.gated_mlps.proof import prove_mlp
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
 from veomni_core.sites.proofs.proof import Proof
@@ -57,6 +57,10 @@ class GatedMlpModules(ModuleLocator):
 
     op_name = "swiglu_mlp"
     contracts: Mapping[str, Contract] = CONTRACTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         return any(True for _ in _layouts(_linears(module))) and _takes_one_tensor(module)

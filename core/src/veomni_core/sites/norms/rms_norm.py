@@ -15,7 +15,7 @@ from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Reading, guarded_names, unseen_changes
@@ -56,6 +56,10 @@ class NormModules(ModuleLocator):
 
     op_name = "rms_norm"
     contracts: Mapping[str, Contract] = CONTRACTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:

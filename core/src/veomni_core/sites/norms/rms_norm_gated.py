@@ -14,7 +14,7 @@ from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm_gated import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Reading, guarded_names, unseen_changes
@@ -53,6 +53,10 @@ class GatedNormModules(ModuleLocator):
 
     op_name = "rms_norm_gated"
     contracts: Mapping[str, Contract] = CONTRACTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or "norm" not in type(module).__name__.lower() or module._modules:
