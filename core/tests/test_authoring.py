@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import MappingProxyType, ModuleType
 
@@ -13,6 +14,7 @@ from models import build
 from veomni_core import KernelSpec, SiteRule, authoring, bind, find_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
+from veomni_core.errors import SpecError
 from veomni_core.ops import moe_experts
 
 
@@ -101,6 +103,29 @@ def test_experts_in_a_layout_of_a_plugin_are_proven_and_bound(registry):
 def test_what_only_looks_so_is_not_proven(registry):
     (site, *_) = experts_sites(model_with(scale=1.01), registry)
     assert (site.variant is None and "up first" in site.evidence) or "misses by" in site.evidence
+
+
+@pytest.mark.parametrize(
+    ("base", "attribute", "entry"),
+    [
+        (authoring.ExpertsModules, "layouts", "name: ExpertLayout(variant, forward_with)"),
+        (authoring.GatedMlpModules, "contracts", "variant: Contract(...)"),
+        (authoring.GatedNormModules, "contracts", "variant: Contract(...)"),
+        (authoring.NormModules, "contracts", "variant: Contract(...)"),
+    ],
+)
+def test_a_rule_with_nothing_to_compare_modules_with_is_told_what_to_write(base, attribute, entry):
+    rule = type("Unwritten", (base,), {attribute: {}})
+    with pytest.raises(SpecError, match=rf"^Unwritten\.{attribute} is empty, .*{re.escape(entry)}"):
+        rule()
+
+
+def test_such_a_rule_of_a_plugin_is_skipped_and_the_others_find_their_sites(registry, monkeypatch, caplog):
+    monkeypatch.setattr(UpFirstExperts, "layouts", {})
+    sites = find_sites(build("qwen3_moe"), registry)
+    assert {site.variant for site in sites if site.op_name == "moe_experts"} == {"standard"}
+    assert "UpFirstExperts.layouts is empty" in caplog.text
+    assert "VEOMNI_PLUGINS_BLOCK=acme" in caplog.text
 
 
 def test_every_name_is_there_once():

@@ -12,8 +12,9 @@ from torch import nn
 
 from scaled_modules import Scale, X, bound, plus_one, times, value
 from veomni_core.changes.bound_subclass import eager_class
-from veomni_core.changes.change import AttributeChange, ForwardChange, GuardChange, PropertyChange
+from veomni_core.changes.change import AttributeChange, ForwardChange, PropertyChange
 from veomni_core.changes.change_set import ChangeSet
+from veomni_core.changes.guard_change import GuardChange
 from veomni_core.errors import BindingError, SiteChangedError, SpecError
 
 

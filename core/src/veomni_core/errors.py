@@ -93,10 +93,11 @@ class BoundModelPickleError(BindingError, TypeError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence that suggests the nearest name in ``known``, or lists all of them.
 
-    >>> did_you_mean("egaer", ["auto", "eager"])
-    "Did you mean 'eager'?"
-    >>> did_you_mean("flash", ["auto", "eager"])
-    'Known: auto, eager.'
+    Example:
+        >>> did_you_mean("egaer", ["auto", "eager"])
+        "Did you mean 'eager'?"
+        >>> did_you_mean("flash", ["auto", "eager"])
+        'Known: auto, eager.'
     """
     options = sorted(set(known))
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)

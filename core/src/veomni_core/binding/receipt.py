@@ -48,15 +48,17 @@ class Receipt:
         >>> binding = bind(model, {"preset": "eager", "rms_norm_implementation": "torch"}, device="cpu")
         >>> print(binding.receipt)
         Bound on cpu (CPU), plan ...
-        ┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━┓
-        ┃ field                             ┃ asked          ┃ chosen ┃ bound/found ┃ left eager, and why ┃
-        ┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━┩
-        │ attn_implementation               │ eager (preset) │ eager  │ 0/1         │ as asked (1)        │
-        │ cross_entropy_loss_implementation │ eager (preset) │ eager  │ 0/1         │ as asked (1)        │
-        │ rms_norm_implementation           │ torch          │ torch  │ 5/5         │                     │
-        │ rotary_pos_emb_implementation     │ eager (preset) │ eager  │ 0/2         │ as asked (2)        │
-        │ swiglu_mlp_implementation         │ eager (preset) │ eager  │ 0/2         │ as asked (2)        │
-        └───────────────────────────────────┴────────────────┴────────┴─────────────┴─────────────────────┘
+        ┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━┓
+        ┃ field                             ┃ asked                ┃ chosen ┃ bound/found ┃ left eager, and why ┃
+        ┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━┩
+        │ attn_implementation               │ eager (preset eager) │ eager  │ 0/1         │ as asked (1)        │
+        │ cross_entropy_loss_implementation │ eager (preset eager) │ eager  │ 0/1         │ as asked (1)        │
+        │ rms_norm_implementation           │ torch                │ torch  │ 5/5         │                     │
+        │ rotary_pos_emb_implementation     │ eager (preset eager) │ eager  │ 0/2         │ as asked (2)        │
+        │ swiglu_mlp_implementation         │ eager (preset eager) │ eager  │ 0/2         │ as asked (2)        │
+        └───────────────────────────────────┴──────────────────────┴────────┴─────────────┴─────────────────────┘
+        >>> binding.receipt.transformations
+        (('binding', 'plan ... for cpu (CPU)'),)
         >>> model.model.norm.forward = lambda hidden_states: hidden_states  # as a tool might do after bind
         >>> binding.receipt.changed
         {'model.norm': 'it was given a forward of its own, set to ...'}

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from veomni_core.changes.bound_classes import BoundClasses
-from veomni_core.changes.bound_subclass import HOOKS, made_by
 from veomni_core.changes.forward_functions import reaches, replace_captured, wraps
 from veomni_core.errors import BindingError
 
@@ -259,41 +258,6 @@ class ForwardChange(ClassChange):
         if module is not None and self._bound is not None:
             # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
             replace_captured(module, vars(self._bound)["forward"], self._before.forward)
-
-
-class GuardChange(ForwardChange):
-    """Guards a child of a bound module that the kernel computes itself, such as an activation.
-
-    The child keeps its own code, but nothing calls it. Setting one of its ``guarded`` attributes, or registering a hook
-    on it, counts as a change of the bound module ``owner``, whose proof depends on the child.
-    """
-
-    def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
-        super().__init__(child, type(child).forward, {*guarded, "forward", HOOKS})
-        self.child_name = name
-        self._owner = weakref.ref(owner)
-
-    def apply(self) -> None:
-        child, owner = self.target, self._owner()
-        assert owner is not None, "a rule makes and applies its changes while the model is alive"
-        self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
-        self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
-        if made_by(child) is not self.classes:  # a child that several modules share is guarded once
-            super().apply()
-
-    @property
-    def place(self) -> Hashable:
-        return (id(self.target), "guard")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:
-        duplicate: Any = super().__deepcopy__(memo)
-        if (owner := self._owner()) is not None:
-            duplicate._owner = weakref.ref(copy.deepcopy(owner, memo))
-        return duplicate
-
-    def overridden(self) -> str:
-        """Always empty: what is set on the child is recorded as a change of its owner."""
-        return ""
 
 
 def setter_of(module: nn.Module) -> str:

@@ -41,7 +41,7 @@ class OpsConfig:
         >>> names = {"*.layers.0.*": "eager", "default": ["quack", "torch"]}
         >>> config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": names}, plugins)
         >>> choice = config.choices["rms_norm"]
-        >>> choice.names_for("model.layers.0.input_layernorm"), choice.names_for("model.norm")
+        >>> choice.group_for("model.layers.0.input_layernorm").names, choice.group_for("model.norm").names
         (('eager',), ('quack', 'torch'))
         >>> OpsConfig.from_dict({"rms_norm_implementaton": "torch"}, plugins)
         Traceback (most recent call last):

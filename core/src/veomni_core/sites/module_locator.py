@@ -10,6 +10,7 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
+from veomni_core.errors import SpecError
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Readings
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
@@ -22,6 +23,30 @@ class ModuleLocator(ABC):
     Attributes:
         op_name: the op; set by the subclass.
         readings: what the code of the modules reads, each class read once.
+
+    Example:
+        >>> from veomni_core.authoring import ForwardChange
+        >>> def tanh(x):  # the reference of the op's variant of that name
+        ...     return nn.functional.gelu(x, approximate="tanh")
+        >>> class GeluModules(ModuleLocator):
+        ...     op_name = "gelu"
+        ...
+        ...     def is_candidate(self, module):
+        ...         return isinstance(module, nn.GELU)
+        ...
+        ...     def prove(self, module):
+        ...         with probe.seeded():
+        ...             x = probe.random(7, 33, scale=4.0).requires_grad_()
+        ...             miss = probe.miss(module(x), tanh(x), [x])
+        ...         return Proof(None, f"misses tanh by {miss:.2%}") if miss else Proof("tanh", "gave tanh's values")
+        ...
+        ...     def install(self, model, site, kernel, spec):
+        ...         yield ForwardChange(model.get_submodule(site.path), lambda self, input: kernel(input))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.GELU())
+        >>> for site in GeluModules().find(model, "GELU modules"):
+        ...     print(site.path, site.variant, site.evidence)
+        1 tanh gave tanh's values
+        2 None misses tanh by ...%
     """
 
     op_name: str
@@ -63,3 +88,12 @@ class ModuleLocator(ABC):
             if proof is not None:
                 dtype, own, sizes = probe.parameter_dtype(module), self.own(module), self.sizes(module)
                 yield proof.site(self.op_name, path, rule, dtype=dtype, own=own, sizes=sizes)
+
+
+def refuse_empty(locator: ModuleLocator, name: str, entry: str) -> None:
+    """Raise ``SpecError`` if the attribute ``name``, which maps names to what modules are compared with, is empty."""
+    if not getattr(locator, name):
+        raise SpecError(
+            f"{type(locator).__name__}.{name} is empty, so there is nothing to compare modules with: write "
+            f"{name} = {{{entry}, ...}}, or leave {name} out for the core's own"
+        )

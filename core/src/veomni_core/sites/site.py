@@ -103,7 +103,33 @@ class SiteLocator(Protocol):
 
 @runtime_checkable
 class EagerSiteLocator(SiteLocator, Protocol):
-    """The locator of a rule with ``installs_eager``: at its sites ``eager`` is a choice that must be put there too."""
+    """The locator of a rule with ``installs_eager``: at its sites ``eager`` is a choice that must be put there too.
+
+    Example:
+        >>> from torch import nn
+        >>> from veomni_core.authoring import AttributeChange, ForwardChange
+        >>> class Gelu(nn.Module):
+        ...     implementation = "compiled"  # what its model is set to
+        >>> class Gelus:
+        ...     def find(self, model, rule):
+        ...         for path, module in model.named_modules():
+        ...             if isinstance(module, Gelu):
+        ...                 yield Site("gelu", path, rule, "tanh", "its class says so", own=module.implementation)
+        ...
+        ...     def install(self, model, site, kernel, spec):
+        ...         yield ForwardChange(model.get_submodule(site.path), lambda self, input: kernel(input))
+        ...
+        ...     def install_eager(self, model, site):
+        ...         yield AttributeChange(model.get_submodule(site.path), "implementation", "eager")
+        >>> isinstance(Gelus(), EagerSiteLocator)  # so a SiteRule of it may say installs_eager=True
+        True
+        >>> model = nn.Sequential(Gelu())
+        >>> [site] = Gelus().find(model, "GELU modules")
+        >>> [change] = Gelus().install_eager(model, site)
+        >>> change.apply()
+        >>> site.own, model[0].implementation
+        ('compiled', 'eager')
+    """
 
     def install_eager(self, model: Any, site: Site) -> Iterable[Change]:
         """The changes that make the op's eager code run at ``site``, whatever the model is set to."""

@@ -33,6 +33,7 @@ class SequenceParallel(Transformation):
         attention: the attention's name in configs.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> torch.distributed.init_process_group("fake", rank=0, world_size=2)  # stands for the first of two ranks
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -43,7 +44,8 @@ class SequenceParallel(Transformation):
         >>> state.undo()
         Traceback (most recent call last):
             ...
-        veomni_core.errors.BindingError: this sequence parallelism is not in force: it is already undone
+        veomni_core.errors.BindingError: this sequence parallelism is not in force: it is already undone, or its model
+        was freed
     """
 
     name = "sequence parallelism"
@@ -82,6 +84,7 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
         HostError: there is no process group.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> torch.distributed.init_process_group("fake", rank=0, world_size=1)  # torchrun gives more ranks
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.guard_change import GuardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.experts.proof import WEIGHTS, prove_experts
 from veomni_core.sites.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.forwards.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
 from veomni_core.sites.forwards.signatures import with_own_signature
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
@@ -40,6 +41,10 @@ class ExpertsModules(ModuleLocator):
 
     op_name = "moe_experts"
     layouts: Mapping[str, ExpertLayout] = LAYOUTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "layouts", "name: ExpertLayout(variant, forward_with)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         return all(weight is not None and weight.dim() == 3 for weight in _weights(module))

@@ -13,14 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from veomni_core.changes.change import Change, ForwardChange, GuardChange
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.guard_change import GuardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.contract import Contract, dtype_name
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_core.sites.forwards.gated_mlps import Layout, over_linears
 from veomni_core.sites.forwards.signatures import with_own_signature
 from veomni_core.sites.gated_mlps.proof import prove_mlp
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
 from veomni_core.sites.proofs.proof import Proof
@@ -31,10 +32,35 @@ class GatedMlpModules(ModuleLocator):
     """Finds gated MLPs by running their own code on tiny linears.
 
     A subclass with other ``contracts`` proves modules that compute those variants.
+
+    Example:
+        >>> import torch
+        >>> from dataclasses import replace
+        >>> def squared_relu(gate, up):
+        ...     return torch.relu(gate).square() * up
+        >>> CONTRACT = replace(CONTRACTS["standard"], variant="squared_relu", reference=squared_relu)
+        >>> class SquaredReluMlps(GatedMlpModules):
+        ...     contracts = {"squared_relu": CONTRACT}
+        >>> class Mlp(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        ...
+        ...     def forward(self, x):
+        ...         return self.down(self.up(x) * torch.relu(self.gate(x)).square())
+        >>> for locator in (GatedMlpModules(), SquaredReluMlps()):
+        ...     [site] = locator.find(nn.Sequential(Mlp()), "MLPs with a squared ReLU")
+        ...     print(site.path, site.variant, site.detail.get("layout"))
+        0 None None
+        0 squared_relu ['gate', 'up', 'down']
     """
 
     op_name = "swiglu_mlp"
     contracts: Mapping[str, Contract] = CONTRACTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         return any(True for _ in _layouts(_linears(module))) and _takes_one_tensor(module)

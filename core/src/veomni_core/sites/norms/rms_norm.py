@@ -15,7 +15,7 @@ from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Reading, guarded_names, unseen_changes
@@ -32,10 +32,34 @@ class NormModules(ModuleLocator):
     """Finds norms by running their own code, and replaces their ``forward``.
 
     A subclass with other ``contracts`` proves modules that compute those variants.
+
+    Example:
+        >>> import torch
+        >>> from dataclasses import replace
+        >>> from veomni_core.authoring import compute_dtype
+        >>> def exponential(x, weight, eps):
+        ...     wide = compute_dtype(x)
+        ...     return nn.functional.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide).exp(), eps).to(x.dtype)
+        >>> CONTRACT = replace(CONTRACTS["standard"], variant="exponential", reference=exponential, rounding={})
+        >>> class ExponentialNorms(NormModules):
+        ...     contracts = {"exponential": CONTRACT}
+        >>> class ExponentialRMSNorm(nn.RMSNorm):
+        ...     def forward(self, x):
+        ...         scale = x.float().square().mean(-1, keepdim=True).add(self.eps).rsqrt()
+        ...         return (x.float() * scale * torch.exp(self.weight.float())).to(x.dtype)
+        >>> model = nn.Sequential(ExponentialRMSNorm(8, eps=1e-6), nn.RMSNorm(8, eps=1e-6))
+        >>> [(site.path, site.variant) for site in NormModules().find(model, "norm modules")]
+        [('0', None), ('1', 'cast_after')]
+        >>> [(site.path, site.variant) for site in ExponentialNorms().find(model, "exponential norms")]
+        [('0', 'exponential'), ('1', None)]
     """
 
     op_name = "rms_norm"
     contracts: Mapping[str, Contract] = CONTRACTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:

@@ -14,7 +14,7 @@ from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm_gated import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
-from veomni_core.sites.module_locator import ModuleLocator
+from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Reading, guarded_names, unseen_changes
@@ -28,10 +28,35 @@ class GatedNormModules(ModuleLocator):
     """Finds gated norms by running their own code, and replaces their ``forward``.
 
     A subclass with other ``contracts`` proves modules that compute those variants.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from torch.nn.functional import rms_norm
+        >>> from veomni_core.authoring import compute_dtype
+        >>> def tanh(x, gate, weight, eps, group_size=None):
+        ...     wide = compute_dtype(x)
+        ...     normalised = rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps)
+        ...     return (normalised * gate.to(wide).tanh()).to(x.dtype)
+        >>> class TanhNorms(GatedNormModules):
+        ...     contracts = {"tanh": replace(CONTRACTS["standard"], variant="tanh", reference=tanh)}
+        >>> class TanhGatedNorm(nn.RMSNorm):
+        ...     def forward(self, x, gate):
+        ...         normalised = rms_norm(x.float(), x.shape[-1:], None, self.eps) * self.weight.float()
+        ...         return (normalised * gate.float().tanh()).to(x.dtype)
+        >>> model = nn.Sequential(TanhGatedNorm(32, eps=1e-6))
+        >>> for locator in (GatedNormModules(), TanhNorms()):
+        ...     [site] = locator.find(model, "norms with a tanh gate")
+        ...     print(site.variant, dict(site.detail))
+        None {}
+        tanh {'eps': 1e-06, 'group_size': None}
     """
 
     op_name = "rms_norm_gated"
     contracts: Mapping[str, Contract] = CONTRACTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or "norm" not in type(module).__name__.lower() or module._modules:

@@ -21,6 +21,13 @@ class Proof:
         evidence: how the variant was proven, or without a variant, what was tried.
         detail, examined, needs, refuses, declared: as in :class:`~veomni_core.Site`.
         op_name: the op, from a prover that compares with the variants of several ops.
+
+    Example:
+        >>> proven = Proof("standard", "its own code gave the reference's values and gradients", {"eps": 1e-6})
+        >>> proven.site("rms_norm", "model.norm", "norm modules", sizes={"width": (32,)}).detail
+        {'eps': 1e-06}
+        >>> something_else = Proof(None, "its weight has 2 dimensions, expected one")  # it stays eager, for this reason
+        >>> could_not_tell = Proof(None, "it raised ValueError when it was run alone", examined=False)
     """
 
     variant: str | None
