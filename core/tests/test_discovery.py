@@ -26,6 +26,18 @@ BAD_PLUGINS = {
     "hook with parameters": (API + "@hookimpl\ndef veomni_kernels(ops):\n    return []", "Argument(s) {'ops'}"),
     "no API version": ("x = 1", "declares no VEOMNI_PLUGIN_API_VERSION; this core supports version 1"),
     "wrong API version": ("VEOMNI_PLUGIN_API_VERSION = 2", "has plugin API version 2; this core supports version 1"),
+    "newer API versions": (
+        "VEOMNI_PLUGIN_API_VERSION = (2, 3)",
+        "has plugin API versions 2 to 3; this core supports version 1",
+    ),
+    "API versions in the wrong order": (
+        "VEOMNI_PLUGIN_API_VERSION = (2, 1)",
+        "VEOMNI_PLUGIN_API_VERSION must be a version, or (oldest, newest), not (2, 1)",
+    ),
+    "API version of another type": (
+        "VEOMNI_PLUGIN_API_VERSION = '1'",
+        "must be a version, or (oldest, newest), not '1'",
+    ),
     "duplicate kernel": (
         API + f"@hookimpl\ndef veomni_kernels():\n    return [{SPEC}, {SPEC}]",
         "kernel rms_norm/standard:bad is described twice",
@@ -139,6 +151,15 @@ def test_policy_is_decided_before_the_plugin_is_imported(install, install_health
     record = discover(environ).plugin("loud-plugin")
     assert record.status == "blocked" and reason in record.problem
     assert module not in sys.modules
+
+
+def test_a_plugin_for_several_api_versions_loads_without_the_hooks_that_are_not_here(install):
+    kernels = f"@hookimpl\ndef veomni_kernels():\n    return [{SPEC}]\n"
+    newer = "@hookimpl(optionalhook=True)\ndef veomni_schedules():\n    return []\n"
+    install("both-plugin", API.replace("= 1", "= (1, 2)") + kernels + newer)
+    record = discover({}).plugin("both-plugin")
+    assert record.healthy, record.problem
+    assert [spec.name for spec in record.kernels] == ["bad"]
 
 
 def test_false_is_false(install_healthy):

@@ -32,6 +32,7 @@ def build_foundation_model(
     autocast: str | torch.dtype | None = None,
     init_device: str = "cuda",
     device: str | torch.device | None = None,
+    training: bool = True,
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -52,6 +53,7 @@ def build_foundation_model(
             ``weights_path``), or a device with an index.
         device: where the model will run. Without it, the machine's accelerator, since weights that are created on
             the CPU are usually moved there.
+        training: False builds for evaluation only, as of :func:`veomni_core.bind`.
         attn_implementation: overrides that one field of ``ops_implementation``.
         config_kwargs: keys of the model's config to override.
         trust_remote_code: whether code that is shipped with a model may run.
@@ -107,7 +109,7 @@ def build_foundation_model(
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
-        return make_plan(skeleton, ops, hardware=hardware, autocast=autocast)
+        return make_plan(skeleton, ops, hardware=hardware, autocast=autocast, training=training)
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:

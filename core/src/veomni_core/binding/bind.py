@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.binding import hub_kernels
+from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.binding.receipt import Receipt, Verification
@@ -109,6 +110,7 @@ def bind(
     registry: Registry | None = None,
     autocast: Any = None,
     device: Any = None,
+    training: bool = True,
     verify: bool = False,
     on_change: str | None = None,
     training_logits: str | None = None,
@@ -127,6 +129,8 @@ def bind(
             float32 weights.
         device: where the model will run. Without it, the machine's accelerator, even while the model is still on the
             CPU: trainers move it later.
+        training: False binds for evaluation only, with kernels that have no backward too. Such a kernel raises where
+            gradients are recorded.
         verify: first run every chosen kernel through its op's contract, on the model's device and in its dtype, and
             compare every site with the module's own code.
         on_change: overrides the config's ``on_change`` (see :class:`veomni_core.OpsConfig`).
@@ -175,7 +179,8 @@ def bind(
     _make_ready(model)
 
     def make() -> Plan:
-        return make_plan(model, ops, hardware=ops.registry.detect_hardware(device_type), autocast=autocast)
+        hardware = ops.registry.detect_hardware(device_type)
+        return make_plan(model, ops, hardware=hardware, autocast=autocast, training=training)
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     return _apply(model, plan, ops.registry, verify, settings)
@@ -231,7 +236,7 @@ def apply_plan(
 
 def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
     """Change the model, once all ranks have the plan."""
-    kernels = {planned.spec: planned.spec.load() for planned in plan.kernels}
+    kernels = {planned.spec: loaded(planned.spec) for planned in plan.kernels}
     verification = Verification()
     if verify:
         if why := misplaced(model, plan):

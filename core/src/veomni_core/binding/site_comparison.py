@@ -26,18 +26,19 @@ class Run:
     problem: str = ""
 
     @classmethod
-    def of(cls, module: nn.Module, call: RecordedCall, autocast: str | None = None) -> Run:
-        """Run ``module`` forward and backward on copies of the recorded arguments, with a fixed seed."""
+    def of(cls, module: nn.Module, call: RecordedCall, autocast: str | None = None, gradients: bool = True) -> Run:
+        """Run ``module`` forward, and backward for ``gradients``, on copies of the recorded arguments, seeded."""
         leaves: dict[str, Tensor] = {}
         try:
             seed(module)
             args = [_fresh(value, f"input {position}", leaves) for position, value in enumerate(call.args)]
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
-            with torch.enable_grad():
+            with torch.set_grad_enabled(gradients):
                 with autocast_on(module, autocast):
                     results = dict(_results(module(*args, **kwargs)))
                 leaves.update(_own_parameters(module))
-                return cls({name: value.detach() for name, value in results.items()}, _gradients(results, leaves))
+                found = {name: value.detach() for name, value in results.items()}
+                return cls(found, _gradients(results, leaves) if gradients else {})
         except Exception as error:  # the module's code may raise anything when it is called on its own
             return cls(problem=f"{type(error).__name__}: {str(error)[:200]}")
 

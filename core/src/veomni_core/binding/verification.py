@@ -80,14 +80,15 @@ def _compare(
         ConformanceError: they differ.
     """
     module, path = model.get_submodule(decision.site.path), decision.site.path
-    own = Run.of(module, call, autocast)
+    gradients = decision.spec is None or decision.spec.backward
+    own = Run.of(module, call, autocast, gradients)
     if own.problem:
         return f"its own code can't be run alone: {own.problem}"
     changes = ChangeSet()
     try:
         for change in changes_at(model, decision, locator, kernels):
             changes.apply(change, path, decision.site.rule)
-        bound = Run.of(module, call, autocast)
+        bound = Run.of(module, call, autocast, gradients)
     finally:
         changes.revert()
     difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast)

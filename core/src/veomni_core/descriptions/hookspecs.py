@@ -12,7 +12,7 @@ from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, SiteRule
 
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"
-PLUGIN_API_VERSION = 1
+PLUGIN_API_VERSIONS = range(1, 2)  # those that this core supports
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

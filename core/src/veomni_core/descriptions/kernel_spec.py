@@ -125,6 +125,8 @@ class KernelSpec:
         Raises:
             ConfigError: a value is not allowed, or the kernel has no such option.
         """
+        if not values:
+            return self
         options = {option.name: option for option in self.options}
         for name in values:
             if name not in options:

@@ -173,10 +173,7 @@ def _load(plugin: _Found) -> PluginRecord:
 
 def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
-    version = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
-    if version != hookspecs.PLUGIN_API_VERSION:
-        said = "declares no VEOMNI_PLUGIN_API_VERSION" if version is None else f"has plugin API version {version!r}"
-        raise SpecError(f"{module.__name__} {said}; this core supports version {hookspecs.PLUGIN_API_VERSION}")
+    _check_api_versions(module)
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(module)
@@ -192,6 +189,23 @@ def _describe(module: Any) -> dict[str, tuple[Any, ...]]:
             raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
         described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
     return described
+
+
+def _check_api_versions(module: Any) -> None:
+    """Check that core and plugin have an API version in common; a plugin names one, or its oldest and newest."""
+    declared = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
+    here = hookspecs.PLUGIN_API_VERSIONS
+    supported = f"version {here[0]}" if len(here) == 1 else f"versions {here[0]} to {here[-1]}"
+    if declared is None:
+        raise SpecError(f"{module.__name__} declares no VEOMNI_PLUGIN_API_VERSION; this core supports {supported}")
+    pair = declared if isinstance(declared, tuple) else (declared, declared)
+    if len(pair) != 2 or not all(type(each) is int for each in pair) or pair[0] > pair[1]:
+        raise SpecError(
+            f"{module.__name__}: VEOMNI_PLUGIN_API_VERSION must be a version, or (oldest, newest), not {declared!r}"
+        )
+    if pair[1] < here[0] or pair[0] > here[-1]:
+        said = f"version {declared!r}" if pair[0] == pair[1] else f"versions {pair[0]} to {pair[1]}"
+        raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}")
 
 
 def _checked(hook: str, kind: type, answer: Any) -> list[Any]:

@@ -47,6 +47,7 @@ class Plan:
         assumptions: requirements that could not be checked, because the hardware was named rather than detected.
         failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
+        training: whether it is for training; False for evaluation only.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,6 +69,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     failed_rules: tuple[str, ...] = ()
     autocast: str | None = None
+    training: bool = True
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
@@ -90,11 +92,12 @@ class Plan:
             assumptions=tuple(data["assumptions"]),
             failed_rules=tuple(data.get("failed_rules", ())),
             autocast=data.get("autocast"),
+            training=data.get("training", True),
         )
 
     @property
     def sha256(self) -> str:
-        """A hash of what runs where, and of the autocast dtype. It leaves out the reasons and the hardware's name."""
+        """A hash of what runs where, the autocast dtype and the use; without the reasons and the hardware's name."""
         return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: Plan) -> tuple[str, ...]:
@@ -109,6 +112,8 @@ class Plan:
         sentences = []
         if self.autocast != other.autocast:
             sentences.append(f"autocast: {self.autocast or 'off'} -> {other.autocast or 'off'}")
+        if self.training != other.training:
+            sentences.append(f"for {self.use} -> for {other.use}")
         sentences += [
             f"{op_name}: {before} -> {after} at {len(paths)} site(s): {', '.join(paths[:3])}{', …' * (len(paths) > 3)}"
             for (op_name, before, after), paths in moves.items()
@@ -120,9 +125,15 @@ class Plan:
         return tuple(sentences)
 
     @property
+    def use(self) -> str:
+        """What the plan is for: ``training`` or ``evaluation``."""
+        return "training" if self.training else "evaluation"
+
+    @property
     def conditions(self) -> str:
-        """For messages: the hardware, and the autocast dtype if there is one."""
-        return self.hardware.describe() + (f" under autocast to {self.autocast}" if self.autocast else "")
+        """For messages: the hardware, the autocast dtype if there is one, and the use if it is not training."""
+        autocast = f" under autocast to {self.autocast}" if self.autocast else ""
+        return f"{self.hardware.describe()}{autocast}{'' if self.training else ' for evaluation'}"
 
     def table(self) -> str:
         """The plan as text: one row per op, kernel and reason, then the failed rules and the assumptions."""
@@ -143,8 +154,10 @@ class Plan:
 
     def _identity(self) -> dict[str, dict[str, str]]:
         autocast = {"autocast": {"dtype": self.autocast}} if self.autocast else {}
+        use = {} if self.training else {"use": {"for": self.use}}
         return {
             **autocast,
+            **use,
             "sites": {
                 f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": decision.runs
                 for op in self.ops

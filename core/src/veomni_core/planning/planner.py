@@ -24,6 +24,7 @@ def make_plan(
     registry: Registry | None = None,
     hardware: Hardware | str | None = None,
     autocast: Any = None,
+    training: bool = True,
 ) -> Plan:
     """Find the sites of a model, and decide for each which kernel runs there. Changes nothing in the model.
 
@@ -34,6 +35,7 @@ def make_plan(
         hardware: the hardware to plan for, or its name (``"h200"``). Without it, the hardware of this machine.
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype); ``None`` for training without it.
+        training: False plans for evaluation only, where kernels without a backward can run too.
 
     Raises:
         BindingError: ``model`` is not a module, or is bound.
@@ -64,7 +66,7 @@ def make_plan(
 
     config = OpsConfig.of(config, registry)
     found = search(model, config.registry)
-    return _plan(found.sites, found.failed_rules, config, hardware, autocast)
+    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training)
 
 
 def plan_sites(
@@ -74,6 +76,7 @@ def plan_sites(
     registry: Registry | None = None,
     hardware: Hardware | str | None = None,
     autocast: Any = None,
+    training: bool = True,
 ) -> Plan:
     """As :func:`make_plan`, for sites that are found already, as by :func:`veomni_core.find_sites`.
 
@@ -88,7 +91,7 @@ def plan_sites(
     """
     config = OpsConfig.of(config, registry)
     named = (replace(s, variant=config.registry.canonical_variant(s.op_name, s.variant)) for s in sites)
-    return _plan(named, (), config, hardware, autocast)
+    return _plan(named, (), config, hardware, autocast, training)
 
 
 def _plan(
@@ -97,13 +100,14 @@ def _plan(
     config: OpsConfig,
     hardware: Hardware | str | None,
     autocast: Any,
+    training: bool,
 ) -> Plan:
     registry = config.registry
     if isinstance(hardware, str):
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
-    selection = Selection(registry, hardware, config.profile, autocast)
+    selection = Selection(registry, hardware, config.profile, autocast, training)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -112,7 +116,7 @@ def _plan(
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry))
     assumptions = () if hardware.detected else _assumptions(kernels, hardware)
-    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast)
+    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training)
 
 
 def _autocast_name(autocast: Any) -> str | None:

@@ -42,7 +42,7 @@ class _Place:
 
 
 class Selection:
-    """Selects kernels for one registry, hardware and autocast dtype. Results are cached, as most sites are alike."""
+    """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class Selection:
         hardware: Hardware,
         profile: Mapping[str, Mapping[str, float]],
         autocast: str | None = None,
+        training: bool = True,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
+        self._training = training
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
@@ -102,13 +104,15 @@ class Selection:
 
     def usable(self, op_name: str) -> tuple[str, ...]:
         """The values that can be requested for ``op_name`` on this hardware."""
-        names = {spec.name for spec in self._registry.list_available(op_name, None, self._hardware) if spec.backward}
+        names = {spec.name for spec in self._registry.kernels(op_name) if not self.why_not(spec)}
         return (EAGER, *sorted(names))
 
     def why_not(self, spec: KernelSpec) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run on this hardware, as phrases; empty if it can."""
         reasons = spec.hardware.unmet(self._hardware)
-        return reasons if spec.backward else (*reasons, "has no backward, and training needs one")
+        if self._training and not spec.backward:
+            return (*reasons, "has no backward, and training needs one")
+        return reasons
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""

@@ -1,0 +1,46 @@
+"""Kernels without a backward, which are bound for evaluation only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.errors import BindingError
+
+
+def loaded(spec: KernelSpec) -> Callable[..., Any]:
+    """The kernel of ``spec``. One without a backward refuses calls whose gradients are recorded.
+
+    Without that, autograd would take its result for a constant, and training would go on with gradients of zero.
+
+    Raises:
+        KernelLoadError: as of :meth:`KernelSpec.load`.
+    """
+    kernel = spec.load()
+    return kernel if spec.backward else _without_gradients(kernel, spec)
+
+
+def _without_gradients(kernel: Callable[..., Any], spec: KernelSpec) -> Callable[..., Any]:
+    @wraps(kernel)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((*args, *kwargs.values()))):
+            raise BindingError(
+                f"{spec} has no backward and was bound for evaluation: call the model under torch.no_grad() or "
+                "torch.inference_mode(). To train, undo() the binding and bind with training=True"
+            )
+        return kernel(*args, **kwargs)
+
+    return evaluated
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
