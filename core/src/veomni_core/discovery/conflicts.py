@@ -13,17 +13,19 @@ from dataclasses import replace
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.errors import did_you_mean
-from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
+from veomni_core.ops import plugin
 
+_DESCRIBED = described_by(plugin)
 CORE = PluginRecord(
     name="veomni-core",
     distribution="veomni-core",
     version="built in",
-    module="veomni_core",
-    ops=BUILTIN_OPS,
-    site_rules=BUILTIN_SITE_RULES,
+    module=plugin.__name__,
+    ops=_DESCRIBED["ops"],
+    site_rules=_DESCRIBED["site_rules"],
 )
 
 

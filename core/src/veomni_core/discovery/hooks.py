@@ -1,0 +1,68 @@
+"""Asks one plugin's module for its descriptions, through the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pluggy
+
+from veomni_core.descriptions import hookspecs
+from veomni_core.errors import SpecError
+
+# The field of a plugin's record that holds what each hook returns.
+_FIELDS = {
+    "veomni_ops": "ops",
+    "veomni_variants": "variants",
+    "veomni_kernels": "kernels",
+    "veomni_devices": "devices",
+    "veomni_sites": "site_rules",
+    "veomni_commands": "commands",
+}
+
+
+def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
+    """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
+    _check_api_versions(module)
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(module)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
+    described = {}
+    for hook, kind in hookspecs.DESCRIPTIONS.items():
+        try:
+            answers = getattr(manager.hook, hook)()
+        except SpecError as error:
+            raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
+        described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
+    return described
+
+
+def _check_api_versions(module: Any) -> None:
+    """Check that core and plugin have an API version in common; a plugin names one, or its oldest and newest."""
+    declared = getattr(module, "VEOMNI_PLUGIN_API_VERSION", None)
+    here = hookspecs.PLUGIN_API_VERSIONS
+    supported = f"version {here[0]}" if len(here) == 1 else f"versions {here[0]} to {here[-1]}"
+    if declared is None:
+        raise SpecError(f"{module.__name__} declares no VEOMNI_PLUGIN_API_VERSION; this core supports {supported}")
+    pair = declared if isinstance(declared, tuple) else (declared, declared)
+    if len(pair) != 2 or not all(type(each) is int for each in pair) or pair[0] > pair[1]:
+        raise SpecError(
+            f"{module.__name__}: VEOMNI_PLUGIN_API_VERSION must be a version, or (oldest, newest), not {declared!r}"
+        )
+    if pair[1] < here[0] or pair[0] > here[-1]:
+        said = f"version {declared!r}" if pair[0] == pair[1] else f"versions {pair[0]} to {pair[1]}"
+        raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}")
+
+
+def _checked(hook: str, kind: type, answer: Any) -> list[Any]:
+    if isinstance(answer, (str, Mapping)) or not isinstance(answer, Iterable):
+        raise SpecError(f"{hook}() must return a list of {kind.__name__}, not {type(answer).__name__}")
+    items = list(answer)
+    for position, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise SpecError(f"{hook}() item {position} must be a {kind.__name__}, not {type(item).__name__}: {item!r}")
+    return items

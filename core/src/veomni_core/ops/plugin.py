@@ -1,0 +1,20 @@
+"""The core's own ops and site rules, described through the hooks that plugins use."""
+
+from __future__ import annotations
+
+from veomni_core.descriptions.hookspecs import hookimpl
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.spec import SiteRule
+from veomni_core.ops.catalog import BUILTIN_OPS, BUILTIN_SITE_RULES
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+
+@hookimpl
+def veomni_ops() -> tuple[OpSpec, ...]:
+    return BUILTIN_OPS
+
+
+@hookimpl
+def veomni_sites() -> tuple[SiteRule, ...]:
+    return BUILTIN_SITE_RULES
