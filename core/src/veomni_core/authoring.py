@@ -3,9 +3,9 @@
 - A contract: ``Contract``, ``Sample``, ``Tolerance``, ``Draw``, ``leaf``, ``compute_dtype``, and ``check_kernel``.
 - A rule that finds sites: ``Site``, ``SiteLocator`` (with ``installs_eager`` an ``EagerSiteLocator``) and ``Kernel``.
   For an op that is a module, ``ModuleLocator`` walks over the model and asks a subclass for a ``Proof`` of each kind of
-  module. ``probe``, by which the core's own rules run a module's code on small inputs and compare values, gradients and
-  roundings; ``with_globals``, which clones a function that then sees other globals; and ``Change``, ``AttributeChange``
-  and ``ForwardChange``, which ``install`` yields.
+  module. ``probe`` runs a module's code on small inputs and compares values, gradients and roundings, as the core's own
+  rules do. ``with_globals`` clones a function, and the clone sees other globals. ``install`` yields a ``Change``:
+  an ``AttributeChange``, a ``ForwardChange``, or one of your own.
 - A core rule's proof over a variant or a layout of your own: ``NormModules``, ``GatedNormModules`` and
   ``GatedMlpModules``, for a subclass with other ``contracts``; ``ExpertsModules``, for one with other ``layouts``, each
   an ``ExpertLayout``.

@@ -198,20 +198,20 @@ def apply_plan(
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
 ) -> Binding:
-    """Put the kernels of a finished plan into this one model. What it runs was decided when it was planned.
+    """Put the kernels of a finished plan into this one model. The plan has decided what runs.
 
     Args:
         model: the model that the plan was made for, or one with the same modules.
-        plan: the plan, as of :func:`veomni_core.make_plan`.
+        plan: the plan, e.g. from :func:`veomni_core.make_plan`.
         registry: the plugins whose site rules found the plan's sites; discovered without it.
         verify, agree, group, agreement_timeout: as for :func:`bind`.
         on_change, training_logits: as in :class:`veomni_core.OpsConfig`.
 
     Returns:
-        The binding, as of :func:`bind`.
+        The binding, as :func:`bind` returns it.
 
     Raises:
-        BindingError: as of :func:`bind`; or ``plan`` is a config, for which there is :func:`bind`.
+        BindingError: as for :func:`bind`; or ``plan`` is a config: pass that to :func:`bind`.
         KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
 
     Example:
@@ -262,7 +262,7 @@ def _settings(on_change: str, training_logits: str) -> tuple[str, str]:
 
 
 def _make_ready(model: nn.Module) -> None:
-    """Raise if the model can't be bound; unbind what was copied into it from another bound model."""
+    """Raise if the model can't be bound. Unbind modules that were copied into it from another bound model."""
     _refuse_unbindable(model)
     _release_copies(model)
 

@@ -37,7 +37,7 @@ class Receipt:
         verification: what ``verify=True`` checked; empty without it.
         transformations: ``(name, description)`` of each transformation in force in the model, in the order applied:
             the binding, and for example sequence parallelism.
-        changed: by module path, how other code has overridden what they changed, so that a site does not run it.
+        changed: by module path, which of their changes other code has overridden, so that a kernel no longer runs.
         misplaced: which kernel can't run on the device that the model is on now; empty if all can.
 
     Example:

@@ -35,7 +35,7 @@ class BoundClasses:
         owners: by guarded child module, the bound modules whose proof depends on it.
         copies: every copy that was made of a bound module.
         changed: by module path, what was changed after bind so that the site runs its own code again.
-        copied: after a deepcopy, each original class mapped to its copy: those of all sets that were copied together.
+        copied: in a deep copy, each original class mapped to its copy. All sets that were copied together share it.
     """
 
     def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:

@@ -78,8 +78,8 @@ class ChangeSet:
     def changed(self, changed_again: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
         """``(module path, reason)`` of every site that does not run what was bound. Each reason is logged once.
 
-        Places that are ``changed_again``, by a transformation on top of this set, are left out.
-        Writes to a config or to an unguarded attribute raise nothing; they are noticed only when this is called.
+        Places that a transformation on top of this set has ``changed_again`` are left out. Writes to a config or to an
+        unguarded attribute raise nothing; they are noticed only when this is called.
         """
         reasons = {path: [what] for path, what in self.classes.changed.items()}
         for each in {each.change.place: each for each in self._owned}.values():

@@ -14,7 +14,7 @@ from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.errors import BindingError, BoundModelPickleError
 
-# An attribute of a transformed model: its transformations, in the order applied. So the last one is on top.
+# The attribute in which a model lists its transformations, in the order applied: the last one is on top.
 _APPLIED = "_veomni_transformations"
 
 
@@ -149,7 +149,7 @@ class Transformation:
 def transformations_of(model: nn.Module) -> tuple[Transformation, ...]:
     """The transformations that are in force in ``model``, in the order applied.
 
-    One that was applied later to a model around it is among them, and so is one of a part of a bound ``model``.
+    They include those that were applied later to a model around ``model``, and, if ``model`` is bound, to its parts.
     """
     return tuple(each for each in vars(model).get(_APPLIED, ()) if each.active)
 
@@ -160,9 +160,10 @@ def transformations_reaching(model: nn.Module) -> Iterator[Transformation]:
 
 
 def _reached_from(model: nn.Module) -> Iterable[nn.Module]:
-    """``model``, its transformed parts, and the models whose bindings put kernels into it. Each lists the others' ones.
+    """``model``, its transformed parts, and the models whose bindings put kernels into it.
 
-    So what was applied to a part is not undone beneath what was applied to the whole, nor the other way round.
+    A new transformation is listed on each of them. So what was applied to a part is not undone beneath what was applied
+    to the whole, nor the other way round.
     """
     found = {model: None}
     for module in model.modules():

@@ -19,7 +19,7 @@ class KernelOption:
     Args:
         name: the option's name in configs, and the factory's parameter.
         default: the value where the job sets none. Its type (bool, int, float or str) is the option's.
-        choices: the values that are allowed; any of the type, if it is empty.
+        choices: the values that are allowed; if empty, any value of the type.
         minimum: the smallest number that is allowed; ``None`` for no limit.
         description: one line for ``veomni explain``.
 
@@ -49,7 +49,9 @@ class KernelOption:
         if type(self.default) not in _TYPES:
             raise SpecError(f"{owner}: default must be a bool, int, float or str, not {self.default!r}")
         if self.minimum is not None and type(self.default) not in (int, float):
-            raise SpecError(f"{owner}: minimum is for numbers, and its default is {self.default!r}")
+            raise SpecError(
+                f"{owner}: minimum is for numbers; remove it, or give a number as default, not {self.default!r}"
+            )
         object.__setattr__(self, "choices", tuple(self.choices))
         try:
             for value in (*self.choices, self.default):

@@ -141,7 +141,7 @@ class KernelSpec:
 
         Args:
             variants: the op's variants.
-            factory: as of the class, e.g. ``"acme_norm.rms_norm:{variant}"``.
+            factory: as for :class:`KernelSpec`, e.g. ``"acme_norm.rms_norm:{variant}"``.
             fields: the other fields, which are the same for all variants.
 
         Example:

@@ -26,7 +26,7 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Registry:
-    """Load the plugins that the environment variables allow, and return what those that load describe.
+    """Load the plugins that the environment variables allow, and return a registry of what they describe.
 
     - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated);
     - ``VEOMNI_PLUGINS_BLOCK``: don't load these;

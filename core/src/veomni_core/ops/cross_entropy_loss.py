@@ -152,8 +152,8 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    # In float16 a word's probability divided by the number of tokens is below the smallest number, and the gradient of
-    # the logits would lose all but the labels' part. Losses are scaled up for that in training; here, by a small count.
+    # In float16 a word's probability divided by the number of tokens underflows, so the gradient of the logits would
+    # keep only the labels' part. Training scales the loss up against that; here a small count does it.
     few = {"num_items_in_batch": 4} if dtype == torch.float16 else {}
     yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100), few)
     yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936), few)

@@ -116,9 +116,9 @@ def clamped(
 def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
     """The samples of ``maker`` with biases, every other one with an interleaved projection.
 
-    With ``many`` elements, rounding in float32 would move some of them across the limit, so it is out of reach, and
-    biases are small. The second of these samples adds only the biases' sums over many rows: its projections are frozen
-    and its hidden states small, since some sums would exceed the tolerances by rounding alone.
+    With ``many`` elements, rounding in float32 would move some of them across the limit. So the limit is out of reach,
+    and biases are small. Of the gradients that are sums over many rows, the second of these samples has only the
+    biases': its projections are frozen and its hidden states small. Other sums would exceed the tolerances by rounding.
     """
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -17,8 +17,8 @@ from veomni_core.sites.find import search
 def sites_of(model: nn.Module) -> tuple[SiteDecision, ...]:
     """What runs at every site of ``model``, with paths in ``model``.
 
-    A bound model was searched before it was bound, and its plan has the answer. It may be bound as a part of a larger
-    model: then the sites outside of it are left out.
+    For a bound model they come from its plan, since its own code can't be read any more. ``model`` may be a part of the
+    model that was bound; sites outside of the part are left out.
 
     Raises:
         BindingError: the kernels in ``model`` were bound in a part of it alone, or in a model that it is a copy of.
@@ -34,7 +34,7 @@ def sites_of(model: nn.Module) -> tuple[SiteDecision, ...]:
     if all(module is not model for module in whole.modules()):
         raise BindingError(
             f"{type(model).__name__} was not bound itself: its kernels were bound in a {type(whole).__name__}, a part "
-            "or the original of it. A parallelism is given the same model as bind, or a part of that model"
+            "or the original of it. Give the parallelism the same model as bind, or a part of that model"
         )
     return tuple(_within(model, whole, planned))
 
@@ -46,7 +46,7 @@ def _within(model: nn.Module, whole: nn.Module, planned: Iterator[SiteDecision])
         module = whole.get_submodule(decision.site.path)
         path = paths.get(module)
         if path is None and decision.site.op_name == "attention":
-            # Its site is the outermost module that holds the config, which may lie outside of the part.
+            # The path of an attention site is the outermost module with its config, which may lie outside of the part.
             path = next((path for part, path in paths.items() if _config_of(part) is _config_of(module)), None)
         if path is not None:
             yield replace(decision, site=replace(decision.site, path=path))

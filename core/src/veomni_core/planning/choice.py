@@ -56,7 +56,7 @@ class Choice:
         op_name, config_field: the op, and its key under ``ops_implementation``.
         asked: the value as it stands in the config, or in the preset.
         groups: what is requested per glob, in the config's order. The last has no glob: it is for all other paths.
-        preset: the name of the preset that filled the field; ``None`` if the config writes it.
+        preset: the name of the preset that filled the field; ``None`` if the config writes the field.
     """
 
     op_name: str
@@ -137,7 +137,7 @@ def _requested(op: OpSpec, where: str, entry: Any, known: list[str], registry: R
 def _checked_options(
     op: OpSpec, where: str, name: str, values: Mapping[str, Any], registry: Registry
 ) -> tuple[tuple[str, Any], ...]:
-    """The values by name, sorted. One kernel's variants may differ in their options; one of them must take these."""
+    """The values by name, sorted. A kernel's variants may differ in their options; one of them must take these."""
     if values and name in (EAGER, AUTO):
         raise ConfigError(f"{where}: {name} has no options; name the kernel that they are for")
     problems = []
@@ -148,7 +148,8 @@ def _checked_options(
             problems.append(error)
     if problems:
         raise problems[0]
-    return tuple((str(key), str(value)) for key, value in sorted(values.items()))  # not here: the plan will say so
+    # No kernel of that name is installed: planning says so.
+    return tuple((str(key), str(value)) for key, value in sorted(values.items()))
 
 
 def _checked_name(op: OpSpec, where: str, name: str, known: list[str], registry: Registry) -> str:

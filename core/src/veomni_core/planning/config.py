@@ -60,10 +60,10 @@ class OpsConfig:
 
     @classmethod
     def of(cls, config: OpsConfig | Mapping[str, Any], registry: Registry | None = None) -> OpsConfig:
-        """The checked config of a call that takes a config and a registry.
+        """``config``, checked if it is not yet.
 
-        A mapping is checked against ``registry``, or against what is discovered. A checked config brings the registry
-        that it was checked against.
+        A mapping is checked against ``registry``, or else against the plugins that are discovered. A checked config
+        keeps the registry that it was checked against.
 
         Raises:
             ConfigError: a checked config comes with another registry than its own.
@@ -160,7 +160,7 @@ def one_of(name: str, value: Any, values: tuple[str, ...]) -> str:
 
 _SAY_SO = (
     "Say which kernels to use, e.g. `ops_implementation: {preset: auto}`, or `{preset: eager}` for the model's own "
-    "code; there is no default"
+    "code; the section has no default"
 )
 
 

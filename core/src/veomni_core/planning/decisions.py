@@ -79,7 +79,7 @@ class SiteDecision:
 class OpDecision:
     """What one config field requests, and what was decided at every site of its op.
 
-    ``preset`` is the name of the preset that filled the field; ``None`` if the config writes it.
+    ``preset`` names the preset that filled the field; it is ``None`` if the config writes the field.
     """
 
     op_name: str
@@ -100,7 +100,7 @@ class OpDecision:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The kernels that are used, by falling number of sites; only ``eager`` if none is."""
+        """The kernels that are used, the one with the most sites first; only ``eager`` if none is."""
         counts = Counter(decision.kernel for decision in self.sites if decision.bound)
         return tuple(name for name, _ in counts.most_common()) or (EAGER,)
 

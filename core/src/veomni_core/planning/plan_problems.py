@@ -47,7 +47,7 @@ def raise_problems(
 
 
 def _decided(op: OpDecision, choice: Choice) -> Iterable[tuple[Group, tuple[SiteDecision, ...]]]:
-    """The groups of a field, the default first, each with its decisions; no default where globs match every site."""
+    """The groups of a field with their decisions, the default first. It is left out where globs match every site."""
     *globs, default = choice.groups
     for group in (default, *globs):
         decisions = tuple(decision for decision in op.sites if decision.glob == group.glob)

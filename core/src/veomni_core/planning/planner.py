@@ -29,7 +29,7 @@ def make_plan(
     """Find the sites of a model, and decide for each which kernel runs there. Changes nothing in the model.
 
     Args:
-        model: the model; the meta device will do.
+        model: the model; it may be on the meta device.
         config: the config, checked or as a mapping (``{"preset": "auto"}``).
         registry: the plugins to choose from, for a config that is a mapping (see :meth:`veomni_core.OpsConfig.of`).
         hardware: the hardware to plan for, or its name (``"h200"``). Without it, the hardware of this machine.
@@ -78,7 +78,7 @@ def plan_sites(
     autocast: Any = None,
     training: bool = True,
 ) -> Plan:
-    """As :func:`make_plan`, for sites that are found already, as by :func:`veomni_core.find_sites`.
+    """Plan as :func:`make_plan` does, for sites that were found before, e.g. by :func:`veomni_core.find_sites`.
 
     Does not import torch if ``hardware`` is named.
 

@@ -38,7 +38,7 @@ class _Place:
     needs: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
-    site: Site | None = field(compare=False)  # the first of those that agree in all of the above
+    site: Site | None = field(compare=False)  # the first site with these properties
 
 
 class Selection:
@@ -57,7 +57,7 @@ class Selection:
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
-        """The first of ``requested`` that can run at ``site``; eager, with all reasons, if none can."""
+        """The first of ``requested`` that can run at ``site``. If none can, eager, with the reasons against each."""
         if requested[0].name == EAGER:
             return Verdict(None, "as asked", as_asked=True)
         if site.variant is None:
@@ -70,7 +70,7 @@ class Selection:
         return self._answers[key]
 
     def auto(self, op_name: str, variant: str) -> Verdict:
-        """What ``auto`` takes at a site of ``variant`` that suits all of its kernels, as far as the hardware allows."""
+        """What ``auto`` takes on this hardware, at a site of ``variant`` whose other properties exclude no kernel."""
         return self._best(op_name, _Place(variant, (), (), (), (), None), [])
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
@@ -196,13 +196,13 @@ class Selection:
 
 
 def _options_missing(spec: KernelSpec, entry: Requested) -> tuple[str, ...]:
-    """What the entry sets and this variant's kernel has not, though another variant's has."""
+    """A reason for each option that the entry sets and the kernel of this variant lacks; others may have it."""
     known = {option.name for option in spec.options}
     return tuple(f"has no option {name} for {spec.variant}" for name, _ in entry.options if name not in known)
 
 
 def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:
-    """What the kernel's ``can_run`` says of ``site``. One that fails refuses the kernel, and no other."""
+    """The reason that the kernel's ``can_run`` gives at ``site``. If ``can_run`` fails, only this kernel is refused."""
     try:
         reason = load_attribute(spec.can_run)(site)
     except Exception as error:

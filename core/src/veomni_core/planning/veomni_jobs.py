@@ -1,4 +1,4 @@
-"""What jobs and environments that were written for VeOmni's own trainer are told."""
+"""Warnings for jobs and environments that were written for VeOmni's own trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def warn_of_removed_variables(environ: Mapping[str, str]) -> None:
 
 
 def warn_without_preset(choices: Iterable[Choice]) -> None:
-    """Warn if the config that gave ``choices`` names no preset and is VeOmni's, by its old values or all its fields.
+    """Warn if a config without a preset was written for VeOmni: it has old values, or all of VeOmni's fields.
 
     VeOmni filled the fields that a job leaves out with its own defaults, which are ``preset: gpu`` here.
     """
@@ -41,8 +41,8 @@ def warn_without_preset(choices: Iterable[Choice]) -> None:
     has_old_values = any(_values(choice.asked) & {*_ITS_OLD_VALUES.get(choice.op_name, ())} for choice in written)
     if left_out and (has_old_values or {choice.op_name for choice in written} >= _ITS_OPS):
         warnings.warn(
-            f"ops_implementation names no preset, so what it leaves out is {AUTO}: {', '.join(left_out)}. Write "
-            f"`preset: {AUTO}` to keep that, or `preset: gpu` for VeOmni's own defaults",
+            f"ops_implementation names no preset, so the fields that it leaves out are {AUTO}: {', '.join(left_out)}. "
+            f"Write `preset: {AUTO}` to keep that, or `preset: gpu` for VeOmni's own defaults",
             FutureWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""For ops that are a function of the modeling file: the modules that call it, and how it is replaced in one of them."""
+"""For ops that are a function of the modeling file: finds the modules that call it, and replaces it in one of them."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from veomni_core.sites.site import Kernel, Site
 
 
 class ModuleLocator(ABC):
-    """Finds the modules in which the op ``op_name`` happens. A subclass says which, how to prove one, and its changes.
+    """Finds the modules in which the op ``op_name`` happens. A subclass says which modules these are, and proves them.
 
     Attributes:
         op_name: the op; set by the subclass.
-        readings: what the code of the modules reads, each class read once.
+        readings: a cache of what the code of each module class reads.
 
     Example:
         >>> from veomni_core.authoring import ForwardChange
@@ -60,7 +60,7 @@ class ModuleLocator(ABC):
 
     @abstractmethod
     def prove(self, module: nn.Module) -> Proof | None:
-        """What ``module`` computes; ``None`` for no site at all, where it is something else than the op."""
+        """What ``module`` computes; ``None`` if it is not the op at all, so that it becomes no site."""
 
     @abstractmethod
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:

@@ -29,7 +29,7 @@ class Site:
         sizes: the widths and counts that a kernel's ``can_run`` may look at, by the names in the op's documentation
             (for experts ``experts``, ``hidden`` and ``intermediate``). Each is a tuple, mostly of one: an attention
             site covers all layers that share a config, and their heads may differ in width.
-        own: what runs there when nothing is bound; not ``eager`` where the model is set to another implementation.
+        own: what runs there when nothing is bound: ``eager``, or the implementation that the model is set to.
         examined: whether what the site computes could be determined. With ``variant=None``, True means that it matches
             no known variant, and False that we could not tell.
         needs: the features that a kernel must declare to run there.
@@ -103,7 +103,7 @@ class SiteLocator(Protocol):
 
 @runtime_checkable
 class EagerSiteLocator(SiteLocator, Protocol):
-    """The locator of a rule with ``installs_eager``: at its sites ``eager`` is a choice that must be put there too.
+    """The locator of a rule with ``installs_eager``: at its sites, the choice ``eager`` also needs changes.
 
     Example:
         >>> from torch import nn

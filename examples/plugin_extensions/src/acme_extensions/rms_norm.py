@@ -30,7 +30,7 @@ CONTRACT = replace(CONTRACTS["standard"], variant="log_weight", reference=refere
 
 
 def factory(keep: str) -> Kernel:
-    """The kernel. It keeps ``normalised`` rows for backward, or ``inputs`` to compute them again."""
+    """The kernel. For backward it keeps the ``normalised`` rows, or the ``inputs`` to recompute them."""
     return kernel if keep == "normalised" else recomputed
 
 

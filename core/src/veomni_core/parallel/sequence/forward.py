@@ -24,7 +24,7 @@ from veomni_core.sites.functions import current_forward
 class RunningForward:
     """What a sequence-parallel model's functions share: its ranks, and the sequence of the forward that is running.
 
-    It knows no model. So transformers' tables may hold it, and deep copies of the model share it.
+    It has no reference to a model. So transformers' tables may hold it, and deep copies of the model share it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -49,10 +49,14 @@ class RunningForward:
 def split_forward(
     model: nn.Module, running: RunningForward, by_lengths: bool, config_at: str, interface: str
 ) -> Callable[..., Any]:
-    """The forward of ``model`` with a whole batch, of which it runs this rank's part.
+    """A forward for ``model`` that is given a whole batch and runs this rank's part of it.
 
-    ``by_lengths``: the attention takes the lengths of packed sequences, and no mask. It must be ``interface``, in the
-    config of the module at ``config_at``.
+    Args:
+        model: the model whose forward it replaces.
+        running: what the model's functions share.
+        by_lengths: whether the attention is varlen: it takes the lengths of packed sequences, and no mask.
+        config_at: the path of the module whose config selects the attention.
+        interface: what that config must name; otherwise the forward raises.
     """
     original = current_forward(model)
     _, *names = inspect.signature(original).parameters  # without self

@@ -23,10 +23,10 @@ _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropo
 
 
 def refuse_model(model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> None:
-    """Check that ``model``, with these sites, can run sequence-parallel over so many ranks.
+    """Check that ``model``, with these sites, can run sequence-parallel over this many ranks.
 
     Raises:
-        ConfigError: with every reason why it can't.
+        ConfigError: it can't; the message has every reason.
     """
     if problems := list(_problems(model, attention, balancing, ranks)):
         listed = "; ".join(problems)
@@ -91,8 +91,8 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
             yield f"its load-balancing loss is {site.variant or f'not proven ({site.evidence})'}, expected standard"
         elif LOAD_BALANCING not in dict(global_functions(current_forward(model.get_submodule(site.path)))):
             yield (
-                f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not the "
-                f"function {LOAD_BALANCING} that the forward calls, so it would be that of one rank's tokens only"
+                f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not "
+                f"computed by {LOAD_BALANCING} in that module's forward, so it would cover one rank's tokens only"
             )
 
 

@@ -76,7 +76,7 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
         group: the ranks that share the sequence; all ranks without it.
 
     Returns:
-        What is in force, with :meth:`SequenceParallel.undo`.
+        The transformation, with :meth:`SequenceParallel.undo`.
 
     Raises:
         ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.

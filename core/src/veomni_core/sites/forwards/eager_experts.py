@@ -1,4 +1,4 @@
-"""The forward of experts whose eager code was selected, in place of what their config names."""
+"""The forward of experts that run their eager code, although their config names another implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SELECTED_BY = "_experts_implementation"  # the config's attribute that names the
 
 
 def eager_until_set(eager: Forward, dispatched: Forward, named_at_bind: str) -> Forward:
-    """A forward that runs ``eager`` for as long as the config names ``named_at_bind``, and then ``dispatched``."""
+    """A forward that runs ``eager`` while the config names ``named_at_bind``, and ``dispatched`` afterwards."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = eager if getattr(self.config, SELECTED_BY) == named_at_bind else dispatched

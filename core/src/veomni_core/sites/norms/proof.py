@@ -84,12 +84,12 @@ def prove_norm(
     draw: Callable[[Case], Inputs],
     settings: Mapping[str, Any],
 ) -> Proof:
-    """The variant of ``contracts`` whose reference computes the same as ``own(training, *inputs)``, and the evidence.
+    """The proof of the first of ``contracts`` whose reference computes what ``own(training, *inputs)`` does.
 
     Args:
         own: runs the module's own code.
-        draw: makes its inputs for a case.
-        settings: what the reference takes besides them, ``eps`` among it; the proof's detail.
+        draw: makes the inputs of one case.
+        settings: the reference's other arguments, with ``eps``. They become the proof's detail.
     """
     with probe.seeded():
         branches = Branches(reading.codes, guarded_names(module, reading), own_function(module))

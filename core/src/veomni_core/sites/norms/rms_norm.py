@@ -24,7 +24,7 @@ from veomni_core.sites.site import Kernel, Site
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
 _WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
-_WIDEST = 32768  # the widest row that is run, so that a proof stays fast; a released model normalises 614,400
+_WIDEST = 32768  # the widest row that is run, so that a proof stays fast; one released model has a norm of 614,400
 _WEIGHTS = ("weight",)
 
 

@@ -27,9 +27,9 @@ class Candidate:
 
 
 def first_fit(candidates: Iterable[Candidate], none_takes_it: str) -> Proof:
-    """The proof of the first candidate that fits; later ones are not asked for.
+    """The proof of the first candidate that fits; the candidates after it are not computed.
 
-    Without one the answer says which came nearest, or ``none_takes_it`` where none could take the calls.
+    If none fits, the evidence names the nearest one. If none could even take the calls, it is ``none_takes_it``.
     """
     misses = []
     for candidate in candidates:

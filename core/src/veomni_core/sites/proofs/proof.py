@@ -1,4 +1,4 @@
-"""What a prover answers, and the one place where a site is made of an answer."""
+"""The answer of a prover, and how a site is made from it."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class Proof:
 
 
 class ProvenOnce(Generic[Answer]):
-    """The answers of a prover, each kept under a key that is equal for whatever behaves alike."""
+    """Caches a prover's answers. Modules or functions that behave alike must have equal keys."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, Answer] = {}
 
     def of(self, key: Hashable, prove: Callable[[], Answer]) -> Answer:
-        """The answer for ``key``; ``prove`` is called for the first one of that key."""
+        """The answer for ``key``; ``prove`` is called only if there is none yet."""
         if key not in self._answers:
             self._answers[key] = prove()
         return self._answers[key]

@@ -72,12 +72,12 @@ def _try(function: Function, call: Call) -> _Tried:
 
 
 def _prove(function: Function, call: Call, contracts: Sequence[Contract]) -> Proof:
-    """The first of ``contracts`` that the function fulfils in ``call``, which it runs without an error."""
+    """The proof of the first of ``contracts`` that the function fulfils. ``call`` is known to run without an error."""
     reading = read_function(function)
     if reading.doubts:
         return Proof(None, reading.doubts[0])
     tried = []
-    # First on cos and sin without any layout, which shows the entries that the function reads; then as the model's are.
+    # First with cos and sin of no layout, to see which entries the function reads; then with those of the model.
     for layout in (AngleLayout.UNRELATED, *_repeating(call)):
         for contract in contracts:
             branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
