@@ -200,7 +200,7 @@ def test_a_reference_that_is_none_is_refused():
 
 
 class WeightedNorms(NormModules):
-    contracts: ClassVar = {"halved": CONTRACTS["standard"], "doubled": CONTRACTS["zero_centered"]}
+    contracts: ClassVar = {"halved": CONTRACTS["standard"], "doubled": CONTRACTS["cast_after"]}
 
 
 class UnweightedNorms(NormModules):

@@ -65,7 +65,7 @@ def bindings_in(module: nn.Module) -> Iterator[Owner]:
 
 
 def binding_in(module: nn.Module) -> Owner | None:
-    """The owner of the topmost subclass of ``module`` that belongs to a binding, beneath other transformations' ones."""
+    """The first of :func:`bindings_in`: the binding's owner, whichever transformations are on top of it."""
     for kind in type(module).__mro__:
         classes = vars(kind).get(MADE_BY)
         if classes is not None and classes.binding is not None:
