@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from models import build
 from veomni_core import VariantSpec, bind, discover, find_sites
+from veomni_core.authoring import NormModules
 from veomni_core.errors import ConformanceError, ContractError, SpecError
 from veomni_core.ops.contract import contract_for
+from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.testing import check_kernel
 
 PLUGIN = """
@@ -193,3 +197,24 @@ def test_the_contract_of_another_variant_is_refused(install):
 def test_a_reference_that_is_none_is_refused():
     with pytest.raises(SpecError, match="contract"):
         VariantSpec("rms_norm", "halved", "CONTRACT")
+
+
+class WeightedNorms(NormModules):
+    contracts: ClassVar = {"halved": CONTRACTS["standard"], "doubled": CONTRACTS["cast_after"]}
+
+
+class UnweightedNorms(NormModules):
+    contracts: ClassVar = {"unweighted": CONTRACTS["unweighted"]}
+
+
+@pytest.mark.parametrize(
+    ("locator", "has_weight", "said"),
+    [
+        (WeightedNorms, False, "it has no weight, and is compared with norms with one alone: halved, doubled"),
+        (UnweightedNorms, True, "it has a weight, and is compared with norms without one alone: unweighted"),
+    ],
+)
+def test_a_norm_that_no_variant_of_a_subclass_can_take_is_told_why(locator, has_weight, said):
+    model = nn.Sequential(nn.RMSNorm(8, eps=1e-6, elementwise_affine=has_weight))
+    ((variant, evidence),) = [(site.variant, site.evidence) for site in locator().find(model, "its norms")]
+    assert (variant, evidence) == (None, said)

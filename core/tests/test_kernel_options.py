@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from types import ModuleType
 
 import pytest
 
-from models import build
+from models import assert_equal_steps, build, step
 from veomni_core import KernelOption, KernelSpec, OpsConfig, Plan, bind, make_plan
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, KernelLoadError, KernelUnavailableError, SpecError, UnknownNameError
-from veomni_core.ops import rms_norm
+from veomni_core.ops import attention, rms_norm
 
 FIELD = "rms_norm_implementation"
 ROWS = KernelOption("rows", 4, minimum=1)
@@ -139,6 +140,14 @@ def test_a_variant_s_kernel_without_the_option_is_passed_over_with_the_reason():
         make_plan(build("gemma3_text"), config({"kernel": "acme", "options": {"rows": 8}}, known))
 
 
+def test_a_value_that_one_variant_alone_allows_is_passed_over_at_the_others():
+    least = KernelSpec("acme", "rms_norm", "offset", "m:f", options=(KernelOption("rows", 64, minimum=32),))
+    asked = config([{"kernel": "acme", "options": {"rows": 8}}, "eager"], registry(least))
+    plan = make_plan(build("gemma3_text"), asked)
+    reasons = {decision.reason for decision in norms(plan).sites}
+    assert reasons == {"as asked, after: acme refuses an option for offset: rows must be at least 32, got 8"}
+
+
 def test_a_factory_that_does_not_take_them_is_named():
     with pytest.raises(KernelLoadError, match=r"rms_norm/standard:acme: acme_norms:takes_none failed: TypeError"):
         bind(build("llama"), config("acme", registry(factory="acme_norms:takes_none")))
@@ -166,3 +175,26 @@ def test_two_options_of_one_name_are_refused():
 def test_one_description_serves_several_variants():
     specs = KernelSpec.for_variants(("standard", "offset"), name="acme", op_name="rms_norm", factory="m.{variant}:f")
     assert [(spec.variant, spec.factory) for spec in specs] == [("standard", "m.standard:f"), ("offset", "m.offset:f")]
+
+
+class Attention:
+    """A kernel that is an object, as one that keeps what a job sets may be."""
+
+    def __call__(self, module, query, key, value, mask, **options):
+        return attention.CONTRACTS["standard"].reference(module, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("made_as", ["a partial", "an object"])
+def test_an_attention_kernel_may_be_whatever_can_be_called(made_as, monkeypatch):
+    def factory(rows):
+        return functools.partial(Attention().__call__) if made_as == "a partial" else Attention()
+
+    monkeypatch.setattr(sys.modules["acme_norms"], "factory", factory)
+    acme = KernelSpec("acme", "attention", "standard", "acme_norms:factory", options=(ROWS,))
+    known = build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=(acme,))], {})
+    chosen = {"preset": "eager", "attn_implementation": {"kernel": "acme", "options": {"rows": 8}}}
+    model = build("llama")
+    with bind(model, chosen, registry=known, device="cpu") as binding:
+        assert binding.receipt.to_dict()["kernels"][0]["kernel"] == "attention/standard:acme(rows=8)"
+        assert "Attention" in model.config._attn_implementation
+        assert_equal_steps(step(model), step(build("llama")))

@@ -64,6 +64,15 @@ def bindings_in(module: nn.Module) -> Iterator[Owner]:
     yield from (classes for classes in made if classes is not None and classes.binding is not None)
 
 
+def binding_in(module: nn.Module) -> Owner | None:
+    """The first of :func:`bindings_in`: the binding's owner, whichever transformations are on top of it."""
+    for kind in type(module).__mro__:
+        classes = vars(kind).get(MADE_BY)
+        if classes is not None and classes.binding is not None:
+            return classes  # type: ignore[no-any-return]
+    return None
+
+
 def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The original class beneath the subclasses that bindings made."""
     while EAGER in vars(kind):

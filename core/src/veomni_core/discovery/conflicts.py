@@ -13,17 +13,17 @@ from dataclasses import replace
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.discovery import core_plugin
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.errors import did_you_mean
-from veomni_core.ops import plugin
 
-_DESCRIBED = described_by(plugin)
+_DESCRIBED = described_by(core_plugin)
 CORE = PluginRecord(
     name="veomni-core",
     distribution="veomni-core",
     version="built in",
-    module=plugin.__name__,
+    module=core_plugin.__name__,
     ops=_DESCRIBED["ops"],
     site_rules=_DESCRIBED["site_rules"],
 )

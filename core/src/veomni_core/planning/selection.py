@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import Registry
+from veomni_core.errors import ConfigError
 from veomni_core.planning.choice import AUTO, Requested
 from veomni_core.sites.site import Site
 
@@ -147,7 +148,7 @@ class Selection:
             if spec is None:
                 why_not: tuple[str, ...] = (self._not_covered(op_name, place.variant, entry.name),)
             else:
-                why_not = (*_options_missing(spec, entry), *self._why_not_at(spec, place))
+                why_not = (*_options_refused(spec, entry), *self._why_not_at(spec, place))
             if spec is not None and not why_not:
                 chosen = spec.configured(op_name, dict(entry.options))
                 return Verdict(chosen, _after(passed_over, "as asked"), as_asked=True)
@@ -195,10 +196,17 @@ class Selection:
         return f"{name} can't run here: {' and '.join(dict.fromkeys(reason for some in reasons for reason in some))}"
 
 
-def _options_missing(spec: KernelSpec, entry: Requested) -> tuple[str, ...]:
-    """A reason for each option that the entry sets and the kernel of this variant lacks; others may have it."""
-    known = {option.name for option in spec.options}
-    return tuple(f"has no option {name} for {spec.variant}" for name, _ in entry.options if name not in known)
+def _options_refused(spec: KernelSpec, entry: Requested) -> Iterator[str]:
+    """A reason for each option of the entry that this variant's kernel lacks or does not allow; others may take it."""
+    options = {option.name: option for option in spec.options}
+    for name, value in entry.options:
+        if name not in options:
+            yield f"has no option {name} for {spec.variant}"
+            continue
+        try:
+            options[name].check(spec.variant, value)
+        except ConfigError as error:
+            yield f"refuses an option for {error}"
 
 
 def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:

@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -99,7 +100,10 @@ def _new_name(kernel: Function, mask: str, taken: Any) -> str:
 
     transformers treats every interface whose name contains "flash" as FlashAttention.
     """
-    stem = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__qualname__}".replace(".", "_")
+    while isinstance(kernel, partial):
+        kernel = kernel.func
+    named: Any = kernel if hasattr(kernel, "__qualname__") else type(kernel)
+    stem = f"{named.__module__.rpartition('.')[2]}_{named.__qualname__}".replace(".", "_")
     name = f"veomni_{stem}" if ("flash" in stem) == ("flash" in mask) else f"veomni_{mask}"
     numbered = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     return next(each for each in numbered if each not in taken)

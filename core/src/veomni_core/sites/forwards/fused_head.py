@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from veomni_core.changes.bound_subclass import made_by
+from veomni_core.changes.bound_subclass import binding_in
 from veomni_core.changes.change import setter_of
 from veomni_core.errors import BindingError
 from veomni_core.sites.forwards.deferred_logits import DeferredLogits, deferred_logits
@@ -59,7 +59,7 @@ class FusedHead:
                 raise BindingError(_NO_TRANSFORMS)
             if labels is None or not self.training or torch.is_inference_mode_enabled():
                 return original(self, *args, **kwargs)
-            classes = made_by(self)
+            classes = binding_in(self)
             fused._adopt(self)
             step = _TrainingStep(fused)
             token = _STEP.set(step)
@@ -69,7 +69,7 @@ class FusedHead:
                 _STEP.reset(token)
                 for call in step.calls:
                     call.open = False
-            if classes is None or classes.binding is None:  # a probe model in a proof, not a bound model
+            if classes is None:  # a probe model in a proof, not a bound model
                 return output
             if not any(call.fused for call in step.calls):
                 classes.note("the loss", step.declined or (_NEEDED if step.calls else _NOT_RUN), "in such a step")
@@ -81,7 +81,7 @@ class FusedHead:
                 output = original(self, *args, **kwargs)
             finally:
                 fused._tracing = False
-            return _without_traced(output, getattr(made_by(self), "training_logits", "deferred"))
+            return _without_traced(output, getattr(binding_in(self), "training_logits", "deferred"))
 
         fused = self
         forward.__signature__ = signature  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class FusedHead:
 
     def _adopt(self, model: Any) -> None:
         """Bind a plain linear that has replaced the head since bind, as resizing the vocabulary does."""
-        head, classes = model.get_output_embeddings(), made_by(model)
+        head, classes = model.get_output_embeddings(), binding_in(model)
         if classes is not None and type(head) is nn.Linear and why_not_plain(head) == "":
             classes.adopt(head, self.head_forward(nn.Linear.forward), "the output projection, replaced since")
 

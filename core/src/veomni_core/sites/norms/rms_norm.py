@@ -98,6 +98,9 @@ def _prove(module: nn.Module, reading: Reading, contracts: Mapping[str, Contract
         return x, weight if weights else None
 
     fitting = {n: contract for n, contract in contracts.items() if n.startswith("unweighted") != bool(weights)}
+    if not fitting:
+        has, needed = ("a weight", "norms without one") if weights else ("no weight", "norms with one")
+        return Proof(None, f"it has {has}, and is compared with {needed} alone: {', '.join(contracts)}")
     return prove_norm(module, reading, partial(_run, module), fitting, draw, {"eps": eps_of(module)})
 
 
