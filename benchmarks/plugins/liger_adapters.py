@@ -235,9 +235,9 @@ def main() -> None:
     times = ("forward+backward ms (20 to 80 %)", "as a CUDA graph, ms")
     columns = ("op", "shape", "call", *times, "share of Liger's own", "peak MiB")
     note = (
-        "Peak memory is beyond the inputs; the gradients are part of it. The share's line of Liger's own copies what "
-        "a call must not overwrite, takes our chunks and our configurations, so that it does the same work. The share "
-        "is of the graphs' times, or of the others where a call can't be captured."
+        "Peak memory is beyond the inputs; the gradients are part of it. The share is that of Liger's kernels with the "
+        "same input copies, chunk sizes and launch configurations. The share is of the graphs' times, or of the others "
+        "where a call can't be captured."
     )
     if options.name:
         data = {"machine": machine(), "figures": figures}

@@ -11,8 +11,8 @@ from typing import Literal
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, SiteRule
+from veomni_core.discovery.detection import detect
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
 Status = Literal["loaded", "failed", "blocked"]
@@ -264,17 +264,6 @@ def ops_of(records: Iterable[PluginRecord]) -> dict[str, OpSpec]:
             added = {**op.added, variant.name: variant.contract}
             ops[op.name] = replace(op, variants=(*op.variants, variant.name), added=added)
     return ops
-
-
-def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
-    """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
-    try:
-        found = load_attribute(device.detect)()
-    except (Exception, SystemExit) as error:
-        return None, f"{device.detect} failed: {error!r}"
-    if found is None or isinstance(found, Hardware):
-        return found, ""
-    return None, f"{device.detect} must return a Hardware or None, not {found!r} ({type(found).__name__})"
 
 
 def build_registry(
