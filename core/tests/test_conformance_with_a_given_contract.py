@@ -1,0 +1,65 @@
+"""A contract is checked before a kernel is blamed, and may draw its samples in its own way."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from veomni_core import KernelSpec, OpSpec
+from veomni_core.errors import ContractError
+from veomni_core.ops.contract import Contract, Sample, Tolerance
+from veomni_core.testing import check_kernel
+
+
+def _twice(x):
+    return 2 * x
+
+
+def _fails(x):
+    raise RuntimeError("no such operator")
+
+
+def _one_sample(device, dtype):
+    yield Sample("two numbers", (torch.ones(2, device=device, dtype=dtype, requires_grad=True),))
+
+
+def _too_many_arguments(device, dtype):
+    yield Sample("two arguments", (torch.ones(2), torch.ones(2)))
+
+
+def _broken_samples(device, dtype):
+    yield from _one_sample(device, dtype)
+    raise IndexError("no third number")
+
+
+def _contracts(reference=_twice, samples=_one_sample, dtype="float32"):
+    exact = {dtype: Tolerance(1e-6, 1e-6)}
+    return {"standard": Contract("twice", "standard", reference, samples, exact, exact)}
+
+
+FAILING_CONTRACTS = {
+    "the reference fails on its own sample 'two numbers': RuntimeError: no such operator": _contracts(_fails),
+    "the reference fails on its own sample 'two arguments': TypeError": _contracts(samples=_too_many_arguments),
+    "its samples fail in float32: IndexError: no third number": _contracts(samples=_broken_samples),
+    "has no tolerance of values in float32": _contracts(dtype="bfloat16"),
+}
+
+
+right_contracts = _contracts()
+
+
+@pytest.mark.parametrize("message", FAILING_CONTRACTS)
+def test_a_contract_that_fails_is_no_fault_of_the_kernel(message, monkeypatch):
+    monkeypatch.setitem(globals(), "right_contracts", FAILING_CONTRACTS[message])
+    op = OpSpec("twice", ("standard",), "twice_implementation", contract=f"{__name__}:right_contracts")
+    with pytest.raises(ContractError, match=re.escape(message)):
+        check_kernel(KernelSpec("twice", "twice", "standard", f"{__name__}:_twice"), op=op)
+
+
+def test_a_contract_that_draws_in_its_own_way_is_asked_the_same():
+    op = OpSpec("twice", ("standard",), "twice_implementation", contract=f"{__name__}:right_contracts")
+    report = check_kernel(KernelSpec("twice", "twice", "standard", f"{__name__}:_twice"), op=op)
+    report.raise_if_failed()
+    assert report.skipped == ("large samples",)
