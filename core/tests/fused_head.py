@@ -9,8 +9,6 @@ from models import build
 from veomni_core import bind
 
 REGISTRY = counting_registry("one")
-
-
 LOSS_ALONE = {"preset": "eager", "cross_entropy_loss_implementation": "one"}
 
 

@@ -10,11 +10,7 @@ NORMS = tuple(
     Site("rms_norm", f"layers.{i}.norm", "norm modules", variant, "proven", "bfloat16")
     for i, variant in enumerate(("standard", "standard", "offset"))
 )
-
-
 UNPROVEN = Site("rms_norm", "odd.norm", "norm modules", None, "standard: 30% of elements differ", "bfloat16")
-
-
 MLP = Site("swiglu_mlp", "layers.0.mlp", "gated MLP modules", "standard", "proven", "bfloat16")
 
 
@@ -27,8 +23,6 @@ def registry(*kernels):
 
 
 HOPPER = HardwareRequirement("cuda", min_compute_capability=90)
-
-
 REGISTRY = registry(
     kernel("liger_kernel", hardware=HardwareRequirement("cuda"), preference=60),
     kernel("liger_kernel", "offset", hardware=HardwareRequirement("cuda"), preference=60),

@@ -45,8 +45,6 @@ FAILING_CONTRACTS = {
     "its samples fail in float32: IndexError: no third number": _contracts(samples=_broken_samples),
     "has no tolerance of values in float32": _contracts(dtype="bfloat16"),
 }
-
-
 right_contracts = _contracts()
 
 

@@ -35,8 +35,6 @@ NORMS = {
     "rms_norm offset": (lambda x, w: rms_norm.offset(x, w, 1e-6), [(3, 5, 16), (16,)]),
     "rms_norm unweighted": (lambda x: rms_norm.unweighted(x, None, 1e-6), [(3, 5, 16)]),
 }
-
-
 OPERATORS = {
     "rotary_pos_emb full": (_rotated(rotary_pos_emb.full, 16), [(2, 4, 5, 16), (2, 2, 5, 16)]),
     "rotary_pos_emb partial": (_rotated(rotary_pos_emb.partial, 8), [(2, 4, 5, 16), (2, 2, 5, 16)]),
@@ -49,16 +47,12 @@ OPERATORS = {
     ),
     "cross_entropy_loss seq_cls": (lambda x: cross_entropy_loss.seq_cls(x, _labels(5, 3)), [(5, 3)]),
 }
-
-
 EXPERTS = {
     "moe_experts": (
         lambda h, w, u, d: moe_experts.standard(h, torch.arange(14, device=DEVICE).view(7, 2) % 5, w, u, d),
         [(7, 16), (7, 2), (4, 32, 16), (4, 16, 16)],
     ),
 }
-
-
 # Dynamo reads the kernels of LigerRMSNormFunction itself, which it doesn't know in the interpreter.
 COMPILED = [pytest.param(*call, id=name, marks=pytest.mark.gpu) for name, call in NORMS.items()]
 

@@ -10,11 +10,7 @@ from veomni_core.testing import check_kernel
 from veomni_liger.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 SPECS = veomni_kernels()
-
-
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 
 

@@ -15,8 +15,6 @@ from veomni_triton_moe.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [spec for spec in veomni_kernels() if spec.op_name == "moe_experts"]
-
-
 # Triton's interpreter runs one element after the other.
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
 
