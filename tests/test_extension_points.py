@@ -27,6 +27,14 @@ SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
              vocab_size=64)
 
 
+def with_log_weights():
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    for layer in made.model.layers:
+        layer.input_layernorm = LogWeightRMSNorm(32)
+    return made
+
+
 def train(model, **options):
     ids = torch.arange(24).view(2, 12)
     loss = model(ids, labels=ids, use_cache=False, **options).loss
@@ -60,17 +68,11 @@ def test_its_variant_is_found_and_trains_as_eager(environment):
     own, bound, sites, verified = run(
         environment,
         """
-        def model():
-            torch.manual_seed(0)
-            made = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
-            for layer in made.model.layers:
-                layer.input_layernorm = LogWeightRMSNorm(32)
-            return made
-        mine = model()
+        mine = with_log_weights()
         config = {"preset": "eager", "rms_norm_implementation": {"default": "eager", "*.input_layernorm": "acme"}}
         binding = bind(mine, config, verify=True)
         sites = [d.site.path for op in binding.plan.ops for d in op.sites if d.kernel == "acme"]
-        print(json.dumps([train(model()), train(mine), sites, list(binding.verification.sites)]))
+        print(json.dumps([train(with_log_weights()), train(mine), sites, list(binding.verification.sites)]))
         """,
     )
     assert bound[0] == pytest.approx(own[0], rel=1e-5) and bound[1] == pytest.approx(own[1], rel=1e-4, abs=1e-6)
@@ -82,18 +84,12 @@ def test_a_job_sets_its_option_per_site(environment):
     own, bound, kernels = run(
         environment,
         """
-        def model():
-            torch.manual_seed(0)
-            made = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
-            for layer in made.model.layers:
-                layer.input_layernorm = LogWeightRMSNorm(32)
-            return made
-        mine = model()
+        mine = with_log_weights()
         less = {"kernel": "acme", "options": {"keep": "inputs"}}
         chosen = {"*.layers.0.input_layernorm": less, "*.layers.1.input_layernorm": "acme", "default": "eager"}
         binding = bind(mine, {"preset": "eager", "rms_norm_implementation": chosen}, verify=True)
         kernels = {d.site.path: d.kernel for op in binding.plan.ops for d in op.sites if d.bound}
-        print(json.dumps([train(model()), train(mine), kernels]))
+        print(json.dumps([train(with_log_weights()), train(mine), kernels]))
         """,
     )
     assert bound[0] == pytest.approx(own[0], rel=1e-5) and bound[1] == pytest.approx(own[1], rel=1e-4, abs=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from veomni_core.errors import BindingError, BoundModelPickleError
 _APPLIED = "_veomni_transformations"
 
 
-class Transformation:
+class Transformation(ABC):
     """Changes to one model that are in force together. Base of each kind of transformation, such as a binding.
 
     Used as a context manager, it calls :meth:`undo` on exit. It holds only a weak reference to the model and so does
@@ -68,9 +69,9 @@ class Transformation:
         model = self._model()
         return model is not None and any(each is self for each in vars(model).get(_APPLIED, ()))
 
+    @abstractmethod
     def describe(self) -> str:
         """What it does to the model, for receipts and messages."""
-        raise NotImplementedError
 
     def changed(self) -> dict[str, str]:
         """By module path, how other code has overridden this transformation's changes since.

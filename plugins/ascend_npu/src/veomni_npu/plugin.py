@@ -64,19 +64,16 @@ def _kernels(
     deterministic: bool = True,
     features: tuple[str, ...] = (),
     can_run: str = "",
-) -> list[KernelSpec]:
-    return [
-        KernelSpec(
-            name=name,
-            op_name=op_name,
-            variant=variant,
-            factory=f"veomni_npu.{op_name}:{variant}",
-            hardware=_NPU,
-            description=description,
-            preference=_PREFERENCE,
-            deterministic=deterministic,
-            features=features,
-            can_run=can_run,
-        )
-        for variant in variants
-    ]
+) -> tuple[KernelSpec, ...]:
+    return KernelSpec.for_variants(
+        variants,
+        name=name,
+        op_name=op_name,
+        factory=f"veomni_npu.{op_name}:{{variant}}",
+        hardware=_NPU,
+        description=description,
+        preference=_PREFERENCE,
+        deterministic=deterministic,
+        features=features,
+        can_run=can_run,
+    )

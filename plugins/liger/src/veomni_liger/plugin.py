@@ -46,16 +46,15 @@ def veomni_kernels() -> list[KernelSpec]:
     ]
 
 
-def _kernels(name: str, op_name: str, variants: Iterable[str], preference: int, description: str) -> list[KernelSpec]:
-    return [
-        KernelSpec(
-            name=name,
-            op_name=op_name,
-            variant=variant,
-            factory=f"veomni_liger.{op_name}:{variant}",
-            hardware=_GPU,
-            description=description,
-            preference=preference,
-        )
-        for variant in variants
-    ]
+def _kernels(
+    name: str, op_name: str, variants: Iterable[str], preference: int, description: str
+) -> tuple[KernelSpec, ...]:
+    return KernelSpec.for_variants(
+        variants,
+        name=name,
+        op_name=op_name,
+        factory=f"veomni_liger.{op_name}:{{variant}}",
+        hardware=_GPU,
+        description=description,
+        preference=preference,
+    )

@@ -17,21 +17,18 @@ _ALL = ("float32", *_HALF)
 
 def _kernels(
     name: str, module: str, variants: Iterable[str], description: str, preference: int, dtypes: tuple[str, ...] = _ALL
-) -> list[KernelSpec]:
+) -> tuple[KernelSpec, ...]:
     op_name, _, _ = module.partition(".")
-    return [
-        KernelSpec(
-            name=name,
-            op_name=op_name,
-            variant=variant,
-            factory=f"veomni_quack.{module}:{variant}",
-            hardware=_HOPPER,
-            description=description,
-            preference=preference,
-            dtypes=dtypes,
-        )
-        for variant in variants
-    ]
+    return KernelSpec.for_variants(
+        variants,
+        name=name,
+        op_name=op_name,
+        factory=f"veomni_quack.{module}:{{variant}}",
+        hardware=_HOPPER,
+        description=description,
+        preference=preference,
+        dtypes=dtypes,
+    )
 
 
 _ROTATIONS = (

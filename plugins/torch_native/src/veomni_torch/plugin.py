@@ -22,27 +22,21 @@ def veomni_kernels() -> list[KernelSpec]:
             deterministic=False,
             features=("dense_mask", "dropout", "position_bias", "wide_heads", "odd_heads", "sdpa_mask"),
         ),
-        *(
-            KernelSpec(
-                name="torch",
-                op_name="rms_norm",
-                variant=variant,
-                factory=f"veomni_torch.rms_norm:{variant}",
-                description="saves its input and one number per row",
-                preference=_PREFERENCE,
-            )
-            for variant in ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
+        *KernelSpec.for_variants(
+            ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale"),
+            name="torch",
+            op_name="rms_norm",
+            factory="veomni_torch.rms_norm:{variant}",
+            description="saves its input and one number per row",
+            preference=_PREFERENCE,
         ),
-        *(
-            KernelSpec(
-                name="torch",
-                op_name="swiglu_mlp",
-                variant=variant,
-                factory=f"veomni_torch.swiglu_mlp:{variant}",
-                description="saves only its inputs",
-                preference=_PREFERENCE,
-            )
-            for variant in ("standard", "gelu_tanh", "gelu")
+        *KernelSpec.for_variants(
+            ("standard", "gelu_tanh", "gelu"),
+            name="torch",
+            op_name="swiglu_mlp",
+            factory="veomni_torch.swiglu_mlp:{variant}",
+            description="saves only its inputs",
+            preference=_PREFERENCE,
         ),
         KernelSpec(
             name="chunk_loss",
@@ -52,26 +46,20 @@ def veomni_kernels() -> list[KernelSpec]:
             description="logits and their gradient for one chunk of tokens at a time",
             preference=_PREFERENCE,
         ),
-        *(
-            KernelSpec(
-                name="grouped_mm",
-                op_name="moe_experts",
-                variant=variant,
-                factory=f"veomni_torch.moe_experts:{variant}",
-                description="tokens sorted by expert, one matrix product per expert and projection",
-                preference=_PREFERENCE,
-            )
-            for variant in ("standard", "clamped")
+        *KernelSpec.for_variants(
+            ("standard", "clamped"),
+            name="grouped_mm",
+            op_name="moe_experts",
+            factory="veomni_torch.moe_experts:{variant}",
+            description="tokens sorted by expert, one matrix product per expert and projection",
+            preference=_PREFERENCE,
         ),
-        *(
-            KernelSpec(
-                name="torch",
-                op_name="load_balancing_loss",
-                variant=variant,
-                factory=f"veomni_torch.load_balancing_loss:{variant}",
-                description="one pass per layer, without a one-hot tensor",
-                preference=_PREFERENCE,
-            )
-            for variant in ("standard", "product_keys", "given_routes")
+        *KernelSpec.for_variants(
+            ("standard", "product_keys", "given_routes"),
+            name="torch",
+            op_name="load_balancing_loss",
+            factory="veomni_torch.load_balancing_loss:{variant}",
+            description="one pass per layer, without a one-hot tensor",
+            preference=_PREFERENCE,
         ),
     ]

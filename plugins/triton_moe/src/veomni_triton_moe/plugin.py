@@ -10,19 +10,16 @@ _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=("triton>
 _PREFERENCE = 60
 
 
-def _kernels(name: str, op_name: str, variants: Iterable[str], description: str) -> list[KernelSpec]:
-    return [
-        KernelSpec(
-            name=name,
-            op_name=op_name,
-            variant=variant,
-            factory=f"veomni_triton_moe.{op_name}:{variant}",
-            hardware=_GPU,
-            description=description,
-            preference=_PREFERENCE,
-        )
-        for variant in variants
-    ]
+def _kernels(name: str, op_name: str, variants: Iterable[str], description: str) -> tuple[KernelSpec, ...]:
+    return KernelSpec.for_variants(
+        variants,
+        name=name,
+        op_name=op_name,
+        factory=f"veomni_triton_moe.{op_name}:{{variant}}",
+        hardware=_GPU,
+        description=description,
+        preference=_PREFERENCE,
+    )
 
 
 def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
