@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.bound_subclass import EAGER, MADE_BY, bound_subclass, eager_class, made_by
+from veomni_core.changes.bound_subclass import EAGER, MADE_BY, bound_subclass, eager_class, is_bound_by
 from veomni_core.changes.forward_functions import equivalence, replace_captured
 from veomni_core.errors import SiteChangedError
 
@@ -84,7 +84,7 @@ class BoundClasses:
             return
         for owner in owners:
             self.note(self.paths.get(owner, "a bound module"), f"{path}: {what}")
-            if made_by(owner) is self:
+            if is_bound_by(owner, self):
                 run_eager(owner)
         run_eager(module)
 

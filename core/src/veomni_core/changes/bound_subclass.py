@@ -58,6 +58,14 @@ def made_by(module: nn.Module) -> Owner | None:
     return getattr(type(module), MADE_BY, None)
 
 
+def is_bound_by(module: nn.Module, classes: Owner) -> bool:
+    """Whether ``module`` runs what ``classes`` put into it, also beneath another transformation's class."""
+    for kind in type(module).__mro__:
+        if MADE_BY in vars(kind) and vars(kind)[MADE_BY] in (None, classes):  # None: its own code was put back on top
+            return vars(kind)[MADE_BY] is classes
+    return False
+
+
 def bindings_in(module: nn.Module) -> Iterator[Owner]:
     """The owners of all subclasses in the MRO of ``module`` that belong to a binding, not to another transformation."""
     made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)

@@ -1,4 +1,4 @@
-"""A fused loss keeps its binding's settings and notes while another transformation is on top of the binding."""
+"""A binding keeps its settings, notes and guards while another transformation is on top of it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,24 @@ def test_a_step_that_could_not_fuse_it_is_in_the_receipt():
     model.loss_function = lambda logits, labels, vocab_size, **options: logits.square().mean()
     model(input_ids=tokens(), labels=tokens())
     assert "the logits were needed" in binding.receipt.changed["the loss"]
+
+
+def test_a_hook_on_a_child_of_a_wrapped_mlp_lets_it_run_its_own_code():
+    model = build("llama")
+    kernels = {"preset": "eager", "swiglu_mlp_implementation": "one", "on_change": "eager"}
+    binding = bind(model, kernels, registry=REGISTRY)
+    mlp = model.model.layers[0].mlp
+    beneath, seen = current_forward(mlp), []
+
+    def forward(self, *args, **kwargs):
+        return beneath(self, *args, **kwargs)
+
+    wrapped = Wrapped(model)
+    wrapped.apply([("model.layers.0.mlp", wrapped.name, ForwardChange(mlp, forward))])
+    mlp.act_fn.register_forward_hook(lambda *args: seen.append(args[0]))
+    model(input_ids=tokens())
+    assert seen == [mlp.act_fn]
+    assert "model.layers.0.mlp" in binding.receipt.changed
 
 
 def test_a_head_that_was_replaced_is_bound_by_the_binding():
