@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from veomni_core.descriptions.field_types import (
     require_boolean,
@@ -98,16 +99,19 @@ class JobConditions:
     Args:
         device: where the job runs, as torch names devices; ``None`` for the machine's accelerator.
         autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
+        distributed_config: how transformers' engine will shard the model, as fields of its ``DistributedConfig``
+            (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
 
     Example:
         >>> def check(path):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
         ...     return JobConditions(autocast="bfloat16")
-        >>> check("job.yaml")
-        JobConditions(device=None, autocast='bfloat16')
+        >>> check("job.yaml").autocast
+        'bfloat16'
     """
 
     device: str | None = None
     autocast: str | None = None
+    distributed_config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
