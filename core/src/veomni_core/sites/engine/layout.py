@@ -95,6 +95,11 @@ def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
         tp_styles, ep_styles, _ = model._resolve_parallel_plans(config)
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"transformers can't shard {type(model).__name__} so: {error}") from error
+    if config.pp_size > 1:
+        raise ConfigError(
+            f"pp_size is {config.pp_size}: with pipeline parallelism each rank holds other layers, and kernels are "
+            "bound by one plan for all ranks. Use fsdp_size, tp_size and ep_size, or leave the model unbound"
+        )
     under = f"{prefix}." if prefix else ""
     return EngineLayout(
         fsdp=config.dp_size,
@@ -102,7 +107,6 @@ def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
         ep=config.ep_size,
         tp_styles={under + path: style for path, style in tp_styles.items()},
         ep_styles={under + path: style for path, style in ep_styles.items()},
-        pipeline=config.pp_size,
     )
 
 
