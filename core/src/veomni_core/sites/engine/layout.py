@@ -5,10 +5,12 @@ The engine's ``DistributedConfig`` and the model's own plans decide it, so it is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import transformers
 from torch import nn
 
 from veomni_core.descriptions.sharding import EngineLayout
@@ -82,7 +84,7 @@ def distributed_config_of(given: Any) -> Any:
 def require_engine() -> None:
     """Raise HostError if this version of transformers has no distributed engine."""
     try:
-        import transformers.distributed.expert_parallel
+        importlib.import_module("transformers.distributed.expert_parallel")
     except ImportError as error:
         raise HostError(
             f"sharding a model needs the distributed engine of transformers {ENGINE_SINCE} or newer; this is "
