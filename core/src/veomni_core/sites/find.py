@@ -11,7 +11,7 @@ from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.descriptions.sharding import EngineLayout, Sharding
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
@@ -149,8 +149,9 @@ def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
 
 
 def _where_sharded(site: Site, sharding: ModelSharding) -> Site:
-    why_not = sharding.of(site.path).why_not
-    return replace(site, variant=None, evidence=why_not) if why_not else site
+    found = sharding.of(site.path)
+    site = replace(site, sharding=Sharding(fsdp=found.ranks))
+    return replace(site, variant=None, evidence=found.why_not) if found.why_not else site
 
 
 def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Site]:
