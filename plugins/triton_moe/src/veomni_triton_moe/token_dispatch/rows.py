@@ -18,21 +18,29 @@ def packed(hidden: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor,
     """The rows to send ``[S, bytes]``, from ``hidden[T, H]`` and ``weights[T, K]``, and their layout."""
     layout = RowLayout(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype)
     buffer = layout.empty(exchange.rows_sent, hidden.device)
-    local = exchange.ranks.local_experts
-    token, rank, filled = _origins(exchange, len(hidden))
     taken_rows(hidden, exchange, layout.hidden(buffer))
-    if not len(hidden):
-        layout.weights(buffer).zero_()
-        layout.ids(buffer).fill_(local)
-        return buffer, layout
-    index = exchange.index[token]  # [S, K]
-    here = (index.div(local, rounding_mode="floor") == rank.unsqueeze(1)) & filled.unsqueeze(1)
-    ids = torch.where(here, index.remainder(local), local)
-    if exchange.overflow is not None:
-        ids = torch.where(exchange.overflow, OVERFLOW, ids)
-    layout.ids(buffer).copy_(ids)
-    layout.weights(buffer).copy_(torch.where(here, weights[token], 0.0))
+    _write_choices(weights, exchange, layout.ids(buffer), layout.weights(buffer))
     return buffer, layout
+
+
+def _write_choices(weights: Tensor, exchange: Exchange, ids: Tensor, row_weights: Tensor) -> None:
+    """Write what each row's rank gets of its token's choices; choices of other ranks have id ``L`` and weight 0."""
+    local = exchange.ranks.local_experts
+    if kernels := _kernels(weights):
+        kernels.local_choices(exchange.index, weights, exchange.places, ids, row_weights, local, exchange.overflow)
+        return
+    if not len(weights):
+        ids.fill_(local)
+        row_weights.zero_()
+        return
+    token, rank, filled = _origins(exchange, len(weights))
+    index = exchange.index[token] - rank.unsqueeze(1) * local  # [S, K]
+    here = (index >= 0) & (index < local) & filled.unsqueeze(1)
+    numbers = torch.where(here, index, local)
+    if exchange.overflow is not None:
+        numbers = torch.where(exchange.overflow, OVERFLOW, numbers)
+    ids.copy_(numbers)
+    row_weights.copy_(torch.where(here, weights[token], 0.0))
 
 
 def taken_rows(tokens: Tensor, exchange: Exchange, rows: Tensor) -> Tensor:
