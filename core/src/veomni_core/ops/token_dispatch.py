@@ -2,16 +2,16 @@
 
 ``(hidden[T, H], top_k_index[T, K], top_k_weights[T, K], experts, ranks) -> [T, H]`` in hidden's dtype
 
-``T`` tokens of this rank, ``K`` choices per token (int64 indices of all experts), ``H`` hidden size. Rank ``r`` holds the
-experts ``[r * local_experts, (r + 1) * local_experts)``.
+``T`` tokens of this rank, ``K`` choices per token (int64 indices of all experts), ``H`` hidden size. Rank ``r`` holds
+the experts ``[r * local_experts, (r + 1) * local_experts)``.
 
-``experts(rows[R, H], local_index[R, J], weights[R, J]) -> [R, H]`` runs this rank's experts on the rows that it was sent:
-the weighted sum over a row's choices. ``local_experts`` is the index of a choice that stands for no expert here; weigh it
-with zero. A kernel calls it exactly once, without rows too: so backward reaches the experts on every rank.
+``experts(rows[R, H], local_index[R, J], weights[R, J]) -> [R, H]`` runs this rank's experts on the rows that it was
+sent: the weighted sum over a row's choices. ``local_experts`` is the index of a choice that stands for no expert here;
+weigh it with zero. A kernel calls it exactly once, without rows too: so backward reaches the experts on every rank.
 
 Gradients of hidden, of the routing weights and of the experts are exact on every rank, whatever the counts: a rank may
-have no token, get no row, or get all of them. A site's ``sizes``: ``experts`` (of all ranks), ``hidden``, ``ranks`` and,
-where the model says it, ``top_k``.
+have no token, get no row, or get all of them. A site's ``sizes``: ``experts`` (of all ranks), ``hidden``, ``ranks``
+and, where the model says it, ``top_k``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from veomni_core.ops.contract import Tolerance, compute_dtype, no_samples
 from veomni_core.ops.dispatch_samples import call, rank_samples, whole
 from veomni_core.ops.expert_ranks import ExpertRanks, Experts
 from veomni_core.ops.rank_contract import RankContract
+
 
 def exchanged(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts, ranks: ExpertRanks

@@ -28,8 +28,7 @@ _EAGER = ("AutoEP", "AllToAllEP")  # the engine's default, and what that is in t
 class ExpertParallelModules:
     """Finds the modules whose forward calls an ``EPImplementation``.
 
-    ``reads_sharding`` says that the sites are those of the sharded model itself: other rules' sites are proven on a whole
-    one.
+    ``reads_sharding``: the sites are those of the sharded model itself. Other rules' sites are proven on a whole one.
     """
 
     reads_sharding = True
@@ -86,13 +85,19 @@ def dispatch_site(
     sizes = {"experts": (experts,), "hidden": (hidden,), "ranks": (ep,), "top_k": (top_k,)}
     known = {name: size for name, size in sizes.items() if size != (None,)}
     fused = own == "MegaMoeEP"
-    layout = f"{experts} experts on {ep} ranks, {tp} of which share a batch" if tp > 1 else f"{experts} experts on {ep} ranks"
+    layout = (
+        f"{experts} experts on {ep} ranks, {tp} of which share a batch"
+        if tp > 1
+        else f"{experts} experts on {ep} ranks"
+    )
     return Site(
         "token_dispatch",
         path,
         rule,
         None if fused else "exchanged",
-        "its experts exchange tokens inside their own kernel (MegaMoeEP)" if fused else f"transformers' engine: {layout}",
+        "its experts exchange tokens inside their own kernel (MegaMoeEP)"
+        if fused
+        else f"transformers' engine: {layout}",
         dtype=dtype,
         own=EAGER if own in _EAGER else own,
         sizes=known,  # type: ignore[arg-type]

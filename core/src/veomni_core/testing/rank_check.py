@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,13 +38,13 @@ def check_on_ranks(spec: KernelSpec, op: OpSpec, device: torch.device, dtype: st
         yield CaseResult("the processes", ended)
 
 
-def _merged(sample: str, lines: list[dict[str, object] | None]) -> CaseResult:
+def _merged(sample: str, lines: list[dict[str, Any] | None]) -> CaseResult:
     failures = []
     worst = {"worst_value": 0.0, "worst_gradient": 0.0}
     for rank, line in enumerate(lines):
         if line is not None:
-            failures += [f"rank {rank}: {failure}" for failure in line["failures"]]  # type: ignore[attr-defined]
-            worst = {key: max(value, line[key]) for key, value in worst.items()}  # type: ignore[type-var]
+            failures += [f"rank {rank}: {failure}" for failure in line["failures"]]
+            worst = {key: max(value, line[key]) for key, value in worst.items()}
     return CaseResult(sample, tuple(failures), **worst)
 
 
@@ -77,5 +78,5 @@ def _run(folder: Path) -> tuple[str, ...]:
     return tuple(ended)
 
 
-def _lines(path: Path) -> list[dict[str, object]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

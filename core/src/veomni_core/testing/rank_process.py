@@ -1,8 +1,8 @@
 """One rank of a conformance check: makes its part of every sample's call, and writes a line of JSON for each.
 
-On every sample, its results and gradients are compared with those of the oracle: the whole computation in one process, in
-float64. Two calls must give the same bits if the kernel promises determinism, a call without gradients the same result,
-and a call that is computed again in backward the same gradients. Inputs must not be written to.
+On every sample, its results and gradients are compared with those of the oracle: the whole computation in one process,
+in float64. Two calls must give the same bits if the kernel promises determinism, a call without gradients the same
+result, and a call that is computed again in backward the same gradients. Inputs must not be written to.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ class RankCheck:
             worst = max(worst, error)
             failures += [problem] if problem else []
         failures += self._uses(sample, found, group)
-        for name, before, after in zip(
-            self.contract.arguments, sample.calls[self.rank].args, mine.args, strict=True
-        ):
+        for name, before, after in zip(self.contract.arguments, sample.calls[self.rank].args, mine.args, strict=True):
             failures += [] if same(before.detach(), after.detach()) else [f"wrote into its input {name}"]
         return CaseResult(sample.name, tuple(failures), share, worst)
 
@@ -111,8 +109,12 @@ class RankCheck:
         calls = [to_float64(call) for call in sample.calls]
         results = list(self.contract.whole(calls))
         leaves = _leaves(self.contract, calls[self.rank])
-        found = torch.autograd.grad(results, list(leaves.values()), [upstream_of(x) for x in results], allow_unused=True)
-        return _Outcome(results[self.rank].detach(), dict(zip(leaves, found, strict=True)) if self.spec.backward else {})
+        found = torch.autograd.grad(
+            results, list(leaves.values()), [upstream_of(x) for x in results], allow_unused=True
+        )
+        return _Outcome(
+            results[self.rank].detach(), dict(zip(leaves, found, strict=True)) if self.spec.backward else {}
+        )
 
 
 def _leaves(contract: RankContract, sample: Sample) -> dict[str, Tensor]:
@@ -140,7 +142,7 @@ def main(folder: Path, rank: int) -> None:
     device, backend = _device_of(kind, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(folder / "store"), MOST_RANKS)
+    store = torch.distributed.FileStore(str(folder / "store"), MOST_RANKS)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=MOST_RANKS, timeout=_PATIENCE)
     groups = {size: dist.new_group(range(size)) for size in range(1, MOST_RANKS + 1)}
     contract = contract_for(op, spec.variant)

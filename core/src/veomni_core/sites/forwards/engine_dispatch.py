@@ -23,18 +23,17 @@ class KernelDispatch(EPImplementation):
     gathered, as in the engine's ``AllToAllEP``. Where gradients are off and all expert ranks share one batch, the
     engine's own implementation runs: its all-reduce needs no counts and can be captured in a CUDA graph.
 
-    ``experts_forward`` is the engine's implementation's, until it is set here: kernels for experts and for this op may be
-    bound and unbound in any order.
+    ``experts_forward`` is the engine's implementation's, until it is set here: kernels for experts and for this op may
+    be bound and unbound in any order.
     """
 
     def __init__(self, engine: Any, kernel: Kernel) -> None:
         # Not the engine's __init__: it would capture the module's forward, which calls this object.
         self.engine, self.kernel = engine, kernel
-        self.num_local_experts: int = engine.num_local_experts
-        self.ep_mesh, self.tp_mesh, self.shares_batch = engine.ep_mesh, engine.tp_mesh, engine.shares_batch
-        group = self.ep_mesh.get_group()
-        size, rank = self.ep_mesh.size(), self.ep_mesh.get_local_rank()
-        self.ranks = ExpertRanks(group, size, rank, self.num_local_experts)
+        self.num_local_experts, self.shares_batch = engine.num_local_experts, engine.shares_batch
+        self.ep_mesh, self.tp_mesh = engine.ep_mesh, engine.tp_mesh
+        place = (self.ep_mesh.size(), self.ep_mesh.get_local_rank())
+        self.ranks = ExpertRanks(self.ep_mesh.get_group(), *place, engine.num_local_experts)
 
     def __getattr__(self, name: str) -> Any:
         if name == "experts_forward":

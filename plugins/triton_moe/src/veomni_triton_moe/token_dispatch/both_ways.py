@@ -17,7 +17,7 @@ from veomni_triton_moe.token_dispatch.rows import OVERFLOW, chosen_weights, pack
 
 
 class There(torch.autograd.Function):
-    """``(hidden[T, H], weights[T, K], exchange)`` to the experts' ``rows[R, H]``, ``weights[R, K]``, ``index[R, K]``."""
+    """From ``hidden[T, H]`` and ``weights[T, K]`` to what experts get: ``rows[R, H]``, ``weights[R, K]``, ``index[R, K]``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,6 +60,6 @@ class Back(torch.autograd.Function):
 
 
 _TOO_MANY = (
-    "alltoall_dedup: a rank has more tokens for another rank than max_tokens allows. Set a higher max_tokens (the tokens "
-    "of a rank always suffice), or 0 for no bound"
+    "alltoall_dedup: a rank has more tokens for another rank than max_tokens allows. Set a higher max_tokens (a "
+    "rank's number of tokens always suffices), or 0 for no bound"
 )

@@ -1,7 +1,7 @@
-"""Device code that copies and sums rows. Nothing is scattered: each program writes rows of its own, so sums have one order.
+"""Device code that copies and sums rows. Each program writes rows of its own, so sums have one order.
 
-T tokens, K choices per token, W ranks, L experts per rank, S rows to send, H hidden. A place is ``rank * T + token``, or -1
-for a row of padding. Offsets of rows are int64, since S * H can exceed 2**31.
+T tokens, K choices per token, W ranks, L experts per rank, S rows to send, H hidden. A place is ``rank * T + token``, or
+-1 for a row of padding. Offsets of rows are int64, since S * H can exceed 2**31.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROWS = 64  # rows per program where a row is K values
 
 
 def take(tokens: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Write ``tokens[T, H]`` at each of ``places[S]`` to ``rows[S, H]``, whose stride may be wider; zeros for padding."""
+    """Write ``tokens[T, H]`` at each of ``places[S]`` to ``rows[S, H]``, which may have a stride; zeros for padding."""
     count, width = rows.shape
     if not rows.numel():
         return
