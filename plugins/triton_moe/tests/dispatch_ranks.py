@@ -12,6 +12,7 @@ from transformers.distributed import DistributedConfig
 
 from models import build, tokens
 from veomni_core import apply_plan
+from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.discovery.discover import discover
 from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.token_dispatch import ExpertParallelModules
@@ -73,3 +74,26 @@ def assert_equal(found: Any, wanted: Any, of: str) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def captured(model: Any) -> list[Any]:
+    """What each expert-parallel module's forward calls."""
+    sites = ExpertParallelModules().find(model, RULE)
+    return [captured_cell(vars(model.get_submodule(site.path))["forward"], "implementation") for site in sites]
+
+
+def collectives(function: Any) -> list[tuple[int, list[int] | None, int]]:
+    """The all-to-alls of a call: the rows, how many each rank gets of them, and the bytes of one."""
+    seen = []
+    exchange = dist.all_to_all_single
+
+    def noted(output: Any, rows: Any, incoming: Any = None, outgoing: Any = None, **options: Any) -> Any:
+        seen.append((len(rows), outgoing, rows[:1].numel() * rows.element_size() if len(rows) else 0))
+        return exchange(output, rows, incoming, outgoing, **options)
+
+    dist.all_to_all_single = noted
+    try:
+        function()
+    finally:
+        dist.all_to_all_single = exchange
+    return seen

@@ -29,7 +29,9 @@ from veomni_core.testing.comparison import distance, one_line, plain, same
 from veomni_core.testing.report import CaseResult
 from veomni_core.testing.sample_tensors import copy_of, to_float64, upstream_of
 
-_PATIENCE = timedelta(seconds=60)  # with the other ranks, within one collective
+PATIENCE = 30.0  # seconds that a rank waits for another one in a collective
+LOST = "another rank did not take part in a collective"
+_OUT_OF_STEP = ("raised", "misses")
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,20 @@ class RankCheck:
         self.kernel = spec.load()
 
     def cases(self, groups: dict[int, Any]) -> Iterator[CaseResult]:
-        """A case for each sample; ``groups`` has a process group of each size. Ends at the first call that raises."""
+        """A case for each sample; ``groups`` has a process group of each size.
+
+        Ends where this rank may be out of step with the others: it raised, or it misses a gradient, and so perhaps a
+        collective. The others then lose their connection to it, and end too.
+        """
         for sample in self.contract.rank_samples(self.device, getattr(torch, self.dtype)):
             if self.rank >= sample.ranks:
                 continue
             try:
-                yield self._checked(sample, groups[sample.ranks])
-            except Exception as error:  # the other ranks wait for this one: no further sample can be run
-                yield CaseResult(sample.name, (f"raised {one_line(error)}",))
+                case = self._checked(sample, groups[sample.ranks])
+            except Exception as error:  # whatever a kernel raises on a legal call is a failure of the kernel
+                case = CaseResult(sample.name, (LOST if _is_lost(error) else f"raised {one_line(error)}",))
+            yield case
+            if any(failure == LOST or failure.startswith(_OUT_OF_STEP) for failure in case.failures):
                 return
 
     def _checked(self, sample: RankSample, group: Any) -> CaseResult:
@@ -68,9 +76,10 @@ class RankCheck:
         worst = 0.0
         for name, wanted in exact.gradients.items():
             gradient, what = found.gradients[name], f"the gradient of {name}"
-            if gradient is None or wanted is None:
-                failures += [f"{what} is missing"] if gradient is None and wanted is not None else []
+            if wanted is None:
                 continue
+            if gradient is None:
+                return CaseResult(sample.name, (f"misses {what}",))
             error, problem = distance(gradient, wanted, self.contract.gradients[self.dtype], what)
             worst = max(worst, error)
             failures += [problem] if problem else []
@@ -117,6 +126,11 @@ class RankCheck:
         )
 
 
+def _is_lost(error: Exception) -> bool:
+    """Whether a collective failed, as it does when another rank has ended or doesn't take part."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def _leaves(contract: RankContract, sample: Sample) -> dict[str, Tensor]:
     named = zip(contract.arguments, sample.args, strict=True)
     return {name: tensor for name, tensor in named if tensor.requires_grad}
@@ -143,7 +157,7 @@ def main(folder: Path, rank: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = torch.distributed.FileStore(str(folder / "store"), MOST_RANKS)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=MOST_RANKS, timeout=_PATIENCE)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=MOST_RANKS, timeout=timedelta(seconds=PATIENCE))
     groups = {size: dist.new_group(range(size)) for size in range(1, MOST_RANKS + 1)}
     contract = contract_for(op, spec.variant)
     assert isinstance(contract, RankContract)

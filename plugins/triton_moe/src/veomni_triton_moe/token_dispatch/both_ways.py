@@ -17,7 +17,7 @@ from veomni_triton_moe.token_dispatch.rows import OVERFLOW, chosen_weights, pack
 
 
 class There(torch.autograd.Function):
-    """From ``hidden[T, H]`` and ``weights[T, K]`` to what experts get: ``rows[R, H]``, ``weights[R, K]``, ``index[R, K]``."""
+    """``hidden[T, H]``, ``weights[T, K]`` become the experts' ``rows[R, H]``, ``weights[R, K]``, ``index[R, K]``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:

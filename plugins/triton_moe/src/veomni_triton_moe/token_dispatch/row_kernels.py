@@ -1,6 +1,6 @@
 """Device code that copies and sums rows. Each program writes rows of its own, so sums have one order.
 
-T tokens, K choices per token, W ranks, L experts per rank, S rows to send, H hidden. A place is ``rank * T + token``, or
+T tokens, K choices per token, W ranks, L experts per rank, S rows to send, H hidden. A place is `rank * T + token`, or
 -1 for a row of padding. Offsets of rows are int64, since S * H can exceed 2**31.
 """
 
