@@ -23,7 +23,7 @@ from veomni_core.sites.engine.layout import layout_of
 from veomni_core.sites.engine.whole_twin import whole_twin
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
-from veomni_core.sites.site import EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
+from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
 
 logger = logging.getLogger(__name__)
 
@@ -118,23 +118,28 @@ def search(model: nn.Module, registry: Registry | None = None, layout: EngineLay
 
 def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry, layout: EngineLayout | None) -> list[Site]:
     locator = locator_of(rule)
-    sites = list(locator.find(model, rule.name))
-    for site in sites:
-        if not isinstance(site, Site):
-            raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
-        if site.op_name not in registry.ops:
-            raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
+    sites = [_checked(site, rule, registry) for site in locator.find(model, rule.name)]
+    if layout is None:
+        return sites
+    sites = [_under(site, layout, locator) for site in sites]
+    if isinstance(locator, DividedSiteLocator):
+        sites += [_checked(site, rule, registry) for site in locator.find_divided(model, layout, rule.name)]
+    return sites
+
+
+def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
+    """``site`` with its variant's own name, and declared if a plugin's rule found it.
+
+    Raises:
+        SpecError: it is no site, or of no known op.
+    """
+    if not isinstance(site, Site):
+        raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
+    if site.op_name not in registry.ops:
+        raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
     # Only the core's own rules are known to prove their sites. A plugin's may prove too, but nothing here can tell.
-    declared = rule not in BUILTIN_SITE_RULES
-    sites = [
-        replace(
-            site,
-            variant=registry.canonical_variant(site.op_name, site.variant),
-            declared=site.declared or declared,
-        )
-        for site in sites
-    ]
-    return [_under(site, layout, locator) for site in sites] if layout else sites
+    declared = site.declared or rule not in BUILTIN_SITE_RULES
+    return replace(site, variant=registry.canonical_variant(site.op_name, site.variant), declared=declared)
 
 
 def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
