@@ -69,6 +69,9 @@ class Site:
 class SiteLocator(Protocol):
     """Finds the sites of one rule, and puts kernels there.
 
+    A locator whose sites are made by the sharding itself, as those of token_dispatch are, has a class attribute
+    ``reads_sharding = True``: its ``find`` gets the sharded model. Others need not know of shards.
+
     Example:
         >>> import torch
         >>> from torch import nn
