@@ -94,7 +94,7 @@ class FusedHead:
         def forward(self: Any, input: Tensor) -> Any:
             if torch.compiler.is_compiling():
                 if fused._tracing and _is_plain(self):
-                    return TracedLogits(input, self.weight, self.bias, fused._kernel)
+                    return TracedLogits(input, self.weight, self.bias, fused._kernel, self)
                 return original(self, input)
             step = _STEP.get()
             if step is None or step.fused is not fused:

@@ -5,17 +5,17 @@ Shape suffixes: ``H`` hidden width, ``V`` vocabulary, ``...`` positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from veomni_core.errors import LogitsGoneError
 from veomni_core.ops.autocast import autocast_dtype
+from veomni_core.sites.forwards.gathered_weight import gathered, is_in_memory
 
 Kernel = Callable[..., Tensor]
 
@@ -66,26 +66,11 @@ class HeadCall:
         """The kernel's loss of ``rows[T, H]`` against ``labels[T]``, in a graph that ends at ``inputs``."""
         self.fused += 1
         weight, bias = self.weight, self.bias
-        with self._gathered(), self._autocast(None):
+        with gathered(self._head, self.weight), self._autocast(None):  # type: ignore[arg-type]
             if self._autocast_dtype is not None:
                 rows, weight = rows.to(self.dtype), weight.to(self.dtype)  # type: ignore[union-attr]
                 bias = None if bias is None else bias.to(self.dtype)
             return self.kernel(rows, weight, labels.to(self.device), bias=bias, **options)
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Gather the whole weight, which FSDP2 shards again after the forward of a head that is a unit of its own."""
-        if self._has_weight() or not isinstance(self._head, FSDPModule):
-            yield
-            return
-        self._head.unshard()
-        try:
-            yield
-        finally:
-            self._head.reshard()
-
-    def _has_weight(self) -> bool:
-        return not self.weight.numel() or self.weight.untyped_storage().size() > 0  # type: ignore[union-attr]
 
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         if not torch.amp.is_autocast_available(self.device.type):
@@ -97,7 +82,7 @@ class HeadCall:
         return [None if each is None or each.is_inference() else each._version for each in self.inputs]
 
     def _check(self) -> None:
-        if not self._has_weight():
+        if not is_in_memory(self.weight):  # type: ignore[arg-type]
             what = "the output projection's weight was sharded again since"
         elif self._versions != self._current_versions() or not torch.equal(_sample(self.weight), self._sample):
             what = "the output projection's weight was changed since, by optimizer.step() for instance"
