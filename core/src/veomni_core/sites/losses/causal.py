@@ -17,16 +17,20 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
+from veomni_core.changes.instance_forward import InstanceForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.ops.labels import IGNORED
 from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.losses.head_twin import VOCABULARY, head_twin
+from veomni_core.sites.losses.sharded_head import VOCABULARY_PARALLEL, sharded_variant
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import set_on_instance
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
+
+__all__ = ["CausalLosses", "sharded_variant"]
 
 
 class CausalLosses:
@@ -46,7 +50,8 @@ class CausalLosses:
             yield _prove(module, head).site("cross_entropy_loss", path, rule, dtype=dtype, sizes=sizes)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        return _changes(model.get_submodule(site.path), kernel)
+        changes = _changes_of_a_shard if site.variant == VOCABULARY_PARALLEL else _changes
+        return changes(model.get_submodule(site.path), kernel)
 
 
 def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -59,6 +64,12 @@ def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
     head, fused = module.get_output_embeddings(), FusedHead(kernel)
     yield ForwardChange(head, fused.head_forward(current_forward(head)))
+    yield ForwardChange(module, fused.model_forward(current_forward(module)))
+
+
+def _changes_of_a_shard(module: Any, kernel: Kernel) -> Iterable[Change]:
+    head, fused = module.get_output_embeddings(), FusedHead(kernel)
+    yield InstanceForwardChange(head, fused.sharded_head_forward(vars(head)["forward"]))
     yield ForwardChange(module, fused.model_forward(current_forward(module)))
 
 
