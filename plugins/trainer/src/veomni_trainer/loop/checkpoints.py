@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from veomni_core import Plan
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.loop.shards import LAYOUT, Layout
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
 
@@ -42,6 +43,8 @@ class CheckpointCallback(TrainerCallback):
             written = self._folder.staging / f"checkpoint-{state.global_step}"
             place = self._folder.path / written.name
             write_whole(written / "plan.json", self._plan.to_json())
+            if self._train.is_sharded:
+                write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
             if place.exists():  # an incomplete checkpoint, or one of an earlier run that a resumed run reaches again
                 shutil.rmtree(place)
             publish_folder(written, place)

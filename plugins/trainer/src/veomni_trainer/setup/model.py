@@ -8,10 +8,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, build_foundation_model
+from veomni_core.build import build_skeleton as unbound_skeleton
 from veomni_core.errors import ConfigError
 from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
+from veomni_trainer.setup.sharding import check_sharding, distributed_config
 
 _VOCABULARY_STEP = 64
 
@@ -30,6 +32,18 @@ def conditions(job: Job) -> JobConditions:
     return JobConditions(
         device="cpu" if job.train.device == "cpu" else None, autocast="bfloat16" if job.train.bf16 else None
     )
+
+
+def check_model(job: Job, tokenizer: Tokenizer) -> None:
+    """Check, without weights or processes, that the job's model fits its data and its sizes.
+
+    Raises:
+        ConfigError: as :func:`model_config`, and where the job's sizes can't shard the model.
+        HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
+    """
+    config = model_config(job, tokenizer)
+    if job.train.is_sharded:
+        check_sharding(job.train, unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code))
 
 
 def build_model(
@@ -57,6 +71,17 @@ def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrained
 
 def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None) -> PreTrainedModel:
     under = conditions(job)
+    if job.train.is_sharded and device != "meta":
+        from transformers import AutoModelForCausalLM
+
+        from veomni_core import bind
+
+        model = AutoModelForCausalLM.from_pretrained(
+            weights, config=model_config(job, tokenizer), dtype=job.model.dtype,
+            distributed_config=distributed_config(job.train),
+        )
+        bind(model, {"preset": "eager"})
+        return model
     return build_foundation_model(
         model_config(job, tokenizer),
         weights,
