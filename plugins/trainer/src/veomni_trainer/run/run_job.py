@@ -34,6 +34,7 @@ from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.model import build_model, check_model, ops_config
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
+from veomni_trainer.setup.waiting import limit_waiting, naming_lost_processes
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
 
@@ -59,7 +60,8 @@ def run_job(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     folder = RunFolder(Path(job.train.output_dir))
-    interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
+    with naming_lost_processes(job.train.timeout):
+        interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
     _let_go()
     if compare and not interrupted:
         _say(f"\nThe same job, all-eager, in {folder.compared(compare).path}:")
@@ -97,6 +99,7 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
     model = build_model(job, ops, tokenizer, arguments.device, checkpoint)
     binding = binding_of(model)
     assert binding is not None
+    limit_waiting(job.train.timeout)
     if group is not None:
         apply_ulysses(model, group)
     accepted = check_plan(checkpoint, binding.plan, accept_plan_change) if checkpoint else ()
