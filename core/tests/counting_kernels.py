@@ -40,7 +40,14 @@ def __getattr__(attribute: str) -> Any:
 def counting_registry(*names: str, ops: tuple[str, ...] = ()) -> Registry:
     """The core's ops, with one counting kernel per name and variant (attention aside, which returns a tuple)."""
     specs = [
-        KernelSpec(name, op.name, variant, f"{__name__}:counting__{op.name}__{variant}__{name}", preference=50 - rank)
+        KernelSpec(
+            name,
+            op.name,
+            variant,
+            f"{__name__}:counting__{op.name}__{variant}__{name}",
+            preference=50 - rank,
+            expert_parallel=op.name == "moe_experts",
+        )
         for rank, name in enumerate(names)
         for op in BUILTIN_OPS
         for variant in op.variants

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from distributed import run_ranks
-from models import build
 
 FLATTENED = """
     import torch
@@ -151,36 +150,6 @@ def test_tensor_parallel_weights_are_refused_and_whole_norms_beside_them_bound()
     assert error.startswith(
         "swiglu_mlp_implementation: one covers none of the 2 sites: not proven: bind does not support"
     )
-
-
-OF_TRANSFORMERS = """
-    from transformers import AutoModelForCausalLM
-
-    def load():
-        settings = {{"tp_plan": "auto", "dtype": torch.float32, "attn_implementation": "eager"}}
-        return AutoModelForCausalLM.from_pretrained({folder!r}, **settings).train()
-
-    eager, model = load(), load()
-    binding = bind(model, EVERY_KERNEL, registry=registry)
-    reasons = {{}}
-    for decision in (decision for op in binding.plan.ops for decision in op.sites):
-        reasons.setdefault(decision.site.op_name, []).append("" if decision.bound else decision.reason)
-    print(sorted(op for op in reasons if "" in reasons[op]))
-    print(reasons["moe_experts"][0])
-    print([reason for reason in reasons["rms_norm"] if reason][0])
-    assert_equal(step(model), step(eager))
-"""
-
-
-def test_a_model_that_transformers_has_made_tensor_parallel_keeps_its_own_code(tmp_path):
-    """Its plan puts forwards into modules, one of which sums the gradients of a norm of heads over the ranks."""
-    build("qwen3_moe", output_router_logits=False).save_pretrained(tmp_path)
-    outputs = run_ranks(TENSOR_PARALLEL + OF_TRANSFORMERS.format(folder=str(tmp_path)))
-    assert outputs[0] == outputs[1]
-    bound, of_experts, of_norms = outputs[0].splitlines()
-    assert bound == "['rms_norm']"
-    assert "its gate_up_proj is a DTensor" in of_experts and "over mesh dimension tp" in of_experts
-    assert of_norms.endswith("its forward was replaced for tensor parallelism")
 
 
 def test_norms_and_mlps_that_are_sharded_after_they_were_bound_compute_the_same():

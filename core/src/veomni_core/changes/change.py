@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from veomni_core.changes.bound_classes import BoundClasses
+from veomni_core.changes.engine_forwards import engine_calls, engine_forward
 from veomni_core.changes.forward_functions import reaches, replace_captured, wraps
 from veomni_core.errors import BindingError
 
@@ -189,7 +190,8 @@ class ForwardChange(ClassChange):
     """Replaces the ``forward`` of one module with a function of ``(self, ...)``.
 
     The function must use ``self`` to reach the module. If it closed over the module instead, every copy would run the
-    original's weights.
+    original's weights. If transformers' distributed engine has given the module a forward of its own, that one stays,
+    and calls the new one.
 
     Args:
         module: the module to change.
@@ -233,11 +235,17 @@ class ForwardChange(ClassChange):
         module = self.target
         self.keeps_original = reaches(self.forward, type(module).forward)
         super().apply()
+        if engine_forward(module) is not None:
+            # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
+            replace_captured(module, self._before.forward, vars(self._bound)["forward"])
 
     def refuse_own_forward(self) -> None:
-        """Raise ``BindingError`` if the instance has a ``forward`` of its own in its ``__dict__``."""
+        """Raise ``BindingError`` if the instance has a ``forward`` of its own in its ``__dict__``.
+
+        The engine's forward is not refused if it calls that of the module's class.
+        """
         module = self.target
-        if "forward" in vars(module):
+        if "forward" in vars(module) and not engine_calls(module, type(module).forward):
             raise BindingError(
                 f"{self.classes.paths.get(module, 'a module')} ({type(module).__name__}) has a forward of its own, "
                 f"{setter_of(module)}: a kernel beneath it might not run. Take it off before bind, and put it on after"
@@ -248,8 +256,10 @@ class ForwardChange(ClassChange):
             return what
         module = self.target
         given = module is not None and "forward" in vars(module)
-        if given and self._bound is not None and wraps(vars(module)["forward"], vars(self._bound)["forward"]):
-            return ""
+        if given and self._bound is not None:
+            bound = vars(self._bound)["forward"]
+            if wraps(vars(module)["forward"], bound) or engine_calls(module, bound):
+                return ""
         return f"it was given a forward of its own, {setter_of(module)}" if given else ""
 
     def revert(self) -> None:

@@ -62,6 +62,18 @@ def modules_held(function: Function) -> Iterator[nn.Module]:
             yield value
 
 
+def captures(module: nn.Module, function: Function) -> bool:
+    """Whether the ``forward`` in the module's own ``__dict__`` captured ``function``, as one that it may call."""
+    found: list[Any] = []
+
+    def noted(value: Any) -> Any:
+        found.extend([value] if _is_method(value, function, module) else [])
+        return value
+
+    _replace_within(vars(module)["forward"], noted, 0)
+    return bool(found)
+
+
 def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
     """Make wrappers around the module's ``forward`` that captured ``old`` call ``new`` instead.
 
@@ -73,13 +85,18 @@ def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
     def renewed(value: Any) -> Any:
         if value is old:
             return new
-        bound = isinstance(value, MethodType) and value.__func__ is old and value.__self__ is module
-        return MethodType(new, module) if bound else value
+        return MethodType(new, module) if _is_method(value, old, module) else value
 
     for name, value in list(vars(module).items()):
         if (fresh := renewed(value)) is not value:
             vars(module)[name] = fresh
     _replace_within(vars(module)["forward"], renewed, 0)
+
+
+def _is_method(value: Any, function: Function, module: nn.Module) -> bool:
+    """Whether ``value`` is ``function``, or the method that it makes of ``module``."""
+    bound = isinstance(value, MethodType) and value.__func__ is function and value.__self__ is module
+    return bound or value is function
 
 
 def _replace_within(value: Any, renewed: Function, depth: int) -> None:

@@ -23,6 +23,7 @@ from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_
 from veomni_core.random_states import random_states_kept
 
 EAGER = "eager"
+EXPERT_PARALLEL = "expert_parallel"  # what a site needs of a kernel that runs on one rank's experts
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -44,7 +45,9 @@ class KernelSpec:
         deterministic: promises the same bits on every run.
         backward: promises every gradient of the contract.
         dtypes: the input dtypes that it accepts.
-        expert_parallel: whether it also runs with experts that are sharded over ranks. Nothing reads this yet.
+        expert_parallel: for a kernel of experts: whether it can run on one rank's experts. It is then given only those
+            experts' weights, and rows of other ranks' tokens: any number of them, also none, with one expert for each
+            row or with some that are on other ranks, whose index is outside of ``[0, E)``.
         features: the optional parts of the contract that it computes (for attention, see
             :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
         can_run: ``"module:function"`` of a function from a :class:`~veomni_core.Site` to the reason why the kernel
@@ -104,6 +107,11 @@ class KernelSpec:
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise SpecError(f"{owner}: dtypes holds {dtype!r}, which no op takes. {did_you_mean(dtype, DTYPES)}")
+
+    @property
+    def covers(self) -> tuple[str, ...]:
+        """What sites may need of the kernel: its features, and ``expert_parallel``."""
+        return (*self.features, EXPERT_PARALLEL) if self.expert_parallel else self.features
 
     def __str__(self) -> str:
         return f"{self.op_name}/{self.variant}:{self.label}"

@@ -12,6 +12,7 @@ from typing import Any
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import render_table
 
@@ -159,7 +160,7 @@ class Plan:
             **autocast,
             **use,
             "sites": {
-                f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": decision.runs
+                f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": _runs(decision)
                 for op in self.ops
                 for decision in op.sites
             },
@@ -167,9 +168,17 @@ class Plan:
         }
 
 
+def _runs(decision: SiteDecision) -> str:
+    """What runs at a site, and on how large a part of its parameters."""
+    sharding = decision.site.sharding
+    return decision.runs if sharding == WHOLE else f"{decision.runs} ({sharding})"
+
+
 def _what(op: OpDecision, decision: SiteDecision) -> str:
-    """The op and variant, and on a second line the dtypes of the site's inputs."""
-    return "\n".join([f"{op.op_name}/{decision.site.variant or '?'}", *filter(None, [" or ".join(decision.dtypes)])])
+    """The op and variant, and on further lines the dtypes of the site's inputs, and how its parameters are divided."""
+    sharding = "" if decision.site.sharding == WHOLE else str(decision.site.sharding)
+    details = filter(None, [" or ".join(decision.dtypes), sharding])
+    return "\n".join([f"{op.op_name}/{decision.site.variant or '?'}", *details])
 
 
 def _why(decision: SiteDecision) -> str:

@@ -25,6 +25,7 @@ def make_plan(
     hardware: Hardware | str | None = None,
     autocast: Any = None,
     training: bool = True,
+    distributed_config: Any = None,
 ) -> Plan:
     """Find the sites of a model, and decide for each which kernel runs there. Changes nothing in the model.
 
@@ -36,9 +37,14 @@ def make_plan(
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype); ``None`` for training without it.
         training: False plans for evaluation only, where kernels without a backward can run too.
+        distributed_config: transformers' ``DistributedConfig``, or a mapping of its fields (``{"fsdp_size": 4}``). The
+            plan is then for ``model``, which is whole, as the engine will shard it; no process group is needed. A model
+            that the engine has sharded already is planned as it is.
 
     Raises:
         BindingError: ``model`` is not a module, or is bound.
+        ConfigError: ``model`` can't be sharded as ``distributed_config`` says.
+        HostError: this version of transformers has no distributed engine.
         UnknownNameError: PyTorch can't autocast to ``autocast``.
         KernelUnavailableError: a requested kernel cannot run here. One message covers all fields, each with the reasons
             and the kernels that could be used instead.
@@ -62,10 +68,12 @@ def make_plan(
     """
     if isinstance(model, (tuple, list)):
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
-    from veomni_core.sites.find import search  # imports torch
+    from veomni_core.sites.engine.layout import layout_for  # imports torch, as the next one does
+    from veomni_core.sites.find import search
 
     config = OpsConfig.of(config, registry)
-    found = search(model, config.registry)
+    layout = None if distributed_config is None else layout_for(model, distributed_config)
+    found = search(model, config.registry, layout)
     return _plan(found.sites, found.failed_rules, config, hardware, autocast, training)
 
 

@@ -120,7 +120,7 @@ class Selection:
         reasons = list(self.why_not(spec))
         if not set(place.dtypes) <= set(spec.dtypes):
             reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {self._shown(spec, place.dtypes)}")
-        missing = [need for need in place.needs if need not in spec.features]
+        missing = [need for need in place.needs if need not in spec.covers]
         reasons += [f"does not compute {need}, which this site needs" for need in missing]
         reasons += [f"has {feature}: {why}" for feature, why in place.refuses if feature in spec.features]
         if spec.can_run and place.site is not None and (why := _refused_by_plugin(spec, place.site)):

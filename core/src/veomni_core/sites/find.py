@@ -11,6 +11,7 @@ from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
@@ -18,9 +19,11 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError
 from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.sites.claims import settle_claims
+from veomni_core.sites.engine.layout import layout_of
+from veomni_core.sites.engine.whole_twin import whole_twin
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
-from veomni_core.sites.site import EagerSiteLocator, Site, SiteLocator
+from veomni_core.sites.site import EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,10 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     """Every site in ``model`` (on any device, ``meta`` too), sorted by op and path.
 
     The model is read, never changed, and its weights are never computed on: proofs run on tiny copies on the CPU. A
-    plugin's rule that fails is skipped, with a logged warning that names it. Sites whose parameters are sharded in a
-    way that ``bind`` does not support have no variant, and their evidence says why. In a model whose parameters FSDP1
+    plugin's rule that fails is skipped, with a logged warning that names it. A model that transformers' distributed
+    engine has sharded is proven as the whole model that it is a part of, and each site says over how many ranks its
+    parameters are divided. Sites whose parameters are sharded in a way that ``bind`` does not support have no variant,
+    and their evidence says why. In a model whose parameters FSDP1
     has flattened, rules that read parameters are not run: each op that no other rule finds has one site without a
     variant, at the path of the flattened module.
 
@@ -71,8 +76,11 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     return search(model, registry).sites
 
 
-def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
-    """As :func:`find_sites`, together with the plugins' rules that failed."""
+def search(model: nn.Module, registry: Registry | None = None, layout: EngineLayout | None = None) -> SearchResult:
+    """As :func:`find_sites`, together with the plugins' rules that failed.
+
+    With ``layout``, the sites are those of a whole ``model`` once transformers' engine has sharded it so.
+    """
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
     if any(any(bindings_in(module)) for module in model.modules()):
@@ -81,6 +89,8 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
             "search it again, call binding_of(model).undo() first"
         )
     registry = registry or discover()
+    if layout is None and (layout := layout_of(model)) is not None:
+        model = whole_twin(model)
     sharding = ModelSharding(model)
     sites: list[Site] = []
     failed: list[str] = []
@@ -88,7 +98,8 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
         if sharding.flattened is not None and rule.reads_parameters:
             continue
         try:
-            sites += [_where_sharded(site, sharding) for site in _sites_of(rule, model, registry)]
+            found = _sites_of(rule, model, registry, layout)
+            sites += found if layout else [_where_sharded(site, sharding) for site in found]
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
             failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
@@ -105,8 +116,9 @@ def search(model: nn.Module, registry: Registry | None = None) -> SearchResult:
     return SearchResult(settle_claims(ordered), tuple(failed))
 
 
-def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site]:
-    sites = list(locator_of(rule).find(model, rule.name))
+def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry, layout: EngineLayout | None) -> list[Site]:
+    locator = locator_of(rule)
+    sites = list(locator.find(model, rule.name))
     for site in sites:
         if not isinstance(site, Site):
             raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
@@ -114,7 +126,7 @@ def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site
             raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
     # Only the core's own rules are known to prove their sites. A plugin's may prove too, but nothing here can tell.
     declared = rule not in BUILTIN_SITE_RULES
-    return [
+    sites = [
         replace(
             site,
             variant=registry.canonical_variant(site.op_name, site.variant),
@@ -122,6 +134,18 @@ def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry) -> list[Site
         )
         for site in sites
     ]
+    return [_under(site, layout, locator) for site in sites] if layout else sites
+
+
+def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
+    """What ``site``, found on the whole model, is under ``layout``."""
+    site = replace(site, sharding=layout.of(site.path))
+    if site.variant is None or not site.sharding.divides_forward:
+        return site
+    if isinstance(locator, ShardedSiteLocator):
+        return locator.sharded(site, layout)
+    why_not = f"its parameters are divided ({site.sharding}), and the rule {site.rule!r} has no method sharded"
+    return replace(site, variant=None, evidence=why_not, examined=False)
 
 
 def _where_sharded(site: Site, sharding: ModelSharding) -> Site:

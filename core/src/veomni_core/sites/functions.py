@@ -12,14 +12,19 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes.engine_forwards import engine_forward
+
 Function = Callable[..., Any]
 # The most decorators that are looked through. It also ends the search in a function that closes over itself.
 _DEEPEST = 6
 
 
 def current_forward(module: nn.Module) -> Function:
-    """The function that runs as ``module.forward``: the instance's own where one was set, else the class's."""
-    own = vars(module).get("forward")
+    """The function that runs as ``module.forward``: the instance's own where one was set, else the class's.
+
+    Where the instance's own is that of transformers' distributed engine, it is the class's, which the engine's calls.
+    """
+    own = None if engine_forward(module) else vars(module).get("forward")
     if isinstance(own, MethodType):
         return own.__func__
     return type(module).forward if own is None else own

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
+from veomni_core.descriptions.sharding import WHOLE, EngineLayout, Sharding
 
 if TYPE_CHECKING:  # planning from sites alone imports no torch
     from veomni_core.changes.change import Change
@@ -28,13 +29,15 @@ class Site:
         detail: what the rule needs to put a kernel there.
         sizes: the widths and counts that a kernel's ``can_run`` may look at, by the names in the op's documentation
             (for experts ``experts``, ``hidden`` and ``intermediate``). Each is a tuple, mostly of one: an attention
-            site covers all layers that share a config, and their heads may differ in width.
+            site covers all layers that share a config, and their heads may differ in width. Where a rank computes with
+            a part of the weights, they are the sizes of the ranks' parts.
         own: what runs there when nothing is bound: ``eager``, or the implementation that the model is set to.
         examined: whether what the site computes could be determined. With ``variant=None``, True means that it matches
             no known variant, and False that we could not tell.
         needs: the features that a kernel must declare to run there.
         refuses: the features that a kernel must not declare to run there, each with the reason.
         declared: whether the variant is only stated (by an ``OpSlot``, a plugin's rule or transformers), not proven.
+        sharding: over how many ranks the site's parameters are divided.
 
     Example:
         >>> site = Site("rms_norm", "model.norm", "norm modules", "standard", "proven by value", sizes={"width": [97]})
@@ -60,8 +63,11 @@ class Site:
     refuses: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sharding: Sharding = WHOLE
 
     def __post_init__(self) -> None:
+        if isinstance(self.sharding, Mapping):  # as a plan's JSON has it
+            object.__setattr__(self, "sharding", Sharding(**self.sharding))
         object.__setattr__(self, "needs", tuple(self.needs))
         object.__setattr__(self, "sizes", {name: tuple(sizes) for name, sizes in self.sizes.items()})
 
@@ -98,6 +104,40 @@ class SiteLocator(Protocol):
         """The changes that make ``kernel``, loaded from ``spec``, run at ``site``.
 
         The caller applies each change as it is yielded.
+        """
+
+
+@runtime_checkable
+class ShardedSiteLocator(SiteLocator, Protocol):
+    """A locator that knows its sites on models whose forward computes with a part of the weights.
+
+    transformers' distributed engine divides weights over the ranks of tensor and expert parallelism. A site is found on
+    the whole model, and then passed to :meth:`sharded`. At the sites of a locator without that method, no kernel is
+    bound where weights are divided.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from veomni_core.descriptions.sharding import EngineLayout
+        >>> class GeluModules:
+        ...     def find(self, model, rule):
+        ...         yield Site("gelu", "mlp.act", rule, "tanh", "its class says so", sizes={"width": (96,)})
+        ...
+        ...     def install(self, model, site, kernel, spec):
+        ...         yield from ()
+        ...
+        ...     def sharded(self, site, layout):  # it is between linears whose tensors are divided
+        ...         return replace(site, sizes={"width": (site.sizes["width"][0] // layout.tp,)})
+        >>> isinstance(GeluModules(), ShardedSiteLocator)
+        True
+        >>> [site] = GeluModules().find(None, "GELU modules")
+        >>> GeluModules().sharded(site, EngineLayout(tp=2)).sizes
+        {'width': (48,)}
+    """
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """What ``site``, found on the whole model, is under ``layout``.
+
+        It has the sizes of the ranks' parts, or another variant, or no variant and why no kernel can run there.
         """
 
 

@@ -76,4 +76,5 @@ def _kernels(
         deterministic=deterministic,
         features=features,
         can_run=can_run,
+        expert_parallel=op_name == "moe_experts",
     )

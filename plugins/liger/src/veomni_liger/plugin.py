@@ -56,5 +56,6 @@ def _kernels(
         factory=f"veomni_liger.{op_name}:{{variant}}",
         hardware=_GPU,
         description=description,
+        expert_parallel=op_name == "moe_experts",
         preference=preference,
     )

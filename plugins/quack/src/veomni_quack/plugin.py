@@ -28,6 +28,7 @@ def _kernels(
         description=description,
         preference=preference,
         dtypes=dtypes,
+        expert_parallel=op_name == "moe_experts",
     )
 
 

@@ -52,6 +52,7 @@ def veomni_kernels() -> list[KernelSpec]:
             op_name="moe_experts",
             factory="veomni_torch.moe_experts:{variant}",
             description="tokens sorted by expert, one matrix product per expert and projection",
+            expert_parallel=True,
             preference=_PREFERENCE,
         ),
         *KernelSpec.for_variants(

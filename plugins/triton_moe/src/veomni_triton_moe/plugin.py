@@ -18,6 +18,7 @@ def _kernels(name: str, op_name: str, variants: Iterable[str], description: str)
         factory=f"veomni_triton_moe.{op_name}:{{variant}}",
         hardware=_GPU,
         description=description,
+        expert_parallel=op_name == "moe_experts",
         preference=_PREFERENCE,
     )
 
@@ -31,6 +32,7 @@ def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
         factory=f"veomni_triton_moe.moe_experts:{kernel}",
         hardware=_GPU,
         description=f"fused_triton, {description}",
+        expert_parallel=kernel == "standard_recomputing",  # the other one needs weights that are leaves
         preference=0,
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.errors import BindingError
 from veomni_core.ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_core.sites.attention.config_changes import config_changes, interface_of
@@ -36,6 +37,10 @@ class AttentionInterface:
             found = prove_attention(model, readers) if readers else {}
         for owner, paths in readers.items():
             yield _site(model, owner, paths, rule, found[owner])
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """Attention reads the rank's heads, which are plain tensors."""
+        return site
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.guard_change import GuardChange
-from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.experts.proof import WEIGHTS, prove_experts
 from veomni_core.sites.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation
 from veomni_core.sites.forwards.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
@@ -18,6 +21,10 @@ from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
+
+# Layouts whose forward passes each row's experts on. In the others a row's place in the input says which it is for.
+_DIVISIBLE = {"as stored", "transposed"} | {name for name, layout in LAYOUTS.items() if layout.variant == "clamped"}
+_DIVIDED_WIDTH = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 
 
 class ExpertsModules(ModuleLocator):
@@ -57,6 +64,20 @@ class ExpertsModules(ModuleLocator):
 
     def own(self, module: nn.Module) -> str:
         return selected_implementation(module)
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """A rank runs the kernel on its experts alone, or on its part of every expert's width."""
+        styles = layout.styles_at(site.path)
+        own = styles.pop("", "")
+        if site.detail["layout"] not in _DIVISIBLE:
+            return refused(site, {"": own, **styles}, f"experts kept {site.detail['layout']} can't be divided")
+        if own == "ep_dispatch_experts" and set(styles.values()) == {"grouped_gemm"}:
+            sizes = {**site.sizes, "experts": (site.sizes["experts"][0] // layout.ep,)}
+            return replace(site, sizes=sizes, needs=(*site.needs, EXPERT_PARALLEL))
+        width = site.sizes["intermediate"][0]
+        if own == "moe_tp_experts" and styles == _DIVIDED_WIDTH and width % layout.tp == 0:
+            return replace(site, sizes={**site.sizes, "intermediate": (width // layout.tp,)})
+        return refused(site, {"": own, **styles}, "the kernel needs whole experts, or equal parts of gate, up and down")
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.guard_change import GuardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout, parts
 from veomni_core.ops.contract import Contract, dtype_name
 from veomni_core.ops.swiglu_mlp import CONTRACTS
+from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.forwards.gated_mlps import Layout, over_linears
 from veomni_core.sites.forwards.signatures import with_own_signature
 from veomni_core.sites.gated_mlps.proof import prove_mlp
@@ -26,6 +29,11 @@ from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
+
+# The engine's styles of the linears into the activation: each rank gets a part of their output, or the whole.
+_DIVIDING = {"colwise", "packed_colwise"}
+_GATHERING = {"", "colwise_gather_output", "colwise_rep"}
+_SPLITTING = {"rowwise_split_input", "rowwise_rep"}  # of a linear out of it that is given the whole
 
 
 class GatedMlpModules(ModuleLocator):
@@ -78,6 +86,17 @@ class GatedMlpModules(ModuleLocator):
         linears = _linears(module)
         down = linears[next(_layouts(linears))[-1]]
         return {"hidden": (down.out_features,), "intermediate": (down.in_features,)}
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """The linears stay modules, and give plain tensors: the kernel sees a part of the intermediate width."""
+        styles = layout.styles_at(site.path)
+        *into, down = (styles.get(name, "") for name in site.detail["layout"])
+        if set(into) <= _DIVIDING and down == "rowwise":
+            (width,) = site.sizes["intermediate"]
+            return replace(site, sizes={**site.sizes, "intermediate": parts(width, layout.tp)})
+        if set(into) <= _GATHERING and down in ("", *_SPLITTING):
+            return site
+        return refused(site, styles, "the kernel needs matching parts of gate and up, and a down that takes them")
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout, parts
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.ops.labels import IGNORED
+from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.losses.head_twin import VOCABULARY, head_twin
@@ -27,6 +30,8 @@ from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import set_on_instance
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
+
+_GATHERING = {"colwise_gather_output", "colwise_rep"}  # the engine's styles of a head that returns all logits
 
 
 class CausalLosses:
@@ -43,10 +48,26 @@ class CausalLosses:
                 continue
             heads.add(id(head))
             dtype, sizes = probe.parameter_dtype(head), _sizes(head)
-            yield _prove(module, head).site("cross_entropy_loss", path, rule, dtype=dtype, sizes=sizes)
+            proof = replace(_prove(module, head), detail={"head": _name_of(head, module)})
+            yield proof.site("cross_entropy_loss", path, rule, dtype=dtype, sizes=sizes)
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """With a divided vocabulary each rank computes its words' part of the loss, and the logits are not gathered."""
+        head = f"{site.path}.{site.detail['head']}".lstrip(".")
+        styles = layout.styles_at(head)
+        if not styles:
+            return site
+        if styles.get("") not in _GATHERING:
+            return refused(site, styles, "the loss needs a head whose words are divided, and whose output is gathered")
+        words = parts(site.sizes["vocabulary"][0], layout.tp)
+        return replace(site, variant="vocabulary_parallel", sizes={**site.sizes, "vocabulary": words})
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         return _changes(model.get_submodule(site.path), kernel)
+
+
+def _name_of(head: nn.Module, module: nn.Module) -> str:
+    return next(path for path, each in module.named_modules(remove_duplicate=False) if each is head)
 
 
 def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from veomni_core.changes.change import AttributeChange, Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.sites.forwards.classification_loss import SINGLE_LABEL, single_label
 from veomni_core.sites.proofs import probe
@@ -25,6 +26,10 @@ class ClassificationLosses:
         for path, module in model.named_modules():
             if getattr(module, "loss_type", None) == "ForSequenceClassification" and hasattr(module, "loss_function"):
                 yield _prove(module.loss_function).site("cross_entropy_loss", path, rule)  # type: ignore[arg-type]
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """Every rank has the whole pooled logits."""
+        return site
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)

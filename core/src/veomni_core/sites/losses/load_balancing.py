@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.load_balancing_loss import CONTRACTS
 from veomni_core.sites.called_functions import Function, callers, replaced
@@ -34,6 +35,10 @@ class LoadBalancingFunctions:
         for caller in callers(model, lambda name: name == _NAME):
             proof = Proof(None, caller.why_not) if caller.why_not else _prove(caller.functions[_NAME])
             yield proof.site("load_balancing_loss", caller.path, rule)
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """Every rank has the router's logits of all experts, for the tokens of its batch."""
+        return site
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         return replaced(model.get_submodule(site.path), _NAME, kernel)

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.rms_norm import CONTRACTS
 from veomni_core.sites.forwards import norms
 from veomni_core.sites.forwards.signatures import why_not_callable, with_own_signature
 from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.norms.proof import Case, Inputs, eps_of, prove_norm
+from veomni_core.sites.norms.sharded import sharded_norm
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Reading, guarded_names, unseen_changes
 from veomni_core.sites.proofs.proof import Proof
@@ -71,6 +73,9 @@ class NormModules(ModuleLocator):
 
     def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
         return probe.width_of(module)
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        return sharded_norm(site, layout)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)

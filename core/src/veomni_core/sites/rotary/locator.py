@@ -11,6 +11,7 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.called_functions import Caller, callers, replaced
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
@@ -33,6 +34,10 @@ class RotaryFunctions:
                 for caller in callers(model, _ROTARY_NAME.search)
                 for name, proof in _proven(caller, embeddings.nearest(caller.path, handed_over), proofs)
             ]
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """The queries and keys are those of the rank's heads."""
+        return site
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         return replaced(model.get_submodule(site.path), site.detail["function"], kernel)

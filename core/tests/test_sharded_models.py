@@ -1,0 +1,62 @@
+"""Kernels bound on models that transformers' distributed engine has sharded: the numbers of one process.
+
+One launch of processes runs every model and layout and prints a line of JSON for each. The tests read those lines.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from distributed import run_ranks
+from sharded_models import FAMILIES, LAYOUTS, has_layout
+
+pytest.importorskip(
+    "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
+)
+
+# Relative, in norm, of every gradient: float32 sums in another order. The engine's own, unbound, are up to 7e-7 off.
+LARGEST = 1e-6
+
+RUN = """
+    from sharded_models import report_cases
+    report_cases({folder!r}, {processes})
+"""
+CASES = [
+    pytest.param(processes, family, name, id=f"{family}, {name}")
+    for processes in LAYOUTS
+    for family in FAMILIES
+    for name, layout in LAYOUTS[processes].items()
+    if has_layout(family, layout)
+]
+
+
+@cache
+def reported(processes: int) -> dict[tuple[str, str], dict]:
+    with TemporaryDirectory() as folder:
+        outputs = run_ranks(RUN.format(folder=str(Path(folder)), processes=processes), processes, timeout=600.0)
+    lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    return {(each[0]["family"], each[0]["layout"]): each for each in zip(*lines, strict=True)}
+
+
+@pytest.mark.parametrize("processes, family, name", CASES)
+def test_a_bound_sharded_model_gives_the_losses_and_gradients_of_one_process(processes, family, name):
+    for rank in reported(processes)[family, name]:
+        assert rank["losses_off"] < LARGEST, rank
+        assert rank["norms_off"] < LARGEST, rank
+        assert rank["gradients_off"][1] < LARGEST, rank
+        assert rank["weights_off"][1] < 20 * LARGEST, rank  # after as many steps
+        assert rank["changed"] == {}
+
+
+@pytest.mark.parametrize("processes, family, name", CASES)
+def test_every_kernel_ran_and_the_plan_was_known_before_there_were_ranks(processes, family, name):
+    for rank in reported(processes)[family, name]:
+        assert rank["planned_differently"] == []
+        assert set(rank["called"]) == set(rank["bound"]), rank
+        assert rank["same_bits_after_undo"]
+        assert rank["globals_changed"] == []
