@@ -98,16 +98,19 @@ class JobConditions:
     Args:
         device: where the job runs, as torch names devices; ``None`` for the machine's accelerator.
         autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
+        distributed_config: the fields of transformers' ``DistributedConfig`` under which it shards the model; ``None``
+            for a model that is not sharded.
 
     Example:
         >>> def check(path):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
         ...     return JobConditions(autocast="bfloat16")
         >>> check("job.yaml")
-        JobConditions(device=None, autocast='bfloat16')
+        JobConditions(device=None, autocast='bfloat16', distributed_config=None)
     """
 
     device: str | None = None
     autocast: str | None = None
+    distributed_config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from veomni_core import Plan
+from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_trainer.job.schema import TrainSection
 from veomni_trainer.loop.shards import LAYOUT, Layout
@@ -52,6 +54,17 @@ class CheckpointCallback(TrainerCallback):
         processes.wait_for_everyone()
 
 
+def _kernels(plan: Plan) -> Plan:
+    """``plan`` without the sizes over which parameters are sharded: a run may go on under others."""
+    return replace(
+        plan,
+        ops=tuple(
+            replace(op, sites=tuple(replace(each, site=replace(each.site, sharding=WHOLE)) for each in op.sites))
+            for op in plan.ops
+        ),
+    )
+
+
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
     """The differences between ``plan`` and the plan that the checkpoint was trained with.
 
@@ -64,9 +77,9 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         before = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a plan: {error}") from error
-    if before.sha256 == plan.sha256:
+    changes = _kernels(before).diff(_kernels(plan)) if before.sha256 != plan.sha256 else ()
+    if not changes:
         return ()
-    changes = before.diff(plan)
     if not accept_change:
         listed = "\n".join(f"  - {change}" for change in changes)
         raise PlanMismatchError(
