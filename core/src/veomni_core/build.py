@@ -19,6 +19,8 @@ from veomni_core.jobs.model_config import ConfigSource, load_model_config
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import make_plan
+from veomni_core.sharded_build import random_sharded_model, refuse_device, refuse_world
+from veomni_core.sites.engine.layout import distributed_config_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,6 +36,7 @@ def build_foundation_model(
     device: str | torch.device | None = None,
     training: bool = True,
     attn_implementation: str | None = None,
+    distributed_config: Any = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     agree: bool = True,
@@ -55,6 +58,9 @@ def build_foundation_model(
             the CPU are usually moved there.
         training: False builds for evaluation only, as of :func:`veomni_core.bind`.
         attn_implementation: overrides that one field of ``ops_implementation``.
+        distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
+            mapping of its fields (``{"fsdp_size": 4, "ep_size": 2}``). Needs transformers 5.21 and as many processes
+            as the sizes say. No rank ever holds the whole model. Random weights don't depend on how they are sharded.
         config_kwargs: keys of the model's config to override.
         trust_remote_code: whether code that is shipped with a model may run.
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
@@ -68,7 +74,8 @@ def build_foundation_model(
         MissingOpsImplementationError: ``ops_implementation`` is ``None``.
         ConfigError: another argument is wrong.
         CheckpointError: the weights are missing or don't fit; the message names the keys.
-        HostError: this machine has no such device, or the ranks don't agree on the plan.
+        HostError: this machine has no such device; too few or too many processes run for ``distributed_config``, or
+            this transformers has no engine; or the ranks don't agree on the plan.
 
     Example:
         >>> from veomni_core import binding_of
@@ -101,6 +108,10 @@ def build_foundation_model(
             f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "
             "weights_path out for the shapes, or write init_device='cuda' or 'cpu' to load the weights"
         )
+    sharding = None if distributed_config is None else distributed_config_of(distributed_config)
+    if sharding is not None:
+        refuse_device(made_on)
+        refuse_world(sharding)
     if weights_path is not None:
         check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
@@ -109,11 +120,15 @@ def build_foundation_model(
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
-        return make_plan(skeleton, ops, hardware=hardware, autocast=autocast, training=training)
+        return make_plan(
+            skeleton, ops, hardware=hardware, autocast=autocast, training=training, distributed_config=sharding
+        )
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:
-        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code)
+        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, sharding)
+    elif sharding is not None:
+        model = random_sharded_model(type(skeleton), config, dtype, sharding)
     elif made_on.type == "meta":
         model = skeleton
     else:
@@ -182,9 +197,13 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
 
 
 def _load_weights(
-    model_class: Any, config: Any, path: Path, dtype: torch.dtype, device: torch.device, trust: bool
+    model_class: Any, config: Any, path: Path, dtype: torch.dtype, device: torch.device, trust: bool, sharding: Any
 ) -> Any:
-    options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
+    options: dict[str, Any] = {}
+    if sharding is not None:
+        options["distributed_config"] = sharding  # the engine puts each part on its rank's accelerator
+    elif device.type != "cpu":
+        options["device_map"] = {"": device}
     if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
         # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.
         options["generation_config"] = GenerationConfig.from_model_config(config)
