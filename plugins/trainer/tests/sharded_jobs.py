@@ -1,7 +1,7 @@
 """Runs several jobs, one after the other, in the same processes: importing everything costs more than a tiny job.
 
-Under torchrun with a JSON file of ``{"job": PATH, "set": [...], "options": {...}}``. What a job raises is printed by each
-rank as one line of JSON; the next job runs nevertheless.
+Under torchrun with a JSON file of ``{"job": PATH, "set": [...], "options": {...}}``. What a job raises is printed by
+each rank as one line of JSON; the next job runs nevertheless.
 """
 
 from __future__ import annotations

@@ -47,7 +47,13 @@ def plan_job(
         else:
             assumed = (f"model.weights: {section.weights}",)
     skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
-    plan = make_plan(skeleton, config, hardware=target, autocast=conditions.autocast)
+    plan = make_plan(
+        skeleton,
+        config,
+        hardware=target,
+        autocast=conditions.autocast,
+        distributed_config=conditions.distributed_config,
+    )
     plan = replace(plan, assumptions=(*plan.assumptions, *assumed))
     print(plan.to_json() if json else plan.table())
 

@@ -1,8 +1,8 @@
 """Accumulates gradients under tensor parallelism, where transformers 5.23 would sum what it has already summed.
 
-A parameter that every rank holds whole, but sees with its own heads only (``q_norm`` of Qwen3), gets a hook that sums its
-gradient over the tensor-parallel group after each backward. It sums ``parameter.grad``, so what an earlier micro-batch
-left there would be summed again.
+A parameter that every rank holds whole, but uses for its own heads only (``q_norm`` of Qwen3), gets a hook that sums
+its gradient over the tensor-parallel group after each backward. It sums ``parameter.grad``, so what an earlier
+micro-batch left there would be summed again.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from veomni_core import Plan
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_trainer.job.schema import TrainSection
-from veomni_trainer.loop.shards import LAYOUT, Layout
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.shards import LAYOUT, Layout
 
 
 class CheckpointCallback(TrainerCallback):

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.schema import TrainSection
-from veomni_trainer.loop.accumulation import gradients_apart
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.memory import peak_memory, reset_peak
-from veomni_trainer.loop.shards import is_sharded, load_optimizer, save_optimizer, save_weights
+from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.output.metrics import Row
 
 Listener = Callable[[Row], None]
 
 
-class JobTrainer(Trainer):
+class JobTrainer(ShardedTrainer):
     """A ``Trainer`` that calls ``on_row`` in the first process with a row of metrics for every logged step.
 
     A row's loss is that of its own step, averaged over processes. ``Trainer`` logs the mean since the previous row
@@ -41,8 +37,9 @@ class JobTrainer(Trainer):
         callbacks: list[TrainerCallback],
         train: TrainSection,
     ) -> None:
-        self._clock, self._train = StepClock(), train
+        self._clock = StepClock()
         super().__init__(
+            train,
             model,
             args,
             train_dataset=corpus.training,
@@ -65,21 +62,6 @@ class JobTrainer(Trainer):
             return super()._get_train_sampler(*args, **kwargs)
         return SharedBatches(self.train_dataset, self._train_batch_size, shared, self.args.data_seed or 0)
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Without accelerate's own tensor parallelism: it refuses CPUs, and has nothing to add to a sharded model."""
-        args = super()._build_accelerator_args(**kwargs)
-        args.pop("parallelism_config", None)
-        return args
-
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """The labels of this rank's batches. transformers 5.23 divides them by ``tp_size`` although nothing sums them.
-
-        It does so for labels summed over all ranks, of which ``tp_size`` have the same batch. Each of our ranks divides
-        its loss by its own labels (``average_tokens_across_devices=False``), and would get ``tp_size`` times the loss.
-        """
-        items = super()._get_num_items_in_batch(*args, **kwargs)
-        return items if items is None else items * self.get_tp_size()
-
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss over the validation sequences; each counts once, however they are distributed over batches."""
         model: Any = self.model
@@ -101,15 +83,9 @@ class JobTrainer(Trainer):
         return metrics
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        is_apart = self._train.tp_size > 1 and self._train.gradient_accumulation > 1
-        with gradients_apart(self.model) if is_apart else nullcontext():
-            loss = super().training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
         self._losses.append(loss)
         return loss
-
-    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
-        """Under tensor parallelism FSDP reduces each micro-batch's gradients (:mod:`.accumulation` says why)."""
-        return nullcontext() if self._train.tp_size > 1 else super()._defer_fsdp_gradient_reduction()
 
     def compute_loss(
         self,
@@ -150,24 +126,6 @@ class JobTrainer(Trainer):
         ``Trainer`` would load them without reverting the renaming and splitting that ``save_pretrained`` does, and so
         continue with randomly initialised experts.
         """
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self._train.is_sharded:
-            return super()._save(output_dir, state_dict)
-        save_weights(self.model, Path(output_dir or self.args.output_dir))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._train.is_sharded:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_sharded(Path(checkpoint)):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _mean(self, value: torch.Tensor) -> float:
         return float(self.accelerator.reduce(value.float(), "mean"))

@@ -13,8 +13,8 @@ from veomni_trainer.setup.model import check_model, conditions, ops_config
 def check_job(path: Path) -> JobConditions:
     """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
 
-    Reads the job file, the model's config and the tokenizer; builds a sharded job's model without weights. Doesn't check what depends on the machine that trains: the
-    text files, the devices and the output folder.
+    Reads the job file, the model's config and the tokenizer; of a sharded job also the model's modules. Doesn't
+    check what depends on the machine that trains: the text files, the devices and the output folder.
 
     Raises:
         VeOmniError: the job must be corrected.

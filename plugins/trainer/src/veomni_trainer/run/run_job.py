@@ -22,10 +22,10 @@ from veomni_trainer.job.load import changed_keys, dump_job
 from veomni_trainer.job.schema import Job, TrainSection
 from veomni_trainer.loop.checkpoints import CheckpointCallback, check_plan
 from veomni_trainer.loop.interrupt import InterruptCallback
-from veomni_trainer.loop.shards import Layout, check_layout, is_sharded
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.report.write import describe_run, write_report
 from veomni_trainer.run.eager import train_eager
@@ -177,7 +177,8 @@ def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSect
     if len(corpus.training) < needed:
         raise JobFileError(
             f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
-            "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or data.sequence_length"
+            "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
+            "data.sequence_length"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, build_foundation_model
@@ -14,6 +14,7 @@ from veomni_core.errors import CheckpointError, ConfigError
 from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
+from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
 
 _VOCABULARY_STEP = 64

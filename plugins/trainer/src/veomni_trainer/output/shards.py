@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -68,8 +69,16 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, checkpoint: Pat
 
     try:
         load_optimizer_distributed(model, optimizer, str(checkpoint / _OPTIMIZER))
-    except Exception as error:  # torch raises CheckpointException, and errors of pickle, of files and of shapes
-        raise CheckpointError(f"{checkpoint / _OPTIMIZER} does not fit this job: {_first_line(error)}") from error
+    except (Exception, CheckpointException) as error:  # errors of pickle, of files and of shapes; and torch's own
+        raise CheckpointError(f"{checkpoint / _OPTIMIZER} does not fit this job: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line; of a ``CheckpointException`` what went wrong on the first rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def check_layout(checkpoint: Path, layout: Layout) -> str | None:
@@ -94,7 +103,3 @@ def check_layout(checkpoint: Path, layout: Layout) -> str | None:
 
 def _sizes(layout: Layout) -> str:
     return f"fsdp_size {layout.fsdp_size}, tp_size {layout.tp_size}, ep_size {layout.ep_size}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
