@@ -13,10 +13,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from veomni_core import Plan
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
+from veomni_core.planning.decisions import SiteDecision
 from veomni_trainer.job.schema import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.output.shards import LAYOUT, Layout
+from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded
 
 
 class CheckpointCallback(TrainerCallback):
@@ -55,14 +56,13 @@ class CheckpointCallback(TrainerCallback):
 
 
 def _kernels(plan: Plan) -> Plan:
-    """``plan`` without the sizes over which parameters are sharded: a run may go on under others."""
-    return replace(
-        plan,
-        ops=tuple(
-            replace(op, sites=tuple(replace(each, site=replace(each.site, sharding=WHOLE)) for each in op.sites))
-            for op in plan.ops
-        ),
-    )
+    """``plan`` without what depends on the sizes alone: a run may go on under others."""
+
+    def kernel(decision: SiteDecision) -> SiteDecision:
+        variant = decision.site.variant if decision.bound else None  # the model's own code is none of a kernel's
+        return replace(decision, site=replace(decision.site, sharding=WHOLE, variant=variant))
+
+    return replace(plan, ops=tuple(replace(op, sites=tuple(map(kernel, op.sites))) for op in plan.ops))
 
 
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         before = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a plan: {error}") from error
-    changes = _kernels(before).diff(_kernels(plan)) if before.sha256 != plan.sha256 else ()
+    changes = _kernels(before).diff(_kernels(plan)) if is_sharded(checkpoint) else before.diff(plan)
     if not changes:
         return ()
     if not accept_change:

@@ -14,6 +14,8 @@ from veomni_trainer.job.schema import TrainSection
 from veomni_trainer.loop.accumulation import gradients_apart
 from veomni_trainer.output.shards import is_sharded, load_optimizer, save_optimizer, save_weights
 
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # in a scheduler's state: one value per group of parameters
+
 
 class ShardedTrainer(Trainer):
     """A ``Trainer`` of the job's ``train`` section. Where that section shards nothing, it is ``Trainer``.
@@ -69,7 +71,13 @@ class ShardedTrainer(Trainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         model, optimizer, scheduler = self._trained()
         load_optimizer(model, optimizer, Path(checkpoint))
-        scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        # transformers makes a group of parameters per device mesh, so there may be more or fewer of them now. All have
+        # the same learning rate.
+        groups = len(optimizer.param_groups)
+        scheduler.load_state_dict(
+            {key: each[:1] * groups if key in _PER_GROUP else each for key, each in state.items()}
+        )
 
     def _trained(self) -> tuple[Any, Any, Any]:
         """The model, torch's optimizer inside accelerate's, and the scheduler."""
