@@ -7,6 +7,7 @@ it got for the others.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
-from veomni_core import apply_plan, bind, make_plan
+from veomni_core import apply_plan, bind, get_parallel_plan, make_plan
 
 _STEPS = 20
 _EXPERTS = {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
@@ -141,6 +142,9 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
     binding.undo()
     undone = _step(model, _ids(0, batch))
     binding = apply_plan(model, binding.plan, registry)
+    with torch.no_grad():
+        logits_off = (model.eval()(_ids(0, 0)).logits - whole.eval()(_ids(0, 0)).logits).abs().max().item()
+    model.train(), whole.train(), model.zero_grad()
     changed = [name for name, value in of_process() if name in process and value != process[name]]
     planned = make_plan(whole, EVERY_KERNEL, registry=registry, distributed_config=layout)
     calls.clear()
@@ -161,6 +165,8 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
         "losses_off": max(abs(a - b) / abs(b) for a, b in zip(losses, alone["losses"], strict=True)),
         "norms_off": max(abs(a - b) / b for a, b in zip(*norms, strict=True)),
         "gradients_off": _furthest(found[0], wanted[0]),
+        "logits_off": logits_off,
+        "divided_as_planned": _divided(model) == _to_be_divided(whole, layout),
         "weights_off": _furthest({n: _whole(p) for n, p in model.named_parameters()}, alone["weights"]),
         "called": sorted({op for op, *_ in calls}),
         "bound": sorted({op.op_name for op in binding.plan.ops for d in op.sites if d.bound}),
@@ -169,6 +175,25 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
         "planned_differently": list(binding.plan.diff(planned)),
         "same_bits_after_undo": torch.equal(before, undone),
         "globals_changed": changed,
+    }
+
+
+def _divided(model: Any) -> dict[str, int]:
+    """The dimension along which the engine has divided each parameter over the ranks of TP or EP."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        meshes = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", ())
+        for mesh, placement in zip(meshes, getattr(parameter, "placements", ()), strict=True):
+            if mesh in ("tp", "ep") and hasattr(placement, "dim"):
+                found[name] = placement.dim % parameter.dim()
+    return found
+
+
+def _to_be_divided(whole: PreTrainedModel, layout: dict[str, int]) -> dict[str, int]:
+    plan = get_parallel_plan(whole).to_dict()
+    ways = {**(plan["tp"] if "tp_size" in layout else {}), **(plan["ep"] if "ep_size" in layout else {})}
+    return {
+        name: ways[path] for name, _ in whole.named_parameters() if (path := re.sub(r"\.\d+\.", ".*.", name)) in ways
     }
 
 

@@ -24,7 +24,8 @@ BUILD = """
     layouts = [{{"fsdp_size": 2}}, {{"fsdp_size": 2, "ep_size": 2}}, {{"tp_size": 2}}, {{"tp_size": 2, "ep_size": 2}}]
 
     def weights(model):
-        return {{n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}}
+        named = model.named_parameters()
+        return {{name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in named}}
 
     def refusal(**arguments):
         try:

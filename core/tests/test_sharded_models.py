@@ -49,6 +49,7 @@ def test_a_bound_sharded_model_gives_the_losses_and_gradients_of_one_process(pro
         assert rank["losses_off"] < LARGEST, rank
         assert rank["norms_off"] < LARGEST, rank
         assert rank["gradients_off"][1] < LARGEST, rank
+        assert rank["logits_off"] < LARGEST, rank
         assert rank["weights_off"][1] < 20 * LARGEST, rank  # after as many steps
         assert rank["changed"] == {}
 
@@ -57,6 +58,7 @@ def test_a_bound_sharded_model_gives_the_losses_and_gradients_of_one_process(pro
 def test_every_kernel_ran_and_the_plan_was_known_before_there_were_ranks(processes, family, name):
     for rank in reported(processes)[family, name]:
         assert rank["planned_differently"] == []
+        assert rank["divided_as_planned"], rank
         assert set(rank["called"]) == set(rank["bound"]), rank
         assert rank["same_bits_after_undo"]
         assert rank["globals_changed"] == []

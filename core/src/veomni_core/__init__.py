@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from veomni_core.planning.config import OpsConfig as OpsImplementationConfig
     from veomni_core.planning.plan import Plan
     from veomni_core.planning.planner import make_plan, plan_sites
+    from veomni_core.sites.engine.parallel_plan import get_parallel_plan
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
 
@@ -53,6 +54,7 @@ _HOME = {
     "build_foundation_model": "build",
     "discover": "discovery.discover",
     "find_sites": "sites.find",
+    "get_parallel_plan": "sites.engine.parallel_plan",
     "hookimpl": "descriptions.hookspecs",
     "make_plan": "planning.planner",
     "plan_sites": "planning.planner",
@@ -84,6 +86,7 @@ __all__ = [
     "build_foundation_model",
     "discover",
     "find_sites",
+    "get_parallel_plan",
     "hookimpl",
     "make_plan",
     "plan_sites",

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veomni_core.cli.output import AsJson, HardwareName
+from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.discover import discover
@@ -24,6 +24,9 @@ from veomni_core.planning.config import OpsConfig
 def plan_job(
     job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
     hardware: HardwareName = None,
+    parallel: Annotated[
+        bool, typer.Option("--parallel", help="Print which parameters tensor and expert parallelism can divide.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Check the job, build its model on the meta device, find its sites, and print the plan."""
@@ -39,6 +42,7 @@ def plan_job(
 
     from veomni_core.build import build_skeleton, check_weights
     from veomni_core.planning.planner import make_plan
+    from veomni_core.sites.engine.parallel_plan import get_parallel_plan
 
     assumed: tuple[str, ...] = ()
     if section.weights is not None:
@@ -47,6 +51,10 @@ def plan_job(
         else:
             assumed = (f"model.weights: {section.weights}",)
     skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
+    if parallel:
+        divided = get_parallel_plan(skeleton)
+        print_json(divided.to_dict()) if json else print(divided.table())
+        return
     plan = make_plan(
         skeleton,
         config,

@@ -99,14 +99,14 @@ class JobConditions:
     Args:
         device: where the job runs, as torch names devices; ``None`` for the machine's accelerator.
         autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
-        distributed_config: the fields of transformers' ``DistributedConfig`` under which it shards the model; ``None``
-            for a model that is not sharded.
+        distributed_config: how transformers' engine will shard the model, as fields of its ``DistributedConfig``
+            (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
 
     Example:
         >>> def check(path):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
         ...     return JobConditions(autocast="bfloat16")
-        >>> check("job.yaml")
-        JobConditions(device=None, autocast='bfloat16', distributed_config=None)
+        >>> check("job.yaml").autocast
+        'bfloat16'
     """
 
     device: str | None = None

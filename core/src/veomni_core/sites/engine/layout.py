@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import transformers
 from torch import nn
 
 from veomni_core.descriptions.sharding import EngineLayout
@@ -63,14 +62,9 @@ def distributed_config_of(given: Any) -> Any:
         HostError: this version of transformers has no distributed engine.
         ConfigError: a field is unknown, or the sizes contradict each other.
     """
-    try:
-        from transformers.distributed import expert_parallel  # noqa: F401
-        from transformers.distributed.configuration_utils import DistributedConfig
-    except ImportError as error:
-        raise HostError(
-            f"sharding a model needs the distributed engine of transformers {ENGINE_SINCE} or newer; this is "
-            f"transformers {transformers.__version__}"
-        ) from error
+    require_engine()
+    from transformers.distributed.configuration_utils import DistributedConfig
+
     if isinstance(given, DistributedConfig):
         return given
     if not isinstance(given, Mapping):
@@ -83,6 +77,17 @@ def distributed_config_of(given: Any) -> Any:
         return DistributedConfig(**given)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"distributed_config: {error}") from error
+
+
+def require_engine() -> None:
+    """Raise HostError if this version of transformers has no distributed engine."""
+    try:
+        import transformers.distributed.expert_parallel
+    except ImportError as error:
+        raise HostError(
+            f"sharding a model needs the distributed engine of transformers {ENGINE_SINCE} or newer; this is "
+            f"transformers {transformers.__version__}"
+        ) from error
 
 
 def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
