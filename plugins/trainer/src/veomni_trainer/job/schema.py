@@ -102,6 +102,11 @@ class TrainSection(Section):
         return self.fsdp_size * self.tp_size > 1
 
     @property
+    def measures_loads(self) -> bool:
+        """Whether the experts' loads are measured: as the job says, else where experts are on several processes."""
+        return self.ep_size > 1 and not self.torch_compile if self.expert_loads is None else self.expert_loads
+
+    @property
     def ranks_per_batch(self) -> int:
         """How many neighbouring ranks train on the same batch."""
         return self.sp_size * self.tp_size
@@ -162,6 +167,15 @@ class Job(Section):
             raise ValueError(
                 f"train.sp_size {train.sp_size} and tp_size {tp} can't be combined: both divide the attention's heads "
                 "among processes. Write 1 for one of them"
+            )
+        if train.export and (train.save_every == "never" or train.fsdp):
+            raise ValueError(
+                "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "
+                "accelerate's FSDP writes none that can be read so; set save_every, or fsdp_size in place of fsdp: true"
+            )
+        if train.expert_loads and train.torch_compile:
+            raise ValueError(
+                "train.expert_loads counts by hooks, which a compiled model doesn't call; write torch_compile: false"
             )
         if train.parallel_plan is not None and not train.is_sharded:
             raise ValueError(

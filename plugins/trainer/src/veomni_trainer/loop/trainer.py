@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.schema import TrainSection
 from veomni_trainer.loop.clock import StepClock
+from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak
 from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.output.metrics import Row
@@ -36,8 +38,9 @@ class JobTrainer(ShardedTrainer):
         on_row: Listener,
         callbacks: list[TrainerCallback],
         train: TrainSection,
+        loads: ExpertLoads | None = None,
     ) -> None:
-        self._clock = StepClock()
+        self._clock, self._loads = StepClock(), loads
         super().__init__(
             train,
             model,
@@ -55,6 +58,8 @@ class JobTrainer(ShardedTrainer):
         """Clear the losses of the previous step."""
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
+        if self._loads:
+            self._loads.start_step()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         shared = self._train.ranks_per_batch
@@ -95,7 +100,10 @@ class JobTrainer(ShardedTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         tokens = inputs["input_ids"].numel()
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        with self._loads.counting() if self._loads and model.training and self._logs_step() else nullcontext():
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
         if model.training:
             self._clock.count(tokens * self.args.world_size // self._train.ranks_per_batch)
             if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
@@ -113,8 +121,14 @@ class JobTrainer(ShardedTrainer):
         if self._aux_losses:
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
+        row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
         self._hand_on(row)
+
+    def _logs_step(self) -> bool:
+        """Whether the step that runs will be logged; an interrupt that makes it the last one is not known yet."""
+        step = self.state.global_step + 1
+        return step % self._train.log_every == 0 or step >= self.state.max_steps
 
     def _hand_on(self, row: Row) -> None:
         if self.is_world_process_zero():

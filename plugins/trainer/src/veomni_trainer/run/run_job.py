@@ -21,9 +21,11 @@ from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import changed_keys, dump_job
 from veomni_trainer.job.schema import Job, TrainSection
 from veomni_trainer.loop.checkpoints import CheckpointCallback, check_plan
+from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.report.progress import Progress
@@ -73,6 +75,10 @@ def run_job(
                 f"the eager run ended with exit code {code}, for the reason above; {folder.path} is complete"
             )
     if _is_main_process():
+        if job.train.export and not interrupted:
+            shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
+            export_checkpoint(folder.last_checkpoint()[1], folder.exported)
+            print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         print(describe_run(folder), flush=True)
     if interrupted:
@@ -125,6 +131,7 @@ def _fit(
     step: int,
 ) -> bool:
     """Train until the job's last step or an interrupt; returns whether it was interrupted."""
+    loads = ExpertLoads(model, binding, job.train, arguments.process_index) if job.train.measures_loads else None
     progress = Progress(job.train.steps, step)
     record = RunRecord(folder, binding, dump_job(job), step, progress)
     interrupt = InterruptCallback()
@@ -133,7 +140,7 @@ def _fit(
     if _is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], job.train)
+        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], job.train, loads)
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except torch.OutOfMemoryError as error:
