@@ -59,7 +59,8 @@ RUN = """
                 dirty()
                 (model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)).backward()
             missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-            gradients.append({{name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}})
+            with_gradients = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+            gradients.append({{name: whole(p.grad).clone() for name, p in with_gradients}})
         return gradients, missing
 
     batches = [tokens(2, 9, seed=7), tokens(2, 9, seed=8)]
@@ -75,12 +76,12 @@ RUN = """
             [experts_op] = [op for op in binding.plan.ops if op.op_name == "moe_experts"]
             assert all(decision.kernel == "grouped_mm" for decision in experts_op.sites)
             counts = []
-            hook = model.model.layers[0].mlp.gate.register_forward_hook(lambda *a: counts.append(a[2][-1].unique().tolist()))
-            found, missing = steps(model, [batches[rank]] * 1)
-            hook.remove()
-            # A step on one batch of two: the mean over the ranks is FSDP2's.
+            router = model.model.layers[0].mlp.gate
+            router.register_forward_hook(lambda *call: counts.append(call[2][-1].unique().tolist()))
+            found, missing = steps(model, [batches[rank]])  # FSDP2 takes the mean over the ranks
             off = max((found[k][n] - wanted[k][n]).abs().max().item() for k in (0, 1) for n in wanted[k])
-            print(json.dumps({{"case": [implementation, experts], "off": off, "missing": missing, "chosen": counts[0]}}))
+            report = {{"case": [implementation, experts], "off": off, "missing": missing, "chosen": counts[0]}}
+            print(json.dumps(report))
 """
 
 

@@ -1,4 +1,4 @@
-"""What happens if transformers' engine shards a model that is bound already: it runs on its kernels, or it is refused."""
+"""A bound model that transformers' engine shards afterwards runs on its kernels, or is refused."""
 
 from __future__ import annotations
 

@@ -59,7 +59,6 @@ class EngineLayout:
         tp: ranks that read the same batch and divide the tensors of ``tp_styles``.
         ep: ranks that divide the experts of ``ep_styles``.
         tp_styles, ep_styles: the engine's styles, by the path of a module or parameter.
-        pipeline: stages of pipeline parallelism.
 
     Example:
         >>> styles = {"mlp": "ep_dispatch_experts", "mlp.gate_up_proj": "grouped_gemm"}
@@ -75,7 +74,6 @@ class EngineLayout:
     ep: int = 1
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     ep_styles: Mapping[str, str] = field(default_factory=dict)
-    pipeline: int = 1
 
     def of(self, path: str) -> Sharding:
         """The sharding of the parameters at and below ``path``."""

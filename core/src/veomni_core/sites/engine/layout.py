@@ -5,10 +5,12 @@ The engine's ``DistributedConfig`` and the model's own plans decide it, so it is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import transformers
 from torch import nn
 
 from veomni_core.descriptions.sharding import EngineLayout
@@ -82,7 +84,7 @@ def distributed_config_of(given: Any) -> Any:
 def require_engine() -> None:
     """Raise HostError if this version of transformers has no distributed engine."""
     try:
-        import transformers.distributed.expert_parallel
+        importlib.import_module("transformers.distributed.expert_parallel")
     except ImportError as error:
         raise HostError(
             f"sharding a model needs the distributed engine of transformers {ENGINE_SINCE} or newer; this is "
@@ -95,6 +97,11 @@ def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
         tp_styles, ep_styles, _ = model._resolve_parallel_plans(config)
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"transformers can't shard {type(model).__name__} so: {error}") from error
+    if config.pp_size > 1:
+        raise ConfigError(
+            f"pp_size is {config.pp_size}: with pipeline parallelism each rank holds other layers, and kernels are "
+            "bound by one plan for all ranks. Use fsdp_size, tp_size and ep_size, or leave the model unbound"
+        )
     under = f"{prefix}." if prefix else ""
     return EngineLayout(
         fsdp=config.dp_size,
@@ -102,7 +109,6 @@ def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
         ep=config.ep_size,
         tp_styles={under + path: style for path, style in tp_styles.items()},
         ep_styles={under + path: style for path, style in ep_styles.items()},
-        pipeline=config.pp_size,
     )
 
 
