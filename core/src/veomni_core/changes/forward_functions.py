@@ -99,6 +99,15 @@ def _is_method(value: Any, function: Function, module: nn.Module) -> bool:
     return bound or value is function
 
 
+def captured_cell(function: Function, name: str) -> CellType | None:
+    """The cell of the variable ``name``, in ``function`` or the closest function that it closes over."""
+    for layer in _layers(function):
+        for variable, cell in zip(layer.__code__.co_freevars, layer.__closure__ or (), strict=True):
+            if variable == name:
+                return cell
+    return None
+
+
 def _replace_within(value: Any, renewed: Function, depth: int) -> None:
     """Apply ``renewed`` to every closure cell and callable attribute that ``value`` may call through."""
     value = getattr(value, "__func__", value)

@@ -59,6 +59,7 @@ class EngineLayout:
         tp: ranks that read the same batch and divide the tensors of ``tp_styles``.
         ep: ranks that divide the experts of ``ep_styles``.
         tp_styles, ep_styles: the engine's styles, by the path of a module or parameter.
+        ep_implementation: the engine's name of how tokens reach the experts' ranks.
 
     Example:
         >>> styles = {"mlp": "ep_dispatch_experts", "mlp.gate_up_proj": "grouped_gemm"}
@@ -74,6 +75,7 @@ class EngineLayout:
     ep: int = 1
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     ep_styles: Mapping[str, str] = field(default_factory=dict)
+    ep_implementation: str = "auto"
 
     def of(self, path: str) -> Sharding:
         """The sharding of the parameters at and below ``path``."""

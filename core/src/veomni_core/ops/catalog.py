@@ -144,6 +144,16 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         description="the auxiliary loss that keeps experts evenly used",
         published={"torch": "veomni-torch", "triton": "veomni-triton-moe"},
     ),
+    OpSpec(
+        name="token_dispatch",
+        variants=("exchanged",),
+        config_field="token_dispatch_implementation",
+        default="alltoall_dedup",
+        contract="veomni_core.ops.token_dispatch:CONTRACTS",
+        description="how tokens reach the ranks that hold their experts, and come back",
+        published={"alltoall_dedup": "veomni-triton-moe"},
+        legacy_values={"engine": "eager"},
+    ),
 )
 
 # Rules that clone a function have a lower order than rules that wrap it, so that none has to clone a wrapper.
@@ -152,6 +162,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("gated norm modules", "veomni_core.sites.norms.rms_norm_gated:GatedNormModules", order=10),
     SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps.locator:GatedMlpModules", order=10),
     SiteRule("experts modules", "veomni_core.sites.experts.locator:ExpertsModules", order=10, installs_eager=True),
+    SiteRule("expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=10),
     SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule(

@@ -11,7 +11,7 @@ from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.descriptions.sharding import EngineLayout, Sharding
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
@@ -23,7 +23,7 @@ from veomni_core.sites.engine.layout import layout_of
 from veomni_core.sites.engine.whole_twin import whole_twin
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
-from veomni_core.sites.site import EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
+from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
 
 logger = logging.getLogger(__name__)
 
@@ -118,23 +118,28 @@ def search(model: nn.Module, registry: Registry | None = None, layout: EngineLay
 
 def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry, layout: EngineLayout | None) -> list[Site]:
     locator = locator_of(rule)
-    sites = list(locator.find(model, rule.name))
-    for site in sites:
-        if not isinstance(site, Site):
-            raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
-        if site.op_name not in registry.ops:
-            raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
+    sites = [_checked(site, rule, registry) for site in locator.find(model, rule.name)]
+    if layout is None:
+        return sites
+    sites = [_under(site, layout, locator) for site in sites]
+    if isinstance(locator, DividedSiteLocator):
+        sites += [_checked(site, rule, registry) for site in locator.find_divided(model, layout, rule.name)]
+    return sites
+
+
+def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
+    """``site`` with its variant's own name, and declared if a plugin's rule found it.
+
+    Raises:
+        SpecError: it is no site, or of no known op.
+    """
+    if not isinstance(site, Site):
+        raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
+    if site.op_name not in registry.ops:
+        raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
     # Only the core's own rules are known to prove their sites. A plugin's may prove too, but nothing here can tell.
-    declared = rule not in BUILTIN_SITE_RULES
-    sites = [
-        replace(
-            site,
-            variant=registry.canonical_variant(site.op_name, site.variant),
-            declared=site.declared or declared,
-        )
-        for site in sites
-    ]
-    return [_under(site, layout, locator) for site in sites] if layout else sites
+    declared = site.declared or rule not in BUILTIN_SITE_RULES
+    return replace(site, variant=registry.canonical_variant(site.op_name, site.variant), declared=declared)
 
 
 def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
@@ -149,8 +154,9 @@ def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
 
 
 def _where_sharded(site: Site, sharding: ModelSharding) -> Site:
-    why_not = sharding.of(site.path).why_not
-    return replace(site, variant=None, evidence=why_not) if why_not else site
+    found = sharding.of(site.path)
+    site = replace(site, sharding=Sharding(fsdp=found.ranks))
+    return replace(site, variant=None, evidence=found.why_not) if found.why_not else site
 
 
 def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Site]:

@@ -23,11 +23,15 @@ WHOLE, FSDP1, FSDP2, TENSOR_PARALLEL = "whole", "fsdp1", "fsdp2", "tensor_parall
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """``kind`` is one of the four above; ``why_not`` says why no kernel is bound there, and is empty where one is."""
+class ModuleSharding:
+    """``kind`` is one of the four above, and ``ranks`` the number of ranks that FSDP2 shards the parameters over.
+
+    ``why_not`` says why no kernel is bound there, and is empty where one is.
+    """
 
     kind: str
     why_not: str = ""
+    ranks: int = 1
 
 
 class ModelSharding:
@@ -40,24 +44,27 @@ class ModelSharding:
         self.flattened = _flattened(model)
         """Path of the first module in the model whose parameters FSDP1 flattened; ``None`` where there is none."""
 
-    def of(self, path: str) -> Sharding:
+    def of(self, path: str) -> ModuleSharding:
         """The sharding of the module at ``path`` with its children.
 
         A module without parameters has the sharding of its closest ancestor with parameters, which computes its inputs.
         """
         if self.flattened is not None:
-            return Sharding(FSDP1, _why_not_flattened(self.flattened))
+            return ModuleSharding(FSDP1, _why_not_flattened(self.flattened))
         module = self._model.get_submodule(path)
         while path and not _holds_parameters(module):
             path = path.rpartition(".")[0]
             module = self._model.get_submodule(path)
         for owner, name in _parameters(module):
             if self._stays_a_dtensor(owner, name):
-                return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: {_described(module, owner, name)}")
+                return ModuleSharding(TENSOR_PARALLEL, f"{_NOT_YET}: {_described(module, owner, name)}")
         if self._is_tensor_parallel and "forward" in vars(module):
-            return Sharding(TENSOR_PARALLEL, f"{_NOT_YET}: its forward was replaced for tensor parallelism")
-        is_gathered = any((id(owner), name) in self._gathered for owner, name in _parameters(module))
-        return Sharding(FSDP2 if is_gathered else WHOLE)
+            return ModuleSharding(TENSOR_PARALLEL, f"{_NOT_YET}: its forward was replaced for tensor parallelism")
+        gathered = [
+            owner._parameters[name] for owner, name in _parameters(module) if (id(owner), name) in self._gathered
+        ]
+        ranks: list[int] = [parameter.device_mesh.size() for parameter in gathered if _is_dtensor(parameter)]  # type: ignore[union-attr]
+        return ModuleSharding(FSDP2 if gathered else WHOLE, ranks=max(ranks, default=1))
 
     def _stays_a_dtensor(self, owner: nn.Module, name: str) -> bool:
         return _is_dtensor(owner._parameters[name]) and (id(owner), name) not in self._gathered

@@ -142,6 +142,34 @@ class ShardedSiteLocator(SiteLocator, Protocol):
 
 
 @runtime_checkable
+class DividedSiteLocator(SiteLocator, Protocol):
+    """A locator of sites that a whole model doesn't have: they come from how the engine divides it.
+
+    Example:
+        >>> from veomni_core.descriptions.sharding import EngineLayout
+        >>> class Gathers:
+        ...     def find(self, model, rule):
+        ...         return ()
+        ...
+        ...     def find_divided(self, model, layout, rule):
+        ...         for path, style in layout.tp_styles.items():
+        ...             if style == "colwise_gather_output":
+        ...                 yield Site("gather", path, rule, "last_dimension", "the engine's plan", declared=True)
+        ...
+        ...     def install(self, model, site, kernel, spec):
+        ...         yield from ()
+        >>> isinstance(Gathers(), DividedSiteLocator)
+        True
+        >>> layout = EngineLayout(tp=2, tp_styles={"lm_head": "colwise_gather_output"})
+        >>> [site.path for site in Gathers().find_divided(None, layout, "gathers")]
+        ['lm_head']
+    """
+
+    def find_divided(self, model: Any, layout: EngineLayout, rule: str) -> Iterable[Site]:
+        """The sites of ``model``, which is whole and on the meta device, once the engine divides it by ``layout``."""
+
+
+@runtime_checkable
 class EagerSiteLocator(SiteLocator, Protocol):
     """The locator of a rule with ``installs_eager``: at its sites, the choice ``eager`` also needs changes.
 

@@ -5,6 +5,9 @@ frozen inputs, calls in flight, later steps, modes, autocast and mixed dtypes, u
 numbers that are not finite, and the state of the process. Samples have the same form if the same arguments are given,
 with the same dtypes and numbers of dimensions, and the same ones are contiguous and require gradients: kernels branch
 on these.
+
+A kernel whose calls are made by several ranks (:class:`~veomni_core.ops.rank_contract.RankContract`) runs in as many
+processes, see :mod:`veomni_core.testing.rank_process`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.errors import ContractError, SpecError, did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size, contract_for
+from veomni_core.ops.rank_contract import RankContract
 from veomni_core.testing.calls_in_flight import check_calls_in_flight
 from veomni_core.testing.comparison import one_line
 from veomni_core.testing.frozen_inputs import check_frozen_inputs
@@ -28,6 +32,7 @@ from veomni_core.testing.mixed_dtypes import check_autocast, check_mixed_dtypes
 from veomni_core.testing.modes import check_modes
 from veomni_core.testing.non_finite import check_non_finite
 from veomni_core.testing.process_state import ProcessState, check_process_state
+from veomni_core.testing.rank_check import check_on_ranks
 from veomni_core.testing.report import CaseResult, ConformanceReport
 from veomni_core.testing.second_derivatives import check_second_derivatives
 from veomni_core.testing.subject import Position, Subject
@@ -71,11 +76,15 @@ def check_kernel(
     """
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec} does not declare {dtype}. {did_you_mean(dtype, spec.dtypes)}")
-    contract = contract_for(op or _builtin_op(spec.op_name), spec.variant)
+    op = op or _builtin_op(spec.op_name)
+    contract = contract_for(op, spec.variant)
     for what, tolerances in (("values", contract.values), ("gradients", contract.gradients)):
         if dtype not in tolerances:
             raise ContractError(f"the contract of {spec.op_name}/{spec.variant} has no tolerance of {what} in {dtype}")
     device = torch.device(device)
+    if isinstance(contract, RankContract):
+        spec.load()  # raises here, rather than in a rank
+        return ConformanceReport(str(spec), str(device), dtype, tuple(check_on_ranks(spec, op, device, dtype)))
     if largest is None:
         largest = Size.BEYOND_A_TILE if device.type == "cpu" else Size.LARGE
     before = ProcessState()

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 
-from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+from veomni_core import HardwareRequirement, KernelOption, KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
 _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=("triton>=3.6",))
 _PREFERENCE = 60
+_MAX_TOKENS = KernelOption(
+    "max_tokens", 0, minimum=0, description="rows from each rank to each other one; 0: as many as there are, counted"
+)
 
 
 def _kernels(name: str, op_name: str, variants: Iterable[str], description: str) -> tuple[KernelSpec, ...]:
@@ -49,4 +52,13 @@ def veomni_kernels() -> list[KernelSpec]:
         *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
         *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
         *_kernels("triton", "load_balancing_loss", ("standard",), "softmax, top-k and sums in one pass per layer"),
+        KernelSpec(
+            name="alltoall_dedup",
+            op_name="token_dispatch",
+            variant="exchanged",
+            factory="veomni_triton_moe.token_dispatch:alltoall_dedup",
+            description="one row per token and rank, summed over experts before the way back; on any device",
+            preference=_PREFERENCE,
+            options=(_MAX_TOKENS,),
+        ),
     ]

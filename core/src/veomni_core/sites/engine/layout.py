@@ -109,6 +109,7 @@ def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
         ep=config.ep_size,
         tp_styles={under + path: style for path, style in tp_styles.items()},
         ep_styles={under + path: style for path, style in ep_styles.items()},
+        ep_implementation=config.ep_implementation,
     )
 
 
