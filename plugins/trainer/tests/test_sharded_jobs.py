@@ -95,8 +95,10 @@ def test_loads_do_not_depend_on_where_experts_are(jobs: Jobs) -> None:
         assert jobs.rows(name, "expert_rows")[0] == alone[0]
         for row in jobs.rows(name):
             assert row["rank_load"] >= 1 and row["expert_load"] >= row["rank_load"]
-            rows_there_and_back = row["dispatch_bytes"] / (32 * 4) / 4  # of 32 float32, in forward and backward
-            assert 0 < rows_there_and_back < 2 * choices and rows_there_and_back.is_integer()
+            assert row["dispatch_bytes"] > 0
+    for row in jobs.rows("moe, tp and ep"):  # all eager: float32 of width 32, there and back, in forward and backward
+        rows = row["dispatch_bytes"] / (32 * 4) / 4
+        assert rows < 2 * choices and rows.is_integer()
     assert "rank_load" not in jobs.rows("moe alone, 2 batches")[0]
     assert "expert_load" not in jobs.rows("moe, fsdp")[0]
     report = (jobs.run("moe, ep") / "report.html").read_text(encoding="utf-8")

@@ -55,14 +55,19 @@ class CheckpointCallback(TrainerCallback):
         processes.wait_for_everyone()
 
 
-def _kernels(plan: Plan) -> Plan:
-    """``plan`` without what depends on the sizes alone: a run may go on under others."""
+def _kernels(plan: Plan, other: Plan) -> Plan:
+    """``plan`` without what depends on the sizes alone, for a comparison with ``other``: a run may go on under others.
+
+    Ops that only one of the two plans has, as token dispatch, belong to its sizes.
+    """
 
     def kernel(decision: SiteDecision) -> SiteDecision:
         variant = decision.site.variant if decision.bound else None  # the model's own code is none of a kernel's
         return replace(decision, site=replace(decision.site, sharding=WHOLE, variant=variant))
 
-    return replace(plan, ops=tuple(replace(op, sites=tuple(map(kernel, op.sites))) for op in plan.ops))
+    theirs = {op.op_name for op in other.ops if op.sites}
+    ops = (op for op in plan.ops if op.op_name in theirs)
+    return replace(plan, ops=tuple(replace(op, sites=tuple(map(kernel, op.sites))) for op in ops))
 
 
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
@@ -77,7 +82,7 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         before = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a plan: {error}") from error
-    changes = _kernels(before).diff(_kernels(plan)) if is_sharded(checkpoint) else before.diff(plan)
+    changes = _kernels(before, plan).diff(_kernels(plan, before)) if is_sharded(checkpoint) else before.diff(plan)
     if not changes:
         return ()
     if not accept_change:
