@@ -45,10 +45,11 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$distribution || exit 1; \
 	done
 
-bench: $(INSTALLED)  ## measure the core, the CPU kernels and chunk sizes, and rewrite their pages in docs/benchmarks
+bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in docs/benchmarks
 	$(BIN)/python benchmarks/core/core.py
 	$(BIN)/python benchmarks/plugins/cpu_kernels.py
 	$(BIN)/python benchmarks/cross_entropy_loss/chunk_sizes.py
+	$(BIN)/python benchmarks/token_dispatch/traffic.py
 
 coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage run -m pytest

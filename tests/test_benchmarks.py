@@ -19,7 +19,12 @@ BENCHMARKS, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
 FILES = sorted(BENCHMARKS.glob("*/*.py"))
 SCRIPTS = [path for path in FILES if "def main()" in path.read_text(encoding="utf-8")]
 LIST = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-NEED_NO_GPU = ("core/core.py", "cross_entropy_loss/chunk_sizes.py", "plugins/cpu_kernels.py")
+NEED_NO_GPU = (
+    "core/core.py",
+    "cross_entropy_loss/chunk_sizes.py",
+    "plugins/cpu_kernels.py",
+    "token_dispatch/traffic.py",
+)
 
 
 def imported(path: Path) -> set[str]:

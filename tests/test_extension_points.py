@@ -61,7 +61,7 @@ def run(environment, code):
 def test_every_kernel_passes_the_check(environment):
     results = json.loads(environment.run(*VEOMNI, "verify", "acme-extensions", "--json"))["results"]
     assert {row["result"] for row in results} == {"ok"}, results
-    assert len(results) == 9  # three kernels in three dtypes
+    assert len(results) == 12  # four kernels in three dtypes
 
 
 def test_its_variant_is_found_and_trains_as_eager(environment):
@@ -184,3 +184,50 @@ def test_one_spec_serves_several_device_types(environment, hardware):
     explained = json.loads(environment.run(*VEOMNI, "explain", "rms_norm", "--hardware", hardware, "--json"))
     (row,) = [row for row in explained["kernels"] if row["kernel"] == "acme"]
     assert (row["variant"], row["runs"]) == ("log_weight", True)
+
+
+RANK = """
+import json, os, sys
+import torch
+from torch import distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
+from veomni_core import apply_plan, plan_sites
+from veomni_core.sites.token_dispatch import ExpertParallelModules
+
+dist.init_process_group("gloo")
+folder, rank = sys.argv[1], dist.get_rank()
+torch.manual_seed(0)
+shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+if rank == 0:
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(folder)
+dist.barrier()
+sizes = DistributedConfig(fsdp_size=2, ep_size=2)
+model = Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=sizes).train()
+ids = torch.arange(24).view(2, 12) + rank
+
+def step():
+    model.zero_grad()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return [loss.item(), *(parameter.grad.to_local().norm().item() for parameter in model.parameters())]
+
+own = step()
+sites = list(ExpertParallelModules().find(model, "expert-parallel experts"))
+binding = apply_plan(model, plan_sites(sites, {"preset": "eager", "token_dispatch_implementation": "acme"}))
+bound = [d.site.path for op in binding.plan.ops for d in op.sites if d.kernel == "acme"]
+with open(f"{folder}/rank{rank}.json", "w") as file:
+    json.dump([own, step(), bound], file)
+os._exit(0)
+"""
+
+
+def test_its_dispatch_brings_tokens_to_the_ranks_of_their_experts(environment, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment.run(*launch, str(tmp_path / "rank.py"), str(tmp_path), environment={"OMP_NUM_THREADS": "1"})
+    for rank in range(2):
+        own, bound, paths = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert bound == pytest.approx(own, rel=1e-5, abs=1e-7)
+        assert paths == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]

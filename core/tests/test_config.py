@@ -19,6 +19,7 @@ GPU_DEFAULTS = {
     "rotary_pos_emb": "liger_kernel",
     "rotary_pos_emb_vision": "eager",
     "swiglu_mlp": "liger_kernel",
+    "token_dispatch": "eager",
 }
 # As they stand in VeOmni's own guides.
 GUIDE_YAMLS = [

@@ -1,6 +1,8 @@
 """What a plugin's rules, contracts and kernels are made of. Imports torch: a plugin's description must not import it.
 
 - A contract: ``Contract``, ``Sample``, ``Tolerance``, ``Draw``, ``leaf``, ``compute_dtype``, and ``check_kernel``.
+- A contract of calls that several ranks make together: ``RankContract`` with ``RankSample``. ``ExpertRanks`` is what a
+  kernel of token_dispatch is told of them.
 - A rule that finds sites: ``Site``, ``SiteLocator`` (with ``installs_eager`` an ``EagerSiteLocator``) and ``Kernel``.
   For an op that is a module, ``ModuleLocator`` walks over the model and asks a subclass for a ``Proof`` of each kind of
   module. ``probe`` runs a module's code on small inputs and compares values, gradients and roundings, as the core's own
@@ -15,8 +17,10 @@
 from veomni_core.changes.change import AttributeChange, Change, ForwardChange
 from veomni_core.ops.autocast import autocast_dtype, product_operands
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_core.ops.expert_ranks import ExpertRanks
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.memory_layout import aligned
+from veomni_core.ops.rank_contract import RankContract, RankSample
 from veomni_core.sites.experts.locator import ExpertsModules
 from veomni_core.sites.forwards.expert_layouts import ExpertLayout
 from veomni_core.sites.functions import with_globals
@@ -36,6 +40,7 @@ __all__ = [
     "Draw",
     "EagerSiteLocator",
     "ExpertLayout",
+    "ExpertRanks",
     "ExpertsModules",
     "ForwardChange",
     "GatedMlpModules",
@@ -44,6 +49,8 @@ __all__ = [
     "ModuleLocator",
     "NormModules",
     "Proof",
+    "RankContract",
+    "RankSample",
     "Sample",
     "Site",
     "SiteLocator",

@@ -11,13 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from models import build, tokens
-from veomni_core import apply_plan
+from veomni_core import bind
 from veomni_core.changes.forward_functions import captured_cell
-from veomni_core.discovery.discover import discover
-from veomni_core.planning.planner import plan_sites
-from veomni_core.sites.token_dispatch import ExpertParallelModules
 
-RULE = "expert-parallel experts"
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "output_router_logits": True,
            "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": {}, "gpt_oss": GPT_OSS}
@@ -48,10 +44,7 @@ def sharded(folder: str, family: str, layout: dict[str, int], **engine: Any) -> 
 def bound(model: Any, value: Any = "alltoall_dedup") -> Any:
     """The binding of ``token_dispatch_implementation: value``, and of nothing else."""
     config = {"preset": "eager", "token_dispatch_implementation": value}
-    registry = discover()
-    sites = list(ExpertParallelModules().find(model, RULE))
-    plan = plan_sites(sites, config, registry=registry, hardware="cpu")
-    return apply_plan(model, plan, registry)
+    return bind(model, config, device="cpu")
 
 
 def step(model: Any, length: int = 9) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -78,8 +71,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def captured(model: Any) -> list[Any]:
     """What each expert-parallel module's forward calls."""
-    sites = ExpertParallelModules().find(model, RULE)
-    return [captured_cell(vars(model.get_submodule(site.path))["forward"], "implementation") for site in sites]
+    forwards = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+    return [cell for forward in forwards if (cell := captured_cell(forward, "implementation")) is not None]
 
 
 def collectives(function: Any) -> list[tuple[int, list[int] | None, int]]:

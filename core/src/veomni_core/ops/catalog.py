@@ -148,7 +148,6 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         name="token_dispatch",
         variants=("exchanged",),
         config_field="token_dispatch_implementation",
-        default="alltoall_dedup",
         contract="veomni_core.ops.token_dispatch:CONTRACTS",
         description="how tokens reach the ranks that hold their experts, and come back",
         published={"alltoall_dedup": "veomni-triton-moe"},

@@ -50,4 +50,11 @@ def veomni_kernels() -> list[KernelSpec]:
             features=("wide_heads", "odd_heads"),
             mask="acme_extensions.attention:hidden_pairs",
         ),
+        KernelSpec(
+            name="acme",
+            op_name="token_dispatch",
+            variant="exchanged",
+            factory="acme_extensions.token_dispatch:kernel",
+            hardware=_ANYWHERE,
+        ),
     ]
