@@ -29,6 +29,7 @@ _LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "vocab_size": 320,
+    "tie_word_embeddings": True,  # as small models have it: one weight under two names
 }
 _MOE = {
     **_LLAMA,
@@ -37,6 +38,7 @@ _MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "output_router_logits": True,
+    "tie_word_embeddings": False,
 }
 
 

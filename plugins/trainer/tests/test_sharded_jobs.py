@@ -49,7 +49,7 @@ def two(jobs: Jobs) -> dict[int, list[str]]:
     return jobs.together(
         2,
         [
-            jobs.case("llama, fsdp", "llama", *fsdp, HELD_OUT),
+            jobs.case("llama, fsdp", "llama", *fsdp, HELD_OUT, f"train.save_every={STEPS // 2}"),
             jobs.case("llama, tp", "llama", *tp, "train.batch_size=4", HELD_OUT, AUTO),
             jobs.case("moe, fsdp", "moe", *fsdp, balance(2), "train.gradient_checkpointing=true"),
             jobs.case("moe, ep", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO),
@@ -59,11 +59,20 @@ def two(jobs: Jobs) -> dict[int, list[str]]:
             ),
             jobs.case("refused", "llama", "train.fsdp_size=4"),
             jobs.case("bf16", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO, "train.bf16=true", "train.steps=2"),
+            jobs.case(
+                "llama, on",
+                "llama",
+                *tp,
+                "train.batch_size=4",
+                HELD_OUT,
+                continues=f"llama, fsdp/checkpoint-{STEPS // 2}",
+                resume=True,
+            ),
         ],
     )
 
 
-@pytest.mark.parametrize("name", ["llama, fsdp", "llama, tp"])
+@pytest.mark.parametrize("name", ["llama, fsdp", "llama, tp", "llama, on"])
 def test_two_processes_train_as_one(jobs: Jobs, two: dict[int, list[str]], name: str) -> None:
     assert set(two) == {6}
     jobs.assert_same(name, "llama alone")

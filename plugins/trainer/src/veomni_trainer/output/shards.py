@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -48,8 +51,24 @@ def is_sharded(checkpoint: Path) -> bool:
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Write this process's shards of the weights into ``folder``. All processes call this."""
-    model.save_pretrained(folder, distributed_checkpoint=True)
+    """Write this process's shards of the weights into ``folder``. All processes call this.
+
+    Tied weights are written twice: safetensors refuses tensors that share memory, and transformers 5.23 hands it them.
+    """
+    hook = model.register_state_dict_post_hook(_untie)
+    try:
+        model.save_pretrained(folder, distributed_checkpoint=True)
+    finally:
+        hook.remove()
+
+
+def _untie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.data_ptr() in seen and local.numel():
+            state[name] = tensor.clone()
+        seen.add(local.data_ptr())
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:

@@ -93,8 +93,9 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
         _say(f"{folder.path} is complete: it stands at step {step} of {job.train.steps}. Raise train.steps to go on.")
         return False
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
-    check_model(job, tokenizer)
-    check_started(job.train)
+    if job.train.is_sharded:
+        check_model(job, tokenizer)
+        check_started(job.train)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)

@@ -24,7 +24,7 @@ def distributed_config(train: TrainSection) -> dict[str, Any] | None:
 def check_started(train: TrainSection) -> None:
     """Raise HostError unless there are as many processes as the job's sizes need."""
     needed, here = train.fsdp_size * train.tp_size, int(os.environ.get("WORLD_SIZE", "1"))
-    if train.is_sharded and here != needed:
+    if here != needed:
         raise HostError(
             f"train.fsdp_size {train.fsdp_size} x tp_size {train.tp_size} need {needed} processes, and this job has "
             f"{here}. Start it as `torchrun --nproc_per_node={needed} -m veomni_core.cli train JOB.yaml`, or change "
