@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
+from veomni_core.ops.contract import compute_dtype
 from veomni_core.ops.expert_ranks import ExpertRanks
 from veomni_core.sites.site import Kernel
 
@@ -25,11 +26,18 @@ class KernelDispatch(EPImplementation):
 
     ``experts_forward`` is the engine's implementation's, until it is set here: kernels for experts and for this op may
     be bound and unbound in any order.
+
+    Args:
+        engine: the implementation in whose place it stands.
+        kernel: of the op ``token_dispatch``.
+        drops_choices: whether the experts' forward leaves out choices of other ranks' experts, as kernels of
+            ``moe_experts`` do. A model's own code need not (gpt-oss's raises), so it gets one row for each choice.
     """
 
-    def __init__(self, engine: Any, kernel: Kernel) -> None:
+    def __init__(self, engine: Any, kernel: Kernel, drops_choices: bool) -> None:
         # Not the engine's __init__: it would capture the module's forward, which calls this object.
         self.engine, self.kernel = engine, kernel
+        self._on_rows = self._on_shared_rows if drops_choices else self._on_rows_of_one_choice
         self.num_local_experts, self.shares_batch = engine.num_local_experts, engine.shares_batch
         self.ep_mesh, self.tp_mesh = engine.ep_mesh, engine.tp_mesh
         place = (self.ep_mesh.size(), self.ep_mesh.get_local_rank())
@@ -50,13 +58,27 @@ class KernelDispatch(EPImplementation):
         return self._gathered(self.kernel(*mine, self._experts, self.ranks), tokens)
 
     def _experts(self, rows: Tensor, local_index: Tensor, weights: Tensor) -> Tensor:
-        if len(rows):
-            return self.experts_forward(rows, local_index, weights)
-        # One row of zeros, which the result leaves out: it keeps the experts and the exchange in the graph, so that
-        # backward and FSDP's reduction run on this rank too.
-        row = rows.sum(dim=0, keepdim=True)
-        index, ones = local_index.new_zeros(1, 1), weights.new_ones(1, 1)
-        return self.experts_forward(row, index, ones)[:0]
+        return self._on_rows(rows, local_index, weights) if len(rows) else self._on_no_row(rows, local_index)[:0]
+
+    def _on_no_row(self, rows: Tensor, local_index: Tensor) -> Tensor:
+        """Zeros ``[1, H]``, through the experts: so backward and FSDP's reduction run on a rank without rows too."""
+        row, index = rows.sum(dim=0, keepdim=True), local_index.new_zeros(1, 1)
+        return 0 * self.experts_forward(row, index, torch.ones_like(index, dtype=rows.dtype))  # type: ignore[no-any-return]
+
+    def _on_shared_rows(self, rows: Tensor, local_index: Tensor, weights: Tensor) -> Tensor:
+        return self.experts_forward(rows, local_index, weights)  # type: ignore[no-any-return]
+
+    def _on_rows_of_one_choice(self, rows: Tensor, local_index: Tensor, weights: Tensor) -> Tensor:
+        """As the engine calls experts: a row for each choice of theirs, weighed afterwards."""
+        is_here = (local_index >= 0) & (local_index < self.ranks.local_experts)
+        row, place = torch.where(is_here)
+        if not len(row):  # rows that fill up to a fixed number
+            return torch.zeros_like(rows) + self._on_no_row(rows, local_index)
+        chosen = local_index[row, place].unsqueeze(1)
+        outputs = self.experts_forward(rows[row], chosen, torch.ones_like(chosen, dtype=rows.dtype))
+        each = torch.zeros(*is_here.shape, rows.shape[1], dtype=compute_dtype(rows), device=rows.device)
+        each = each.index_put((row, place), outputs.to(each.dtype) * weights[row, place, None].to(each.dtype))
+        return each.sum(dim=1).to(rows.dtype)
 
     def _slice(self, shared: Tensor) -> Tensor:
         """This rank's rows of a tensor that its tensor-parallel group shares; may be none. Backward gathers them."""

@@ -1,0 +1,73 @@
+"""The page on the training steps of a sharded model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.shared.results import write_results
+from benchmarks.sharded.contenders import AIMS, THEIRS
+
+COLUMNS = (
+    "kernels",
+    "ms (least to most)",
+    "tokens/s of all GPUs",
+    "peak GB of a GPU",
+    "speed",
+    "memory",
+    "loss off by",
+    "gradient's norm off by",
+)
+
+
+def write(name: str, data: dict[str, Any], script: str) -> None:
+    """What has been measured so far: ``docs/benchmarks/<name>.json`` and ``.md``; measured by ``script``."""
+    contenders, theirs = data["contenders"], THEIRS[data["model"]]
+    speed, memory = AIMS[data["model"]]
+    sequences, length = data["tokens a batch"]
+    parts = [
+        f"Each batch has {sequences} sequences of {length} tokens; under FSDP2 each GPU has a batch of its own, under "
+        "tensor parallelism both share one. No optimizer runs. Times are of the slower GPU, on the wall clock, and "
+        "include the start of a step on an idle GPU. Speed and memory are ratios to "
+        f"`{theirs}` in the same run; peaks include weights and gradients. The loss and the gradient's norm are those of "
+        "the first step, relative to the same contender's.",
+        f"The aim is {speed} times the speed of `{theirs}` at {memory:.0%} of its memory.",
+        *_bullets(contenders),
+    ]
+    title = f"Forward and backward of {data['model']}, sharded over two GPUs, bf16"
+    write_results(name, title, data, COLUMNS, rows(contenders, theirs), "\n\n".join(parts), script=script)
+
+
+def rows(contenders: dict[str, Any], theirs: str) -> Iterator[tuple[str, ...]]:
+    """One line for each contender that ran."""
+    baseline = contenders[theirs]
+    for name, found in contenders.items():
+        if "times ms" not in found:
+            continue
+        times = found["times ms"]
+        median = statistics.median(times)
+        known = "times ms" in baseline
+        yield (
+            name,
+            f"{median:.1f} ({min(times):.1f} to {max(times):.1f})",
+            f"{1e3 * found['tokens'] / median:,.0f}",
+            f"{found['peak GB']:.1f}",
+            f"{statistics.median(baseline['times ms']) / median:.2f}x" if known else "",
+            f"{found['peak GB'] / baseline['peak GB']:.2f}x" if known and baseline["peak GB"] else "",
+            f"{found['loss off']:.1e}" if "loss off" in found else "",
+            f"{found['norm off']:.1e}" if "norm off" in found else "",
+        )
+
+
+def _bullets(contenders: dict[str, Any]) -> Iterator[str]:
+    """What ran, and what did not."""
+    lines = []
+    for name, found in contenders.items():
+        for what in ("skipped", "failed", "wrong"):
+            if what in found:
+                lines.append(f"- {name} {what}: {found[what]}")
+        if found.get("kernels"):
+            lines.append(f"- {name} runs " + "; ".join(f"{op}: {kernel}" for op, kernel in found["kernels"].items()))
+    if lines:
+        yield "\n".join(lines)
