@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch import distributed
+from transformers import AutoModelForCausalLM
 
 from veomni_core import build_foundation_model
 from veomni_core.errors import VeOmniError
@@ -64,7 +64,7 @@ class Case:
             device="cpu",
             distributed_config=self.sizes,
         )
-        plain = load_file(next(Path(self.plain).glob("*.safetensors")))
+        plain = AutoModelForCausalLM.from_pretrained(self.plain).state_dict()
         for name, parameter in model.named_parameters():
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             assert torch.equal(whole, plain.pop(name)), name

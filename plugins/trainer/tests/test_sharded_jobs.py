@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs_on_ranks import STEPS, Jobs, balance
+from safetensors.torch import load_file
 from sharded_jobs import Case
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +47,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 @pytest.fixture(scope="module")
 def two(jobs: Jobs) -> dict[int, list[str]]:
     """Runs of two processes; the errors of those that are refused."""
+    half = f"llama, fsdp/checkpoint-{STEPS // 2}"
     fsdp, tp = ("train.fsdp_size=2",), ("train.tp_size=2",)
     return jobs.together(
         2,
@@ -59,15 +62,7 @@ def two(jobs: Jobs) -> dict[int, list[str]]:
             ),
             jobs.case("refused", "llama", "train.fsdp_size=4"),
             jobs.case("bf16", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO, "train.bf16=true", "train.steps=2"),
-            jobs.case(
-                "llama, on",
-                "llama",
-                *tp,
-                "train.batch_size=4",
-                HELD_OUT,
-                continues=f"llama, fsdp/checkpoint-{STEPS // 2}",
-                resume=True,
-            ),
+            jobs.case("llama, on", "llama", *tp, "train.batch_size=4", HELD_OUT, continues=half, resume=True),
         ],
     )
 
@@ -159,9 +154,16 @@ def test_exported_weights_are_plain_and_those_of_the_checkpoint(jobs: Jobs, tmp_
     exported = AutoModelForCausalLM.from_pretrained(jobs.run("saved") / "model")
     stored = AutoModelForCausalLM.from_pretrained(jobs.run(f"saved/checkpoint-{STEPS}")).state_dict()
     assert all(torch.equal(weight, stored[name]) for name, weight in exported.state_dict().items())
+    exported.save_pretrained(tmp_path / "saved")  # it gives weights the names that they are published with
+    assert {*_load(tmp_path / "saved")} == {*_load(jobs.run("saved") / "model")}
+    shutil.rmtree(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="holds no weights that can be exported"):
         export_checkpoint(jobs.run("saved"), tmp_path / "out")
     assert not [*tmp_path.iterdir()]
+
+
+def _load(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_in_one(jobs: Jobs) -> None:

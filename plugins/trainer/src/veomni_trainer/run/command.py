@@ -53,6 +53,9 @@ def train(
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the weights go; must not exist.")],
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Whether code that comes with the model may run.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
     from veomni_trainer.output.export import export_checkpoint
@@ -60,5 +63,5 @@ def export(
 
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
-    export_checkpoint(checkpoint, folder)
+    export_checkpoint(checkpoint, folder, trust_remote_code)
     print(f"{checkpoint} -> {folder}")

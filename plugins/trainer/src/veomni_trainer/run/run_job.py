@@ -77,7 +77,7 @@ def run_job(
     if _is_main_process():
         if job.train.export and not interrupted:
             shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
-            export_checkpoint(folder.last_checkpoint()[1], folder.exported)
+            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
             print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         print(describe_run(folder), flush=True)
