@@ -29,12 +29,13 @@ class FreshEnvironment:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         self._site_packages = folder / "lib" / version / "site-packages"
 
-    def link_requirements(self, wheels: Iterable[Path]) -> None:
-        """Provide everything that ``wheels`` require, directly or not, apart from each other."""
+    def link_requirements(self, wheels: Iterable[Path], also: Iterable[str] = ()) -> None:
+        """Provide all that ``wheels`` and the requirements ``also`` need, directly or not, apart from the wheels."""
         described = [_metadata_of_wheel(wheel) for wheel in wheels]
         own = {canonicalize_name(metadata.name) for metadata in described}
         seen: set[str] = set(own)
         waiting = [requirement for metadata in described for requirement in _requirements(metadata)]
+        waiting += map(Requirement, also)
         while waiting:
             name = canonicalize_name(waiting.pop().name)
             if name in seen:

@@ -49,7 +49,7 @@ def environment(tmp_path_factory) -> FreshEnvironment:
     folder = tmp_path_factory.mktemp("wheels")
     wheels = [build_wheel(source, folder) for source in (ROOT / "core", ROOT / "examples" / "plugin_extensions")]
     environment = FreshEnvironment(folder / "environment")
-    environment.link_requirements(wheels)
+    environment.link_requirements(wheels, also=("accelerate",))  # transformers loads sharded models by it
     environment.install(*wheels)
     return environment
 

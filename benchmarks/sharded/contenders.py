@@ -32,7 +32,9 @@ class Contender:
         """Why this checkout or installation can't run it; empty if it can."""
         asked = (self.ops or {}).get(DISPATCH, "engine")
         name = asked if isinstance(asked, str) else asked["kernel"]
-        return "" if name == "engine" or name in dispatchers() else f"no installed plugin has the {name} of token_dispatch"
+        return (
+            "" if name == "engine" or name in dispatchers() else f"no installed plugin has the {name} of token_dispatch"
+        )
 
     def prepare(self, model: Any) -> dict[str, str]:
         """Bind and compile; gives what runs, by op."""

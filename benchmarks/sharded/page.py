@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.shared.results import write_results
 from benchmarks.sharded.contenders import AIMS, THEIRS
+from benchmarks.shared.results import write_results
 
 COLUMNS = (
     "kernels",

@@ -24,9 +24,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.accuracy import relative_error
-from benchmarks.shared.measuring import drop_gradients
-from benchmarks.shared.results import machine, write_results
 from benchmarks.sharded import engine_models
 from benchmarks.sharded.contenders import DISPATCH, EP, Contender, dispatchers
 from benchmarks.sharded.ranks import (
@@ -41,6 +38,9 @@ from benchmarks.sharded.ranks import (
     total,
 )
 from benchmarks.sharded.sent import SentBytes
+from benchmarks.shared.accuracy import relative_error
+from benchmarks.shared.measuring import drop_gradients
+from benchmarks.shared.results import machine, write_results
 from benchmarks.whole_models.contenders import MODELS
 
 TOKENS = 16384

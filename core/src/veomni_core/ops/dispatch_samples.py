@@ -18,7 +18,22 @@ _LOCAL = 2  # experts per rank
 
 
 def linear_experts(matrices: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of the products ``[R, H]`` of rows with the chosen ones of ``matrices[L, H, H]``, in float32."""
+    """The weighted sum of the products of rows with the chosen matrices, in float32: the experts of the samples.
+
+    Args:
+        matrices: ``[L, H, H]``, one of each expert.
+        rows: ``[R, H]``.
+        index: ``[R, K]``; an index outside of ``[0, L)`` is dropped.
+        weights: ``[R, K]``.
+
+    Returns:
+        ``[R, H]`` in the rows' dtype.
+
+    Example:
+        >>> matrices = torch.eye(2) * torch.tensor([1.0, 10.0]).view(2, 1, 1)
+        >>> linear_experts(matrices, torch.ones(1, 2), torch.tensor([[0, 1, 2]]), torch.tensor([[0.5, 0.5, 0.5]]))
+        tensor([[5.5000, 5.5000]])
+    """
     wide = compute_dtype(rows)
     total = torch.zeros_like(rows, dtype=wide)
     for expert, matrix in enumerate(matrices):
@@ -28,20 +43,52 @@ def linear_experts(matrices: Tensor, rows: Tensor, index: Tensor, weights: Tenso
 
 
 def call(kernel: Callable[..., Any], sample: Sample, group: Any) -> Tensor:
-    """``kernel`` on what one rank has: ``hidden``, ``top_k_index``, ``top_k_weights`` and its experts' matrices."""
+    """``kernel`` on what one rank has.
+
+    Args:
+        kernel: a kernel of token_dispatch.
+        sample: its args are ``hidden``, ``top_k_index``, ``top_k_weights`` and the matrices of this rank's experts.
+        group: the process group of the ranks.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> sample = next(rank_samples(torch.device("cpu"), torch.float32)).calls[0]
+        >>> def kernel(hidden, index, weights, experts, ranks):
+        ...     return experts(hidden, index, weights)  # of one rank, all experts are here
+        >>> call(kernel, sample, torch.distributed.group.WORLD).shape
+        torch.Size([5, 24])
+    """
     *tokens, matrices = sample.args
     ranks = ExpertRanks(group, group.size(), group.rank(), len(matrices))
     return kernel(*tokens, partial(linear_experts, matrices), ranks)
 
 
 def whole(samples: Sequence[Sample]) -> list[Tensor]:
-    """What each rank gets, by all experts on each rank's tokens."""
+    """What each rank gets, by all experts on each rank's tokens.
+
+    Args:
+        samples: what each rank has.
+
+    Example:
+        >>> sample = next(rank_samples(torch.device("cpu"), torch.float32))
+        >>> [tuple(result.shape) for result in whole(sample.calls)]
+        [(5, 24), (7, 24), (3, 24), (6, 24)]
+    """
     matrices = torch.cat([sample.args[3] for sample in samples])
     return [linear_experts(matrices, *sample.args[:3]) for sample in samples]
 
 
 def rank_samples(device: torch.device, dtype: torch.dtype) -> Iterator[RankSample]:
-    """Uneven, empty and one-sided counts; choices that repeat; partial sums that cancel; strides and mixed dtypes."""
+    """Uneven, empty and one-sided counts; choices that repeat; partial sums that cancel; strides and mixed dtypes.
+
+    Args:
+        device: where the tensors are.
+        dtype: of the tokens and the experts.
+
+    Example:
+        >>> [sample.name for sample in rank_samples(torch.device("cpu"), torch.float32) if sample.ranks == 3]
+        ['a rank without tokens', 'a rank that gets no row']
+    """
     draw = Draw(device, dtype)
 
     def sample(name: str, *index: Tensor, weights: torch.dtype = dtype) -> RankSample:

@@ -6,7 +6,6 @@ Rows that stay on their rank are not counted, and neither is backward, which mov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -93,11 +92,6 @@ def expected_rows(way: str, layout: DispatchLayout) -> float:
         return layout.choices * others / layout.ranks
     missed = comb(layout.experts - layout.local_experts, layout.choices) / comb(layout.experts, layout.choices)
     return others * (1 - missed)
-
-
-def total_rows(way: str, choices_of_ranks: Sequence[Tensor], layout: DispatchLayout) -> list[int]:
-    """How many rows each rank sends to the others, from the choices of every rank's tokens."""
-    return [sum(rows_sent(way, index, rank, layout)) for rank, index in enumerate(choices_of_ranks)]
 
 
 def _aligned(length: int) -> int:

@@ -43,6 +43,15 @@ def exchanged(
 
     Returns:
         ``[T, H]`` in hidden's dtype. The sum over ranks is accumulated in float32.
+
+    Example:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ranks = ExpertRanks(dist.group.WORLD, size=1, rank=0, local_experts=2)
+        >>> def experts(rows, local_index, weights):  # expert n multiplies by n
+        ...     return rows * (local_index * weights).sum(dim=1, keepdim=True)
+        >>> hidden, index, weights = torch.ones(1, 2), torch.tensor([[0, 1]]), torch.tensor([[5.0, 3.0]])
+        >>> exchanged(hidden, index, weights, experts, ranks)
+        tensor([[3., 3.]])
     """
     share = _share_of(len(hidden), ranks)
     rows, index, weights = (_Spread.apply(x, share) for x in (hidden, top_k_index, top_k_weights))

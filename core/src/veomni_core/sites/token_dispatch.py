@@ -59,7 +59,9 @@ def _site(module: nn.Module, path: str, layout: EngineLayout, rule: str) -> Site
         sizes["top_k"] = (top_k,)
     own = layout.ep_implementation
     fused = own in _FUSED
-    evidence = f"experts exchange tokens inside their own kernel ({own})" if fused else f"the engine divides it: {own}"
+    evidence = f"the engine divides its experts over {layout.ep} ranks, and exchanges tokens by {own}"
+    if fused:
+        evidence = f"its experts exchange tokens inside their own kernel ({own})"
     return Site(
         "token_dispatch",
         path,
