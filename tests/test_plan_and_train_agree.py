@@ -109,6 +109,8 @@ BAD = {
         changed(model__dtype="bfloat16", train__bf16=True),
         "train.bf16 computes in bfloat16 on float32 weights, but model.dtype is bfloat16",
     ),
+    "sizes that contradict each other": (changed(train__fsdp_size=4, train__ep_size=3), "3 does not divide the 4"),
+    "two ways to shard": (changed(train__fsdp_size=2, train__fsdp=True), "write train.fsdp: false"),
     "too few positions": (changed(data__sequence_length=128), "the model's max_position_embeddings is 64"),
     "too few embeddings": (
         changed(model__config__vocab_size=100),

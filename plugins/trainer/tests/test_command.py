@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from veomni_core.cli.app import build_app
+from veomni_core.errors import CheckpointError, ConfigError
 
 VEOMNI = [sys.executable, "-m", "veomni_core.cli"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -150,3 +154,19 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     assert resumed.returncode == 0, resumed.stderr
     assert "is complete: it stands at step 30 of 30" in resumed.stdout
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))
+
+
+def test_export_writes_a_runs_last_weights(
+    moe_data: dict[str, Any], train: Callable[..., bool], run: Path, tmp_path: Path
+) -> None:
+    train(moe_data, "train.steps=2", "train.save_every=1", "train.export=true")
+    result = CliRunner().invoke(build_app(), ["export", str(run), str(tmp_path / "out")])
+    assert (result.exit_code, result.stdout) == (0, f"{run / 'checkpoint-2'} -> {tmp_path / 'out'}\n")
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (run / "checkpoint-2" / name).read_bytes()
+        assert (run / "model" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    again = CliRunner().invoke(build_app(), ["export", str(run / "checkpoint-1"), str(tmp_path / "out")])
+    assert isinstance(again.exception, ConfigError) and "exists; name a folder that doesn't" in str(again.exception)
+    empty = CliRunner().invoke(build_app(), ["export", str(tmp_path / "text"), str(tmp_path / "new")])
+    assert isinstance(empty.exception, CheckpointError) and "no weights that can be exported" in str(empty.exception)
+    assert not (tmp_path / "new").exists()

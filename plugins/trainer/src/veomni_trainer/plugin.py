@@ -1,4 +1,4 @@
-"""Declares the `train` command of `veomni`. Imports none of the training code."""
+"""Declares the commands `train` and `export` of `veomni`. Imports none of the training code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ VEOMNI_PLUGIN_API_VERSION = 1
 
 @hookimpl
 def veomni_commands() -> list[CommandSpec]:
-    """The command `train`."""
+    """The commands `train` and `export`."""
     return [
         CommandSpec(
             "train",
             "veomni_trainer.run.command:train",
             "Train a model as a job's YAML says.",
             job_check="veomni_trainer.run.check:check_job",
-        )
+        ),
+        CommandSpec(
+            "export",
+            "veomni_trainer.run.command:export",
+            "Write a checkpoint's weights as a plain folder of safetensors.",
+        ),
     ]

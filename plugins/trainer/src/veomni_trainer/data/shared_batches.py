@@ -11,23 +11,23 @@ from torch.utils.data import Sampler
 
 
 class SharedBatches(Sampler[int]):
-    """Repeats every batch ``sp_size`` times in a row, in the order of a single process with the same seed.
+    """Repeats every batch ``ranks`` times in a row, in the order of a single process with the same seed.
 
-    accelerate distributes batches to processes round-robin, so the ``sp_size`` processes of a group get the same batch.
+    accelerate distributes batches to processes round-robin, so the ``ranks`` processes of a group get the same batch.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, sp_size: int, seed: int) -> None:
+    def __init__(self, dataset: Any, batch_size: int, ranks: int, seed: int) -> None:
         self._order = SeedableRandomSampler(dataset, data_seed=seed)
-        self._batch_size, self._sp_size = batch_size, sp_size
+        self._batch_size, self._ranks = batch_size, ranks
 
     def __iter__(self) -> Iterator[int]:
         order = iter(self._order)
         while len(batch := list(islice(order, self._batch_size))) == self._batch_size:
-            for _ in range(self._sp_size):
+            for _ in range(self._ranks):
                 yield from batch
 
     def __len__(self) -> int:
-        return len(self._order) // self._batch_size * self._batch_size * self._sp_size
+        return len(self._order) // self._batch_size * self._batch_size * self._ranks
 
     def set_epoch(self, epoch: int) -> None:
         """Reshuffle, depending on seed and epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from veomni_core import Plan
+from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
+from veomni_core.planning.decisions import SiteDecision
 from veomni_trainer.job.schema import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded
 
 
 class CheckpointCallback(TrainerCallback):
@@ -42,11 +46,28 @@ class CheckpointCallback(TrainerCallback):
             written = self._folder.staging / f"checkpoint-{state.global_step}"
             place = self._folder.path / written.name
             write_whole(written / "plan.json", self._plan.to_json())
+            if self._train.is_sharded:
+                write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
             if place.exists():  # an incomplete checkpoint, or one of an earlier run that a resumed run reaches again
                 shutil.rmtree(place)
             publish_folder(written, place)
             self._folder.drop_checkpoints(self._train.keep_checkpoints)
         processes.wait_for_everyone()
+
+
+def _kernels(plan: Plan, other: Plan) -> Plan:
+    """``plan`` without what depends on the sizes alone, for a comparison with ``other``: a run may go on under others.
+
+    Ops that only one of the two plans has, as token dispatch, belong to its sizes.
+    """
+
+    def kernel(decision: SiteDecision) -> SiteDecision:
+        variant = decision.site.variant if decision.bound else None  # the model's own code is none of a kernel's
+        return replace(decision, site=replace(decision.site, sharding=WHOLE, variant=variant))
+
+    theirs = {op.op_name for op in other.ops if op.sites}
+    ops = (op for op in plan.ops if op.op_name in theirs)
+    return replace(plan, ops=tuple(replace(op, sites=tuple(map(kernel, op.sites))) for op in ops))
 
 
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
@@ -61,9 +82,9 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         before = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a plan: {error}") from error
-    if before.sha256 == plan.sha256:
+    changes = _kernels(before, plan).diff(_kernels(plan, before)) if is_sharded(checkpoint) else before.diff(plan)
+    if not changes:
         return ()
-    changes = before.diff(plan)
     if not accept_change:
         listed = "\n".join(f"  - {change}" for change in changes)
         raise PlanMismatchError(

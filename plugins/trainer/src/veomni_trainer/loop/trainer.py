@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.validation_batches import validation_batches
+from veomni_trainer.job.schema import TrainSection
 from veomni_trainer.loop.clock import StepClock
+from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak
+from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.output.metrics import Row
 
 Listener = Callable[[Row], None]
 
 
-class JobTrainer(Trainer):
+class JobTrainer(ShardedTrainer):
     """A ``Trainer`` that calls ``on_row`` in the first process with a row of metrics for every logged step.
 
     A row's loss is that of its own step, averaged over processes. ``Trainer`` logs the mean since the previous row
@@ -33,10 +37,12 @@ class JobTrainer(Trainer):
         corpus: Corpus,
         on_row: Listener,
         callbacks: list[TrainerCallback],
-        sp_size: int = 1,
+        train: TrainSection,
+        loads: ExpertLoads | None = None,
     ) -> None:
-        self._clock, self._sp_size = StepClock(), sp_size
+        self._clock, self._loads = StepClock(), loads
         super().__init__(
+            train,
             model,
             args,
             train_dataset=corpus.training,
@@ -52,18 +58,22 @@ class JobTrainer(Trainer):
         """Clear the losses of the previous step."""
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
+        if self._loads:
+            self._loads.start_step()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sp_size == 1:
+        shared = self._train.ranks_per_batch
+        if shared == 1:
             return super()._get_train_sampler(*args, **kwargs)
-        return SharedBatches(self.train_dataset, self._train_batch_size, self._sp_size, self.args.data_seed or 0)
+        return SharedBatches(self.train_dataset, self._train_batch_size, shared, self.args.data_seed or 0)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss over the validation sequences; each counts once, however they are distributed over batches."""
         model: Any = self.model
         sequences: Any = self.eval_dataset
-        # The ranks of a sequence-parallel group evaluate the same sequences.
-        groups, group = self.args.world_size // self._sp_size, self.args.process_index // self._sp_size
+        # The ranks that share a batch evaluate the same sequences.
+        shared = self._train.ranks_per_batch
+        groups, group = self.args.world_size // shared, self.args.process_index // shared
         model.eval()
         total = torch.zeros(2, device=self.args.device)
         for batch in validation_batches(len(sequences), self.args.eval_batch_size, groups, group):
@@ -90,10 +100,12 @@ class JobTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         tokens = inputs["input_ids"].numel()
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        with self._loads.counting() if self._loads and model.training and self._logs_step() else nullcontext():
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
         if model.training:
-            # Tokens of all processes; the ranks of a sequence-parallel group have the same batch.
-            self._clock.count(tokens * self.args.world_size // self._sp_size)
+            self._clock.count(tokens * self.args.world_size // self._train.ranks_per_batch)
             if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
                 self._aux_losses.append(aux_loss.detach())
         return (loss, outputs) if return_outputs else loss
@@ -109,8 +121,14 @@ class JobTrainer(Trainer):
         if self._aux_losses:
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
+        row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
         self._hand_on(row)
+
+    def _logs_step(self) -> bool:
+        """Whether the step that runs will be logged; an interrupt that makes it the last one is not known yet."""
+        step = self.state.global_step + 1
+        return step % self._train.log_every == 0 or step >= self.state.max_steps
 
     def _hand_on(self, row: Row) -> None:
         if self.is_world_process_zero():

@@ -27,6 +27,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def expert_rows(self) -> Path:
+        """One JSON object per logged step: ``rows[layer][expert]``, where experts' loads are measured."""
+        return self.path / "expert_rows.jsonl"
+
+    @property
     def plan(self) -> Path:
         """The plan that the run trains with."""
         return self.path / "plan.json"
@@ -50,6 +55,11 @@ class RunFolder:
     def report(self) -> Path:
         """The report, an HTML page."""
         return self.path / "report.html"
+
+    @property
+    def exported(self) -> Path:
+        """The weights at the end, as a plain folder of safetensors, where the job asks for it."""
+        return self.path / "model"
 
     @property
     def staging(self) -> Path:
@@ -107,9 +117,10 @@ class RunFolder:
             shutil.rmtree(path)
 
     def _results(self) -> list[Path]:
-        files = [self.metrics, self.plan, self.receipt, self.job, self.summary, self.report]
+        files = [self.metrics, self.expert_rows, self.plan, self.receipt, self.job, self.summary, self.report]
         folders = [p for p in self.path.glob("checkpoint-*") if _CHECKPOINT.fullmatch(p.name)]
         eager = self.compared("eager")
+        folders += [self.exported] if (self.exported / "config.json").exists() else []
         return [*files, *folders, *([eager.path] if eager.metrics.exists() else [])]
 
 

@@ -27,6 +27,8 @@ def read_metrics(path: Path) -> list[Row]:
 
 def truncate_metrics(path: Path, last_step: int) -> None:
     """Drop the lines after ``last_step``: a resumed run will write them again."""
+    if not path.exists():
+        return
     kept = [row for row in read_metrics(path) if row["step"] <= last_step]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 

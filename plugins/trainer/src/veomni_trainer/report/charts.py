@@ -1,49 +1,15 @@
-"""Draws the report's charts as SVG that takes its colours from the page, for light and dark mode."""
+"""The report's charts: how losses, times and loads went over the steps."""
 
 from __future__ import annotations
 
-import io
-import re
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import matplotlib
-
 from veomni_trainer.output.metrics import Row, training_rows
-
-# matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
-_INK, _GRID, _MINE, _EAGER = "#010101", "#020202", "#030303", "#040404"
-_PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)", _MINE: "var(--mine)", _EAGER: "var(--eager)"}
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": _GRID,
-    "ytick.color": _GRID,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-}
+from veomni_trainer.report.drawing import EAGER, MINE, Chart, draw
 
 Value = Callable[[Row], float]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A drawing with its title and note."""
-
-    title: str
-    note: str
-    svg: str
 
 
 def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
@@ -58,6 +24,13 @@ def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
     if common:
         gap = _lines("gap", common, [], lambda row: abs(row["loss"] - theirs[row["step"]]))
         charts.append(Chart("Loss difference from eager", "absolute, per step", gap))
+    for key, what in (("expert_load", "expert"), ("rank_load", "rank")):
+        if loaded := [row for row in mine if key in row]:
+            lines = _lines(key, loaded, [], operator.itemgetter(key))
+            charts.append(Chart(f"Busiest {what}", "rows over the mean, average of the layers", lines))
+    if sent := [row for row in mine if "dispatch_bytes" in row]:
+        moved = _lines("sent", sent, [], lambda row: row["dispatch_bytes"] / 1e6, top=None)
+        charts.append(Chart("Token dispatch", "MB that ranks send each other, per step", moved))
     top, above = _step_time_scale([*mine, *eager])
     times = _lines("time", mine, eager, _milliseconds, top=top)
     memory = _lines("memory", mine, eager, lambda row: row["peak_memory_bytes"] / 1e9, top=None)
@@ -92,43 +65,22 @@ def _lines(
         top: The end of the vertical axis, which then begins at zero; ``None``: zero to the largest value; ``"free"``:
             matplotlib chooses both ends.
     """
-    matplotlib.use("svg")
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 3.0), layout="constrained")
-        axes = figure.subplots()
+    def lines(axes: Any) -> None:
         if eager:  # a wide line below the other one, so that both are visible where they coincide
             steps = [row["step"] for row in eager]
-            axes.plot(steps, [value(row) for row in eager], color=_EAGER, linewidth=5, alpha=0.45, label="all eager")
+            axes.plot(steps, [value(row) for row in eager], color=EAGER, linewidth=5, alpha=0.45, label="all eager")
         label = "this job" if eager or validation else None
-        axes.plot([row["step"] for row in mine], [value(row) for row in mine], color=_MINE, linewidth=1.6, label=label)
+        axes.plot([row["step"] for row in mine], [value(row) for row in mine], color=MINE, linewidth=1.6, label=label)
         if validation:
             points = [row["step"] for row in validation], [row["validation_loss"] for row in validation]
-            axes.plot(*points, "o", color=_MINE, markersize=5, label="validation")
+            axes.plot(*points, "o", color=MINE, markersize=5, label="validation")
         if label:
             axes.legend(loc="best")
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if top != "free":
             axes.set_ylim(0, top)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(stream.getvalue(), name)
 
-
-def _for_page(svg: str, name: str) -> str:
-    """The ``<svg>`` element alone. Scales with its container, has unique ids, uses the page's font and colours."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
-    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
-    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
-    for placeholder, colour in _PAGE_COLOURS.items():
-        svg = svg.replace(placeholder, colour)
-    return svg
+    return draw(name, lines)

@@ -17,11 +17,13 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
 from veomni_trainer.report.charts import draw_charts
 from veomni_trainer.report.comparison import Comparison, compare_rows
+from veomni_trainer.report.heat_map import draw_loads
 from veomni_trainer.report.progress import gigabytes
 
 
 def write_report(folder: RunFolder) -> None:
     """Write ``summary.json`` and ``report.html`` from the files in ``folder``, and in ``folder/eager`` if it exists."""
+    loads = read_metrics(folder.expert_rows)
     rows, eager_rows = read_metrics(folder.metrics), read_metrics(folder.compared("eager").metrics)
     comparison = compare_rows(rows, eager_rows)
     receipt = json.loads(folder.receipt.read_text(encoding="utf-8"))
@@ -43,7 +45,7 @@ def write_report(folder: RunFolder) -> None:
             run=summary["run"],
             eager=summary["eager"],
             comparison=comparison,
-            charts=draw_charts(rows, eager_rows),
+            charts=[*draw_charts(rows, eager_rows), *([draw_loads(loads)] if loads else [])],
             receipt=receipt,
             transformations=receipt.get("transformations", []),  # folders of earlier versions have none
             ops=[_op_row(op) for op in receipt["ops"] if op["found"] or op.get("written")],

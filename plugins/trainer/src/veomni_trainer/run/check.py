@@ -7,19 +7,19 @@ from pathlib import Path
 from veomni_core import JobConditions
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import load_job
-from veomni_trainer.setup.model import conditions, model_config, ops_config
+from veomni_trainer.setup.model import check_model, conditions, ops_config
 
 
 def check_job(path: Path) -> JobConditions:
     """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
 
-    Reads the job file, the model's config and the tokenizer. Doesn't check what depends on the machine that trains: the
-    text files, the devices and the output folder.
+    Reads the job file, the model's config and the tokenizer; of a sharded job also the model's modules. Doesn't
+    check what depends on the machine that trains: the text files, the devices and the output folder.
 
     Raises:
         VeOmniError: the job must be corrected.
     """
     job = load_job(path)
     ops_config(job)
-    model_config(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
+    check_model(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
     return conditions(job)

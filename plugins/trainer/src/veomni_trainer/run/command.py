@@ -1,4 +1,4 @@
-"""``veomni train JOB.yaml``: the command line. The training code is imported only when the command runs."""
+"""``veomni train`` and ``veomni export``: the command line. Their code is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def train(
 
     if run_job(loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change):
         raise typer.Exit(INTERRUPTED)
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the weights go; must not exist.")],
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Whether code that comes with the model may run.")
+    ] = False,
+) -> None:
+    """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
+    from veomni_trainer.output.export import export_checkpoint
+    from veomni_trainer.output.folder import RunFolder
+
+    run = RunFolder(source)
+    checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
+    export_checkpoint(checkpoint, folder, trust_remote_code)
+    print(f"{checkpoint} -> {folder}")

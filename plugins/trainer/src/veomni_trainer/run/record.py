@@ -29,14 +29,17 @@ class RunRecord(TrainerCallback):
             self._begun = True
 
     def on_row(self, row: Row) -> None:
-        """Append one row to the metrics, and show it."""
+        """Append one row to the metrics, and show it. The rows of each expert are too many for it: they go beside."""
+        if (rows := row.pop("expert_rows", None)) is not None:
+            append_metrics(self._folder.expert_rows, {"step": row["step"], "rows": rows})
         append_metrics(self._folder.metrics, row)
         self._progress.show(row)
 
     def _begin(self) -> None:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         if self._resumed_from:
-            truncate_metrics(self._folder.metrics, self._resumed_from)
+            for metrics in (self._folder.metrics, self._folder.expert_rows):
+                truncate_metrics(metrics, self._resumed_from)
             self._folder.report.unlink(missing_ok=True)
         else:
             self._folder.clear()

@@ -19,19 +19,24 @@ from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import changed_keys, dump_job
-from veomni_trainer.job.schema import Job
+from veomni_trainer.job.schema import Job, TrainSection
 from veomni_trainer.loop.checkpoints import CheckpointCallback, check_plan
+from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.report.write import describe_run, write_report
 from veomni_trainer.run.eager import train_eager
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.setup.arguments import training_arguments
-from veomni_trainer.setup.model import build_model, ops_config
+from veomni_trainer.setup.model import build_model, check_model, ops_config
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
+from veomni_trainer.setup.sharding import check_started
+from veomni_trainer.setup.waiting import limit_waiting, naming_lost_processes
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
 
@@ -57,7 +62,8 @@ def run_job(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     folder = RunFolder(Path(job.train.output_dir))
-    interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
+    with naming_lost_processes(job.train.timeout):
+        interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
     _let_go()
     if compare and not interrupted:
         _say(f"\nThe same job, all-eager, in {folder.compared(compare).path}:")
@@ -69,6 +75,10 @@ def run_job(
                 f"the eager run ended with exit code {code}, for the reason above; {folder.path} is complete"
             )
     if _is_main_process():
+        if job.train.export and not interrupted:
+            shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
+            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
+            print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         print(describe_run(folder), flush=True)
     if interrupted:
@@ -83,16 +93,20 @@ def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_pl
         _say(f"{folder.path} is complete: it stands at step {step} of {job.train.steps}. Raise train.steps to go on.")
         return False
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    if job.train.is_sharded:
+        check_model(job, tokenizer)
+        check_started(job.train)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)
-    _check_enough(corpus, arguments, job.train.sp_size)
+    _check_enough(corpus, arguments, job.train)
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
     model = build_model(job, ops, tokenizer, arguments.device, checkpoint)
     binding = binding_of(model)
     assert binding is not None
+    limit_waiting(job.train.timeout)
     if group is not None:
         apply_ulysses(model, group)
     accepted = check_plan(checkpoint, binding.plan, accept_plan_change) if checkpoint else ()
@@ -118,6 +132,7 @@ def _fit(
     step: int,
 ) -> bool:
     """Train until the job's last step or an interrupt; returns whether it was interrupted."""
+    loads = ExpertLoads(model, binding, job.train, arguments.process_index) if job.train.measures_loads else None
     progress = Progress(job.train.steps, step)
     record = RunRecord(folder, binding, dump_job(job), step, progress)
     interrupt = InterruptCallback()
@@ -126,7 +141,7 @@ def _fit(
     if _is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], job.train.sp_size)
+        trainer = JobTrainer(model, arguments, corpus, record.on_row, [record, interrupt, saver], job.train, loads)
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except torch.OutOfMemoryError as error:
@@ -154,16 +169,24 @@ def _starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) 
     if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")
+    if is_sharded(checkpoint):
+        check_layout(checkpoint, Layout.of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
+    elif job.train.is_sharded:
+        raise CheckpointError(
+            f"{checkpoint} was not written by a sharded job, so its optimizer can't be read in shards; resume without "
+            "train.fsdp_size, tp_size and ep_size, or name the checkpoint as model.weights of a new job"
+        )
     return step, checkpoint
 
 
-def _check_enough(corpus: Corpus, arguments: TrainingArguments, sp_size: int) -> None:
-    groups = max(arguments.world_size // sp_size, 1)
+def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> None:
+    groups = max(arguments.world_size // train.ranks_per_batch, 1)
     needed = arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
     if len(corpus.training) < needed:
         raise JobFileError(
             f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
-            "(train.batch_size x gradient_accumulation x processes / sp_size); lower those, or data.sequence_length"
+            "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
+            "data.sequence_length"
         )
 
 

@@ -24,6 +24,11 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     if train.device == "cuda" and not torch.cuda.is_available():
         raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
     on_cpu = train.device == "cpu" or (train.device == "auto" and not torch.accelerator.is_available())
+    if train.is_sharded and on_cpu and torch.accelerator.is_available():
+        raise HostError(
+            "train.device is cpu, but transformers shards models over this machine's accelerators. Write train.device: "
+            "auto, or hide them (CUDA_VISIBLE_DEVICES=)"
+        )
     is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if train.fsdp and not is_distributed:
         raise HostError(
@@ -52,6 +57,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         data_seed=train.seed,
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and is_distributed else None,
+        ddp_timeout=train.timeout,
         logging_strategy="steps",
         logging_steps=train.log_every,
         logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, build_foundation_model
-from veomni_core.errors import ConfigError
+from veomni_core.build import build_skeleton as unbound_skeleton
+from veomni_core.errors import CheckpointError, ConfigError
 from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
+from veomni_trainer.output.shards import reason
+from veomni_trainer.setup.sharding import check_sharding, distributed_config
 
 _VOCABULARY_STEP = 64
 
@@ -26,10 +30,24 @@ def ops_config(job: Job) -> OpsConfig:
 
 
 def conditions(job: Job) -> JobConditions:
-    """The conditions, besides the model, that the job's plan depends on: device and autocast."""
+    """The conditions, besides the model, that the job's plan depends on: device, autocast and sizes."""
     return JobConditions(
-        device="cpu" if job.train.device == "cpu" else None, autocast="bfloat16" if job.train.bf16 else None
+        device="cpu" if job.train.device == "cpu" else None,
+        autocast="bfloat16" if job.train.bf16 else None,
+        distributed_config=distributed_config(job.train),
     )
+
+
+def check_model(job: Job, tokenizer: Tokenizer) -> None:
+    """Check, without weights or processes, that the job's model fits its data and its sizes.
+
+    Raises:
+        ConfigError: as :func:`model_config`, and where the job's sizes can't shard the model.
+        HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
+    """
+    config = model_config(job, tokenizer)
+    if job.train.is_sharded:
+        check_sharding(job.train, unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code))
 
 
 def build_model(
@@ -43,7 +61,10 @@ def build_model(
         ConfigError: the config doesn't fit the data, or has a key that its model doesn't know.
         VeOmniError: the core finds an error in config, kernels or weights.
     """
-    return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights)
+    try:
+        return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights)
+    except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
+        raise CheckpointError(f"{checkpoint or job.model.weights} does not fit this model: {reason(error)}") from error
 
 
 def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrainedModel:
@@ -65,6 +86,7 @@ def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights:
         init_device=device,
         autocast=under.autocast,
         device=under.device,
+        distributed_config=under.distributed_config if device != "meta" else None,
         trust_remote_code=job.model.trust_remote_code,
     )
 

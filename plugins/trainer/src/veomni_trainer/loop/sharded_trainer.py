@@ -1,0 +1,85 @@
+"""transformers' ``Trainer`` for models that transformers has sharded: what it refuses or computes otherwise there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
+
+from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.loop.accumulation import gradients_apart
+from veomni_trainer.output.shards import is_sharded, load_optimizer, save_optimizer, save_weights
+
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # in a scheduler's state: one value per group of parameters
+
+
+class ShardedTrainer(Trainer):
+    """A ``Trainer`` of the job's ``train`` section. Where that section shards nothing, it is ``Trainer``.
+
+    transformers 5.23 clips gradients over several device meshes by itself, and doesn't save what it could resume.
+    """
+
+    def __init__(self, train: TrainSection, *args: Any, **kwargs: Any) -> None:
+        self._train = train
+        super().__init__(*args, **kwargs)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Without accelerate's own tensor parallelism: it refuses CPUs, and has nothing to add to a sharded model."""
+        args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        args.pop("parallelism_config", None)
+        return args
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """The labels of this rank's batches. transformers 5.23 divides them by ``tp_size`` although nothing sums them.
+
+        It does so for labels summed over all ranks, of which ``tp_size`` have the same batch. Each of our ranks divides
+        its loss by its own labels (``average_tokens_across_devices=False``), and would get ``tp_size`` times the loss.
+        """
+        items = super()._get_num_items_in_batch(*args, **kwargs)
+        return items if items is None else items * self._train.tp_size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        model: Any = self.model
+        accumulates = self._train.tp_size > 1 and self._train.gradient_accumulation > 1
+        with gradients_apart(model) if accumulates else nullcontext():
+            return super().training_step(*args, **kwargs)
+
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        """Under tensor parallelism FSDP reduces each micro-batch's gradients; ``accumulation`` says why."""
+        return nullcontext() if self._train.tp_size > 1 else super()._defer_fsdp_gradient_reduction()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self._train.is_sharded:
+            return super()._save(output_dir, state_dict)
+        model: Any = self.model
+        save_weights(model, Path(output_dir or str(self.args.output_dir)))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._train.is_sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        model, optimizer, scheduler = self._trained()
+        save_optimizer(model, optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_sharded(Path(checkpoint)):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        model, optimizer, scheduler = self._trained()
+        load_optimizer(model, optimizer, Path(checkpoint))
+        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        # transformers makes a group of parameters per device mesh, so there may be more or fewer of them now. All have
+        # the same learning rate.
+        groups = len(optimizer.param_groups)
+        scheduler.load_state_dict(
+            {key: each[:1] * groups if key in _PER_GROUP else each for key, each in state.items()}
+        )
+
+    def _trained(self) -> tuple[Any, Any, Any]:
+        """The model, torch's optimizer inside accelerate's, and the scheduler."""
+        optimizer: Any = self.optimizer
+        return self.model, optimizer.optimizer, self.lr_scheduler

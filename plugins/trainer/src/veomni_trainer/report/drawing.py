@@ -1,0 +1,71 @@
+"""Draws with matplotlib as SVG that takes its colours from the page, for light and dark mode."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+# matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
+_INK, _GRID, MINE, EAGER = "#010101", "#020202", "#030303", "#040404"
+_PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)", MINE: "var(--mine)", EAGER: "var(--eager)"}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": _GRID,
+    "ytick.color": _GRID,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing with its title and note."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def draw(name: str, lines: Callable[[Any], None], height: float = 3.0) -> str:
+    """What ``lines`` draws on matplotlib's axes, as SVG whose ids begin with ``name``."""
+    matplotlib.use("svg")
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(6.4, height), layout="constrained")
+        lines(figure.subplots())
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _for_page(stream.getvalue(), name)
+
+
+def _for_page(svg: str, name: str) -> str:
+    """The ``<svg>`` element alone. Scales with its container, has unique ids, uses the page's font and colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    for placeholder, colour in _PAGE_COLOURS.items():
+        svg = svg.replace(placeholder, colour)
+    return svg
