@@ -134,6 +134,18 @@ def test_causal_cross_entropy_loss(items):
     _assert_same(mine, theirs, [hidden, weight], exact=False)
 
 
+def test_the_parts_of_all_shards_give_transformers_causal_loss():
+    hidden, weight = torch.randn(18, 16, requires_grad=True), torch.randn(31, 16, requires_grad=True)
+    labels = torch.randint(31, (18,))
+    labels[:4] = -100
+    theirs = ForCausalLMLoss(F.linear(hidden, weight) * 0.5, None, 31, shift_labels=labels)
+    part = cross_entropy_loss.CONTRACTS["vocabulary_parallel"].reference
+    parts = [part(hidden, shard, labels, 12 * rank, scale=0.5) for rank, shard in enumerate(weight.split(12))]
+    sums, label_logits = (torch.stack(each) for each in zip(*parts, strict=True))
+    losses = torch.logsumexp(sums, dim=0) - label_logits.sum(dim=0)
+    _assert_same(losses[labels != -100].mean(), theirs, [hidden, weight], exact=False)
+
+
 def test_a_batch_without_a_label_that_counts_gives_zero_where_transformers_gives_nan():
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     labels = torch.full((4,), -100)

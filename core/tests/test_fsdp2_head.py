@@ -9,6 +9,8 @@ import pytest
 
 from distributed import run_ranks
 
+pytestmark = pytest.mark.slow
+
 # Each layout is compared with itself unbound, over the same steps.
 COMPARED = """
     import gc, logging, sys, tempfile, warnings
