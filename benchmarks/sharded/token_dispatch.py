@@ -64,7 +64,7 @@ def contenders(tokens: int) -> dict[str, Contender]:
     bounded = {"kernel": "alltoall_dedup", "options": {"max_tokens": tokens}}
     return {
         THEIRS: Contender(EP),
-        ENGINE: Contender(EP, {**experts, DISPATCH: "engine"}),
+        ENGINE: Contender(EP, {**experts, DISPATCH: "eager"}),
         "our experts, alltoall_dedup": Contender(EP, {**experts, DISPATCH: "alltoall_dedup"}),
         f"our experts, alltoall_dedup, max_tokens {tokens}": Contender(EP, {**experts, DISPATCH: bounded}),
     }
