@@ -188,7 +188,7 @@ def _ids(batch: int) -> Tensor:
 
 
 def _in_one_process(weights: Path, batches: int) -> dict[str, Tensor]:
-    """The loss (by the name ``loss``) and the gradients over all batches, in float64 where the model's code keeps it."""
+    """The loss (by the name ``loss``) and the gradients over all batches, in float64 where the code keeps it."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = _class_of(weights).from_pretrained(weights, dtype=torch.float64, **options).to(_DEVICE).train()
     loss = sum(model(input_ids=_ids(n), labels=_ids(n), use_cache=False).loss for n in range(batches)) / batches
@@ -243,7 +243,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-_DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+_DEVICE = (
+    torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+)
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import AutoModelForCausalLM, PreTrainedModel, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.sharded.ranks import DEVICE, total
 
@@ -91,7 +91,9 @@ def _draw(model: PreTrainedModel) -> None:
         if parameter.dim() == 1:  # a norm's weight
             whole = torch.ones(parameter.shape, dtype=parameter.dtype, device=DEVICE)
         else:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE).normal_(0, _STD, generator=generator)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE).normal_(
+                0, _STD, generator=generator
+            )
         _keep_part(parameter, whole)
 
 

@@ -24,9 +24,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.accuracy import relative_error
-from benchmarks.shared.measuring import drop_gradients
-from benchmarks.shared.results import machine, write_results
 from benchmarks.sharded import engine_models
 from benchmarks.sharded.contenders import DISPATCH, EP, Contender, dispatchers
 from benchmarks.sharded.ranks import (
@@ -41,6 +38,9 @@ from benchmarks.sharded.ranks import (
     total,
 )
 from benchmarks.sharded.sent import SentBytes
+from benchmarks.shared.accuracy import relative_error
+from benchmarks.shared.measuring import drop_gradients
+from benchmarks.shared.results import machine, write_results
 from benchmarks.whole_models.contenders import MODELS
 
 TOKENS = 16384
@@ -143,9 +143,9 @@ def write(name: str | None, data: dict[str, Any]) -> None:
         )
     lines = [
         f"Speed and bytes are ratios to `{ENGINE}` in the same run; the aim is {AIM} times its speed. Times are of the "
-        "slower GPU, on the wall clock, and include the start on an idle GPU. Bytes are counted where they are handed to "
-        "the all-to-alls, in both passes: what stays on its GPU is not among them. Results and gradients are relative to "
-        f"those of `{THEIRS}`, the mean over GPUs.",
+        "slower GPU, on the wall clock, and include the start on an idle GPU. Bytes are counted where they are handed "
+        "to the all-to-alls, in both passes: what stays on its GPU is not among them. Results and gradients are relative "
+        f"to those of `{THEIRS}`, the mean over GPUs.",
         "\n".join(f"- {what} skipped: {each['skipped']}" for what, each in figures.items() if "skipped" in each),
     ]
     title = f"One expert-parallel MoE layer on {data['GPUs']} GPUs: {data['tokens']} tokens a GPU, bf16"

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.results import machine
 from benchmarks.sharded import engine_models
 from benchmarks.sharded.contenders import CONTENDERS, THEIRS, Contender
 from benchmarks.sharded.page import write
@@ -44,6 +43,7 @@ from benchmarks.sharded.ranks import (
     slowest_milliseconds,
     total,
 )
+from benchmarks.shared.results import machine
 from benchmarks.whole_models.contenders import MODELS
 from benchmarks.whole_models.train_step import step
 
