@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from veomni_core import bind
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.discover import discover
 
 FSDP, EP, TP = {"fsdp_size": 2}, {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2}
@@ -30,11 +31,9 @@ class Contender:
 
     def missing(self) -> str:
         """Why this checkout or installation can't run it; empty if it can."""
-        asked = (self.ops or {}).get(DISPATCH, "engine")
+        asked = (self.ops or {}).get(DISPATCH, EAGER)
         name = asked if isinstance(asked, str) else asked["kernel"]
-        return (
-            "" if name == "engine" or name in dispatchers() else f"no installed plugin has the {name} of token_dispatch"
-        )
+        return "" if name == EAGER or name in dispatchers() else f"no installed plugin has the {name} of token_dispatch"
 
     def prepare(self, model: Any) -> dict[str, str]:
         """Bind and compile; gives what runs, by op."""
@@ -71,7 +70,7 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
         THEIRS["qwen3-moe"]: Contender(EP),
         "transformers, FSDP2": Contender(FSDP),
         "preset: auto, FSDP2": Contender(FSDP, {"preset": "auto"}),
-        "preset: auto, FSDP2 and EP, the engine's dispatch": Contender(EP, {"preset": "auto", DISPATCH: "engine"}),
+        "preset: auto, FSDP2 and EP, the engine's dispatch": Contender(EP, {"preset": "auto", DISPATCH: "eager"}),
         "preset: auto, FSDP2 and EP, alltoall_dedup": Contender(EP, {"preset": "auto", DISPATCH: "alltoall_dedup"}),
         "transformers, FSDP2 and EP, compiled": Contender(EP, compiled=True),
     },

@@ -30,8 +30,8 @@ def write(name: str, data: dict[str, Any], script: str) -> None:
         f"Each batch has {sequences} sequences of {length} tokens; under FSDP2 each GPU has a batch of its own, under "
         "tensor parallelism both share one. No optimizer runs. Times are of the slower GPU, on the wall clock, and "
         "include the start of a step on an idle GPU. Speed and memory are ratios to "
-        f"`{theirs}` in the same run; peaks include weights and gradients. The loss and the gradient's norm are those of "
-        "the first step, relative to the same contender's.",
+        f"`{theirs}` in the same run; peaks include weights and gradients. The loss and the gradient's norm are those "
+        "of the first step, relative to the same contender's.",
         f"The aim is {speed} times the speed of `{theirs}` at {memory:.0%} of its memory.",
         *_bullets(contenders),
     ]
@@ -64,9 +64,7 @@ def _bullets(contenders: dict[str, Any]) -> Iterator[str]:
     """What ran, and what did not."""
     lines = []
     for name, found in contenders.items():
-        for what in ("skipped", "failed", "wrong"):
-            if what in found:
-                lines.append(f"- {name} {what}: {found[what]}")
+        lines.extend(f"- {name} {what}: {found[what]}" for what in ("skipped", "failed", "wrong") if what in found)
         if found.get("kernels"):
             lines.append(f"- {name} runs " + "; ".join(f"{op}: {kernel}" for op, kernel in found["kernels"].items()))
     if lines:
