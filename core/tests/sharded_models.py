@@ -139,12 +139,12 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
     before = _step(model, _ids(0, batch))
     process = dict(of_process())
     binding = bind(model, EVERY_KERNEL, registry=registry)
+    with torch.no_grad():
+        logits_off = (model.eval()(_ids(0, 0)).logits - whole.eval()(_ids(0, 0)).logits).abs().max().item()
+    model.train(), whole.train()
     binding.undo()
     undone = _step(model, _ids(0, batch))
     binding = apply_plan(model, binding.plan, registry)
-    with torch.no_grad():
-        logits_off = (model.eval()(_ids(0, 0)).logits - whole.eval()(_ids(0, 0)).logits).abs().max().item()
-    model.train(), whole.train(), model.zero_grad()
     changed = [name for name, value in of_process() if name in process and value != process[name]]
     planned = make_plan(whole, EVERY_KERNEL, registry=registry, distributed_config=layout)
     calls.clear()
