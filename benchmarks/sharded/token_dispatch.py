@@ -143,9 +143,9 @@ def write(name: str | None, data: dict[str, Any]) -> None:
         )
     lines = [
         f"Speed and bytes are ratios to `{ENGINE}` in the same run; the aim is {AIM} times its speed. Times are of the "
-        "slower GPU, on the wall clock, and include the start on an idle GPU. Bytes are counted where they are handed "
-        "to the all-to-alls, in both passes: what stays on its GPU is not among them. Results and gradients are relative "
-        f"to those of `{THEIRS}`, the mean over GPUs.",
+        "slower GPU, on the wall clock, and include the start on an idle GPU. Bytes are counted where they are "
+        "handed to the all-to-alls, in both passes; what stays on its GPU does not count. Results and gradients are "
+        f"relative to those of `{THEIRS}`, the mean over GPUs.",
         "\n".join(f"- {what} skipped: {each['skipped']}" for what, each in figures.items() if "skipped" in each),
     ]
     title = f"One expert-parallel MoE layer on {data['GPUs']} GPUs: {data['tokens']} tokens a GPU, bf16"
