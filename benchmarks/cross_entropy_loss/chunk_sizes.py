@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
 from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.results import machine, write_results
-from veomni_torch import cross_entropy_loss
+from veomni_torch import cross_entropy_loss, logit_chunks
 
 MIB = 1 << 20
 THEIRS = "transformers"
@@ -49,7 +49,7 @@ class Setting:
     @property
     def in_use(self) -> int:
         """MiB of a chunk as the kernel has it."""
-        return int(getattr(cross_entropy_loss, self.constant)) // MIB
+        return int(getattr(logit_chunks, self.constant)) // MIB
 
 
 # A small vocabulary (Llama 2's) on a CPU, where the largest chunk is all of the batch; a large one (Qwen3's) on a GPU.
@@ -71,7 +71,7 @@ def contenders(device: str) -> tuple[Calls, list[Tensor]]:
         return loss
 
     def chunked(mib: int) -> Tensor:
-        with patch.object(cross_entropy_loss, setting.constant, mib * MIB):
+        with patch.object(logit_chunks, setting.constant, mib * MIB):
             return cross_entropy_loss.causal(states, weight, labels)
 
     calls: Calls = {str(mib): partial(chunked, mib) for mib in setting.mib}

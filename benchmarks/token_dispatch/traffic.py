@@ -96,11 +96,11 @@ COLUMNS = (
     "busiest rank over the mean, engine / alltoall_dedup",
 )
 NOTE = """A row of `engine` is one choice of a token, a row of `alltoall_dedup` one token for one rank. Only rows that
-leave their rank are counted. With `W` ranks, `E` experts and `K` distinct choices at random, a token sends `K (W - 1) /
-W` rows with `engine`, and `(W - 1) (1 - C(E - E/W, K) / C(E, K))` with `alltoall_dedup`: it misses a rank if all
-of its choices are among the other ranks' experts. Beyond as many ranks as choices the two come close, and what is
-left is the sum of choices that meet on one rank. The row of `alltoall_dedup` also carries its routing weights and
-expert ids there, which is in its bytes. The formula does not hold for skewed choices by rank."""
+leave their rank are counted. With `W` ranks, `E` experts and `K` distinct choices at random, a token sends
+`K(W-1)/W` rows with `engine`, and `(W-1)(1-C(E-E/W,K)/C(E,K))` with `alltoall_dedup`: it misses a rank if all
+of its choices are among the other ranks' experts. Beyond as many ranks as choices the two come close, and
+what is left is the sum of choices that meet on one rank. The row of `alltoall_dedup` also carries its routing
+weights and expert ids there, which is in its bytes. The formula does not hold for skewed choices by rank."""
 
 
 def main() -> None:

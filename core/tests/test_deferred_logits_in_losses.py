@@ -7,6 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from deferred_head import VOCABULARY, Head, assert_like_eager, backward
+from fused_head import LOSS_ALONE, REGISTRY
+from models import build, tokens
+from veomni_core import bind
+from veomni_core.sites.forwards.head_call import HeadCall
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 3}], ids=str)
@@ -49,6 +53,15 @@ def test_a_scale_and_a_softcap_are_told_to_the_kernel(between, softcap, scale):
     head.loss(between)
     (asked,) = head.asked
     assert (asked["softcap"], asked["scale"] or 1.0) == (softcap, pytest.approx(scale))
+
+
+def test_the_backward_of_a_softcap_computes_no_logits(monkeypatch):
+    model = build("gemma2", final_logit_softcapping=2.0)
+    bind(model, LOSS_ALONE, registry=REGISTRY)
+    monkeypatch.setattr(HeadCall, "compute_logits", lambda call: pytest.fail("all logits were computed"))
+    ids = tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.lm_head.weight.grad.any()
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,10 @@ class LogitsGoneError(BindingError):
     """The deferred logits of a training step were read after their inputs had been freed or changed."""
 
 
+class ShardedLogitsError(BindingError):
+    """The deferred logits of a training step were read, but each rank has only those of a part of the vocabulary."""
+
+
 class SlotInUseError(BindingError):
     """A slot that several models share already holds another kernel for one of them."""
 

@@ -6,14 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from veomni_core.ops import cross_entropy_loss, moe_experts, rms_norm
 from veomni_core.testing import check_kernel
 from veomni_torch import cross_entropy_loss as chunked
 from veomni_torch import load_balancing_loss as balancing
+from veomni_torch import logit_chunks
 from veomni_torch import moe_experts as grouped
 from veomni_torch import rms_norm as norms
 from veomni_torch import swiglu_mlp as activations
+from veomni_torch import vocabulary_parallel_loss as sharded
+from veomni_torch.logit_chunks import chunks
 from veomni_torch.plugin import veomni_kernels
 
 SPECS = veomni_kernels()
@@ -44,6 +49,10 @@ CALLS = {
     "chunk_loss": (
         lambda h, w: chunked.causal(h, w, torch.arange(300) % 11, softcap=4.0),
         lambda: (_leaf(300, 8), _leaf(11, 8)),
+    ),
+    "chunk_loss vocabulary_parallel": (
+        lambda h, w, b: torch.stack(sharded.vocabulary_parallel(h, w, torch.arange(300) % 33, 11, b, softcap=4.0)),
+        lambda: (_leaf(300, 8), _leaf(11, 8), _leaf(11)),
     ),
     "grouped_mm": (
         lambda h, w, u, d: grouped.standard(h, torch.arange(14).view(7, 2) % 5, w, u, d),
@@ -100,6 +109,13 @@ def test_what_is_saved_for_backward():
     assert saved == 0
     saved, _ = _saved_bytes((CALLS["rms_norm"][0], (_leaf(64, 256), _leaf(256))))
     assert saved == 64 * 4
+    labels = torch.arange(3000) % 128
+
+    def one_shard(hidden, weight):
+        return torch.stack(sharded.vocabulary_parallel(hidden, weight, labels, 64))
+
+    saved, _ = _saved_bytes((one_shard, (_leaf(3000, 8), _leaf(64, 8))))
+    assert saved <= 3000 * (4 + 8 + 1 + 1)  # the log of each token's sum, its word, whether it counts, and is here
     logits = (_leaf(64, 32), _leaf(64, 32))
     saved, _ = _saved_bytes((lambda a, b: balancing.standard((a, b), 32, 2, None), logits))
     assert saved <= 32 * 4
@@ -172,7 +188,42 @@ def test_chunk_loss_takes_no_gradients_where_none_are_wanted():
         loss = chunked.causal(hidden, weight, labels)
     torch.testing.assert_close(loss, cross_entropy_loss.causal(hidden, weight, labels).detach())
     products = sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
-    assert products == len(chunked._chunks(300, 11, hidden.device))
+    assert products == len(chunks(300, 11, hidden.device))
+
+
+class _LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        found = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.elements = max(self.elements, *found, 0)
+        return result
+
+
+def test_the_logits_of_a_shard_never_exist_at_once(monkeypatch):
+    monkeypatch.setattr(logit_chunks, "CPU_CHUNK_BYTES", 0)  # so that a chunk has as few rows as any
+    hidden, weight = _leaf(1000, 8), _leaf(50, 8)
+    with _LargestTensor() as largest:
+        log_sum_exp, label_logit = sharded.vocabulary_parallel(hidden, weight, torch.arange(1000) % 100, 50)
+        (log_sum_exp - label_logit).sum().backward()
+    assert largest.elements == 1000 * 8 > 128 * 50
+
+
+def test_a_shards_gradients_do_not_underflow_in_float16():
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(64, 16), torch.randn(40, 16), torch.arange(64) % 80
+    found, wanted = [], []
+    for gradients, function, dtype in (
+        (found, sharded.vocabulary_parallel, torch.float16),
+        (wanted, cross_entropy_loss.CONTRACTS["vocabulary_parallel"].reference, torch.float64),
+    ):
+        leaves = [each.half().to(dtype).requires_grad_() for each in (hidden, weight)]
+        log_sum_exp, label_logit = function(*leaves, labels, 40)
+        gradients += torch.autograd.grad((log_sum_exp - label_logit).sum() * 2**-18, leaves)
+    for mine, theirs in zip(found, wanted, strict=True):
+        # Of this size, a float16 has steps of 2**-24.
+        torch.testing.assert_close(mine.double(), theirs, rtol=4e-3, atol=2**-24)
 
 
 @pytest.mark.parametrize("scale, mean", [(65536.0, 0.0), (1024.0, 4.0)], ids=["small gradients", "large sums"])

@@ -102,7 +102,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
     ),
     OpSpec(
         name="cross_entropy_loss",
-        variants=("causal", "seq_cls"),
+        variants=("causal", "seq_cls", "vocabulary_parallel"),
         config_field="cross_entropy_loss_implementation",
         default="liger_kernel",
         contract="veomni_core.ops.cross_entropy_loss:CONTRACTS",

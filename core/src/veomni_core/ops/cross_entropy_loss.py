@@ -1,7 +1,7 @@
 """cross_entropy_loss: the loss of a language model's head, or of a sequence classifier, as a float32 scalar.
 
 ``causal`` takes hidden states and the output projection's weight, so that a kernel can avoid materialising all logits.
-A site's ``sizes`` are then ``hidden`` and ``vocabulary``.
+A site's ``sizes`` are then ``hidden`` and ``vocabulary``. ``vocabulary_parallel`` is one rank's part of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_core.ops.labels import IGNORED
+from veomni_core.ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
 
 
 def causal(
@@ -219,4 +220,5 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_seq_cls_beyond_a_tile,
     ),
+    "vocabulary_parallel": VOCABULARY_PARALLEL,
 }

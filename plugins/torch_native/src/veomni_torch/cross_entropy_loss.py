@@ -18,12 +18,7 @@ from torch.nn import functional as F
 from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.labels import IGNORED
-
-# Bytes of float32 logits held at a time. On a CPU (benchmarks/cross_entropy_loss/chunk_sizes.py: 2 cores, T=2048,
-# H=256, V=32000) 16, 32, 64 and 128 MiB took 0.71, 0.65, 0.63 and 0.70 of the time of transformers' loss, and 11, 17,
-# 30 and 54 % of its memory. A GPU needs more rows to fill its tensor cores: 1 GiB holds 1766 rows of 151936 logits.
-CPU_CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 32 << 20, 1 << 30
-_FEWEST_ROWS = 128
+from veomni_torch.logit_chunks import add_product, chunks, scaled_and_capped
 
 
 def causal(
@@ -78,10 +73,10 @@ class _SumOfLosses(Function):
         dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(hidden.shape[0], weight.shape[0], hidden.device):
+        for rows in chunks(hidden.shape[0], weight.shape[0], hidden.device):
             states, counts = hidden[rows], labels[rows] != ignore_index  # [rows, H], [rows]
             targets = torch.where(counts, labels[rows], 0)  # any valid index: ignored rows are zeroed below
-            logits, slope = _logits(F.linear(states, weight, bias), softcap, scale)
+            logits, slope = scaled_and_capped(F.linear(states, weight, bias), softcap, scale)
             losses, dlogits = _losses(logits, targets, hidden.dtype, any(wanted))
             del logits
             total += torch.where(counts, losses, 0.0).sum()
@@ -94,7 +89,7 @@ class _SumOfLosses(Function):
             if dhidden is not None:
                 dhidden[rows] = (dlogits @ weight) * counts.unsqueeze(1)
             if dweight is not None:
-                _add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
+                add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
             del dlogits  # otherwise it would exist until the next chunk's logits are computed
         ctx.save_for_backward(dhidden, _kept_for_backward(dweight, weight), _kept_for_backward(dbias, bias))
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -128,27 +123,6 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
-    budget = CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
-    rows = max(_FEWEST_ROWS, budget // (4 * vocabulary))
-    return [slice(start, start + rows) for start in range(0, tokens, rows)]
-
-
-def _logits(logits: Tensor, softcap: float | None, scale: float | None) -> tuple[Tensor, Tensor | float | None]:
-    """The logits after scale and softcap, and their derivative by the unscaled logits; ``None`` stands for 1.
-
-    With a scale or a softcap the result is float32.
-    """
-    slope: Tensor | float | None = scale
-    if scale is not None:
-        logits = logits.float() * scale
-    if softcap is not None:
-        bounded = torch.tanh(logits.float() / softcap)
-        slope = (1.0 - bounded.square()) * (1.0 if scale is None else scale)
-        logits = softcap * bounded
-    return logits, slope
-
-
 def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype, differentiate: bool) -> tuple[Tensor, Tensor | None]:
     """Each row's loss in float32; and its gradient by ``logits[rows, V]`` in ``dtype``, if ``differentiate``."""
     targets = targets.unsqueeze(1)
@@ -160,15 +134,3 @@ def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype, differentiate: 
     dlogits = log_probabilities.exp_().to(dtype)
     # softmax - 1 at the label, computed as expm1 of the log probability, which is accurate near 0.
     return -picked.squeeze(1), dlogits.scatter_(1, targets, picked.expm1().to(dtype))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` with ``total`` in float32."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:  # reads and writes the total once; a separate addition would also write and read the product
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # a sum over a chunk's tokens may overflow in float16
-        total.addmm_(a.float(), b.float())
-    else:
-        total += a @ b

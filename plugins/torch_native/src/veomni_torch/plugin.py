@@ -46,6 +46,14 @@ def veomni_kernels() -> list[KernelSpec]:
             description="logits and their gradient for one chunk of tokens at a time",
             preference=_PREFERENCE,
         ),
+        KernelSpec(
+            name="chunk_loss",
+            op_name="cross_entropy_loss",
+            variant="vocabulary_parallel",
+            factory="veomni_torch.vocabulary_parallel_loss:vocabulary_parallel",
+            description="one chunk of tokens at a time, and again in backward",
+            preference=_PREFERENCE,
+        ),
         *KernelSpec.for_variants(
             ("standard", "clamped"),
             name="grouped_mm",

@@ -27,6 +27,7 @@ from veomni_core.sites.forwards.head_call import HeadCall
 from veomni_core.sites.forwards.logit_steps import Step
 
 aten = torch.ops.aten
+_NO_BACKWARD = -1
 _REDUCTIONS = ("none", "mean", "sum")  # a reduction's index here is its number in aten
 
 
@@ -49,7 +50,9 @@ class DeferredLogits(DeferredTensor):
         return self.step.logits() if self.source is None else self.step.run(self.source.compute())
 
     def deferred(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> DeferredLogits | None:
-        step = self.step.then(operator, arguments, options) if self.step.call.open else None
+        # Autograd detaches what it saved, such as the result of a softcap's tanh, and passes it on with a gradient.
+        saved = operator is aten.detach.default and torch._C._current_graph_task_id() != _NO_BACKWARD
+        step = self.step.then(operator, arguments, options) if self.step.call.open or saved else None
         return None if step is None else DeferredLogits.of(step, self)
 
     @classmethod
@@ -197,7 +200,7 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return DeferredLogits.of(Step(call, torch.Size((*hidden.shape[:-1], weight.shape[0])), call.dtype))
+        return DeferredLogits.of(Step(call, torch.Size((*hidden.shape[:-1], call.vocabulary)), call.dtype))
 
     @staticmethod
     @first_derivatives_only

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.utils.generic import ModelOutput
 
 from veomni_core.changes.bound_subclass import binding_in
@@ -21,6 +22,7 @@ from veomni_core.errors import BindingError
 from veomni_core.sites.forwards.deferred_logits import DeferredLogits, deferred_logits
 from veomni_core.sites.forwards.head_call import HeadCall, Kernel
 from veomni_core.sites.forwards.traced_logits import TracedLogits
+from veomni_core.sites.forwards.vocabulary_shard import VocabularyShard
 
 Forward = Callable[..., Any]
 _NEEDED = (
@@ -28,6 +30,7 @@ _NEEDED = (
     "projection, by label smoothing, or by a loss function of your own)"
 )
 _NOT_RUN = "an output projection other than the bound one ran"
+_GATHERED = "`training_logits: computed` needs all logits, and the vocabulary is sharded over ranks"
 _NO_TRANSFORMS = (
     "this model is bound, and its kernels do not run under torch.func's transforms (grad, vmap, jvp). Call "
     "binding_of(model).undo() first"
@@ -61,7 +64,7 @@ class FusedHead:
                 return original(self, *args, **kwargs)
             classes = binding_in(self)
             fused._adopt(self)
-            step = _TrainingStep(fused)
+            step = _TrainingStep(fused, getattr(classes, "training_logits", "deferred"))
             token = _STEP.set(step)
             try:
                 output = original(self, *args, **kwargs)
@@ -94,7 +97,7 @@ class FusedHead:
         def forward(self: Any, input: Tensor) -> Any:
             if torch.compiler.is_compiling():
                 if fused._tracing and _is_plain(self):
-                    return TracedLogits(input, self.weight, self.bias, fused._kernel)
+                    return TracedLogits(input, self.weight, self.bias, fused._kernel, self)
                 return original(self, input)
             step = _STEP.get()
             if step is None or step.fused is not fused:
@@ -104,6 +107,27 @@ class FusedHead:
                 return original(self, input)
             weight, bias = self.weight, self.bias
             call = HeadCall(input, weight, bias, fused._kernel, self)
+            step.calls.append(call)
+            return deferred_logits(call, input, weight, bias)
+
+        return forward
+
+    def sharded_head_forward(self, gathering: Forward) -> Forward:
+        """The forward of an output projection whose words are sharded over ranks.
+
+        ``gathering`` is the forward that tensor parallelism gave to the module: it gathers all logits.
+        """
+        fused = self
+
+        def forward(self: Any, input: Tensor) -> Any:
+            step = None if torch.compiler.is_compiling() else _STEP.get()
+            if step is None or step.fused is not fused:
+                return gathering(input)
+            step.declined = _GATHERED if step.training_logits == "computed" else _why_not_deferred(self, input, DTensor)
+            if step.declined:
+                return gathering(input)
+            weight, bias = self.weight.to_local(), None if self.bias is None else self.bias.to_local()
+            call = HeadCall(input, weight, bias, fused._kernel, self, VocabularyShard.of(self.weight))
             step.calls.append(call)
             return deferred_logits(call, input, weight, bias)
 
@@ -119,11 +143,12 @@ class FusedHead:
 class _TrainingStep:
     """A forward with labels that is running in this thread, and the calls of its output projection.
 
-    ``declined`` is why the last call's logits were computed at once; empty if they were deferred.
+    ``declined`` is why the last call's logits were computed at once; empty if they were deferred. ``training_logits``
+    is the config's.
     """
 
-    def __init__(self, fused: FusedHead) -> None:
-        self.fused = fused
+    def __init__(self, fused: FusedHead, training_logits: str) -> None:
+        self.fused, self.training_logits = fused, training_logits
         self.calls: list[HeadCall] = []
         self.declined = ""
 
@@ -145,12 +170,13 @@ def why_not_plain(head: Any) -> str:
     return ""
 
 
-def _why_not_deferred(head: Any, hidden: Tensor) -> str:
+def _why_not_deferred(head: Any, hidden: Tensor, *kinds_of_weight: type) -> str:
     """Why this call's logits must be computed at once; empty if they can be deferred."""
     if not _is_plain(head):
         return "the output projection's weight was parametrized after bind"
-    for name, tensor in (("hidden states", hidden), ("weight", head.weight)):
-        if type(tensor) not in (Tensor, nn.Parameter):
+    kinds = (Tensor, nn.Parameter)
+    for name, tensor, taken in (("hidden states", hidden, kinds), ("weight", head.weight, kinds_of_weight or kinds)):
+        if type(tensor) not in taken:
             kind = type(tensor).__name__
             return f"the output projection's {name} is a {kind}, which no kernel takes"
     return ""

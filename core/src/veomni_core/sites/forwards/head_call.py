@@ -5,23 +5,29 @@ Shape suffixes: ``H`` hidden width, ``V`` vocabulary, ``...`` positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from veomni_core.errors import LogitsGoneError
+from veomni_core.errors import LogitsGoneError, ShardedLogitsError
 from veomni_core.ops.autocast import autocast_dtype
+from veomni_core.sites.forwards.gathered_weight import gathered, is_in_memory
+from veomni_core.sites.forwards.vocabulary_shard import VocabularyShard
 
-Kernel = Callable[..., Tensor]
+Kernel = Callable[..., Any]
 
 _READ_FIRST = (
     "Read outputs.logits before that, call the model in eval() or without labels, or write `training_logits: computed` "
     "under ops_implementation to have them in every training step"
+)
+_SHARDED = (
+    "the logits of this training step were not computed: the output projection's words are sharded over {} ranks, and "
+    "its loss does without gathering them. Write `training_logits: computed` under ops_implementation for steps that "
+    "gather the logits and take the model's own loss of them, or call the model in eval() or without labels"
 )
 # Writing through `.data` does not move autograd's version counter, so this many of the weight's numbers are compared.
 _SAMPLED = 64
@@ -32,13 +38,21 @@ class HeadCall:
 
     ``inputs`` are detached leaves over the same memory; a fused loss sends its gradients to them. ``open`` is True
     while the model's forward runs; only then losses are fused. ``fused`` counts the fused losses. ``head`` is the
-    module that was called; through it FSDP2 gathers a weight that it has sharded again.
+    module that was called; through it FSDP2 gathers a weight that it has sharded again. With a ``shard``, weight and
+    bias are this rank's part of the vocabulary, and ``kernel`` computes its part of the loss.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, head: nn.Module | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        head: nn.Module | None = None,
+        shard: VocabularyShard | None = None,
     ) -> None:
-        self.kernel, self._head = kernel, head
+        self.kernel, self._head, self._shard = kernel, head, shard
+        self.vocabulary = weight.shape[0] if shard is None else shard.words
         self.open, self.fused = True, 0
         self.hidden, self.weight, self.bias = (None if each is None else _leaf(each) for each in (hidden, weight, bias))
         self.device = hidden.device
@@ -57,7 +71,10 @@ class HeadCall:
 
         Raises:
             LogitsGoneError: the weight or the hidden states are not those of the call any more.
+            ShardedLogitsError: each rank has the logits of a part of the vocabulary.
         """
+        if self._shard is not None:
+            raise ShardedLogitsError(_SHARDED.format(self._shard.ranks))
         self._check()
         with torch.no_grad(), self._autocast(self._autocast_dtype):
             return F.linear(*self.inputs)  # type: ignore[arg-type]
@@ -66,26 +83,14 @@ class HeadCall:
         """The kernel's loss of ``rows[T, H]`` against ``labels[T]``, in a graph that ends at ``inputs``."""
         self.fused += 1
         weight, bias = self.weight, self.bias
-        with self._gathered(), self._autocast(None):
+        with gathered(self._head, self.weight), self._autocast(None):  # type: ignore[arg-type]
             if self._autocast_dtype is not None:
                 rows, weight = rows.to(self.dtype), weight.to(self.dtype)  # type: ignore[union-attr]
                 bias = None if bias is None else bias.to(self.dtype)
-            return self.kernel(rows, weight, labels.to(self.device), bias=bias, **options)
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Gather the whole weight, which FSDP2 shards again after the forward of a head that is a unit of its own."""
-        if self._has_weight() or not isinstance(self._head, FSDPModule):
-            yield
-            return
-        self._head.unshard()
-        try:
-            yield
-        finally:
-            self._head.reshard()
-
-    def _has_weight(self) -> bool:
-        return not self.weight.numel() or self.weight.untyped_storage().size() > 0  # type: ignore[union-attr]
+            labels = labels.to(self.device)
+            if self._shard is not None:
+                return self._shard.loss(self.kernel, rows, weight, labels, bias=bias, **options)  # type: ignore[arg-type]
+            return self.kernel(rows, weight, labels, bias=bias, **options)  # type: ignore[no-any-return]
 
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         if not torch.amp.is_autocast_available(self.device.type):
@@ -97,7 +102,7 @@ class HeadCall:
         return [None if each is None or each.is_inference() else each._version for each in self.inputs]
 
     def _check(self) -> None:
-        if not self._has_weight():
+        if not is_in_memory(self.weight):  # type: ignore[arg-type]
             what = "the output projection's weight was sharded again since"
         elif self._versions != self._current_versions() or not torch.equal(_sample(self.weight), self._sample):
             what = "the output projection's weight was changed since, by optimizer.step() for instance"

@@ -11,26 +11,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from veomni_core.ops.labels import IGNORED
+from veomni_core.sites.forwards.gathered_weight import outside_of_a_graph
 
 Kernel = Callable[..., Tensor]
 
 
 class TracedLogits:
-    """The logits ``[..., V]`` of ``hidden[..., H]``, after a ``scale`` and, once ``capped``, a ``softcap``."""
+    """The logits ``[..., V]`` of ``hidden[..., H]``, after a ``scale`` and, once ``capped``, a ``softcap``.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> None:
-        self.hidden, self.weight, self.bias, self.kernel = hidden, weight, bias, kernel
+    ``head`` is the module that was called; through it FSDP2 gathers a weight that it has sharded again.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, head: nn.Module | None = None
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.kernel, self._head = hidden, weight, bias, kernel, head
         self.scale = 1.0
         self.capped = False
         self.softcap: Any = None
 
     def materialize(self) -> Tensor:
         """The real logits, computed with the head's own operator."""
-        logits = F.linear(self.hidden, self.weight, self.bias)
+        logits = self._with_weight(lambda: F.linear(self.hidden, self.weight, self.bias))
         if self.capped:
             cap = 1.0 if self.softcap is None else self.softcap
             return torch.tanh(logits * (self.scale / cap)) * cap
@@ -140,9 +147,15 @@ class TracedLogits:
                 return loss
         return function(*computed(args), **computed(kwargs or {}))
 
+    def _with_weight(self, compute: Callable[[], Tensor]) -> Tensor:
+        """``compute()`` in the graph, or outside of it where FSDP2 may have sharded the weight again."""
+        if isinstance(self._head, FSDPModule):
+            return outside_of_a_graph(self._head, self.weight, compute)
+        return compute()
+
     def _over(self, hidden: Tensor) -> TracedLogits:
         """The logits of other hidden states, with the same arithmetic."""
-        logits = TracedLogits(hidden, self.weight, self.bias, self.kernel)
+        logits = TracedLogits(hidden, self.weight, self.bias, self.kernel, self._head)
         logits.scale, logits.capped, logits.softcap = self.scale, self.capped, self.softcap
         return logits
 
@@ -163,15 +176,17 @@ class TracedLogits:
             return None
         if self.capped and self.softcap is None:
             return None
-        return self.kernel(
-            self.hidden,
-            self.weight,
-            target.to(self.device),
-            bias=self.bias,
-            ignore_index=ignore_index,
-            num_items_in_batch=None if reduction == "mean" else 1,
-            softcap=self.softcap,
-            scale=None if self.scale == 1.0 else self.scale,
+        return self._with_weight(
+            lambda: self.kernel(
+                self.hidden,
+                self.weight,
+                target.to(self.device),
+                bias=self.bias,
+                ignore_index=ignore_index,
+                num_items_in_batch=None if reduction == "mean" else 1,
+                softcap=self.softcap,
+                scale=None if self.scale == 1.0 else self.scale,
+            )
         )
 
 

@@ -18,19 +18,23 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
+from veomni_core.changes.instance_forward import InstanceForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout, parts
+from veomni_core.errors import BindingError
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
 from veomni_core.ops.labels import IGNORED
 from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.losses.head_twin import VOCABULARY, head_twin
+from veomni_core.sites.losses.sharded_head import why_not_sharded_by_words
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import set_on_instance
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
 
+VOCABULARY_PARALLEL = "vocabulary_parallel"
 _GATHERING = {"colwise_gather_output", "colwise_rep"}  # the engine's styles of a head that returns all logits
 
 
@@ -60,10 +64,11 @@ class CausalLosses:
         if styles.get("") not in _GATHERING:
             return refused(site, styles, "the loss needs a head whose words are divided, and whose output is gathered")
         words = parts(site.sizes["vocabulary"][0], layout.tp)
-        return replace(site, variant="vocabulary_parallel", sizes={**site.sizes, "vocabulary": words})
+        return replace(site, variant=VOCABULARY_PARALLEL, sizes={**site.sizes, "vocabulary": words})
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        return _changes(model.get_submodule(site.path), kernel)
+        changes = _changes_of_a_shard if site.variant == VOCABULARY_PARALLEL else _changes
+        return changes(model.get_submodule(site.path), kernel)
 
 
 def _name_of(head: nn.Module, module: nn.Module) -> str:
@@ -80,6 +85,14 @@ def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
     head, fused = module.get_output_embeddings(), FusedHead(kernel)
     yield ForwardChange(head, fused.head_forward(current_forward(head)))
+    yield ForwardChange(module, fused.model_forward(current_forward(module)))
+
+
+def _changes_of_a_shard(module: Any, kernel: Kernel) -> Iterable[Change]:
+    head, fused = module.get_output_embeddings(), FusedHead(kernel)
+    if why_not := why_not_sharded_by_words(head):
+        raise BindingError(f"the plan is for an output projection whose words are divided, but here {why_not}")
+    yield InstanceForwardChange(head, fused.sharded_head_forward(vars(head)["forward"]))
     yield ForwardChange(module, fused.model_forward(current_forward(module)))
 
 
