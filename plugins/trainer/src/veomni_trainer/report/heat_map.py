@@ -25,6 +25,8 @@ def draw_loads(rows: list[Row]) -> Chart:
     layers = loads.shape[1]
     image = _fewer(_fewer(loads.reshape(len(rows), -1), _COLUMNS).T, _LINES)
 
+    from matplotlib.ticker import MaxNLocator
+
     def picture(axes: Any) -> None:
         extent = (steps[0] - 0.5, steps[-1] + 0.5, layers, 0)
         drawn = axes.imshow(
@@ -33,6 +35,8 @@ def draw_loads(rows: list[Row]) -> Chart:
         axes.grid(visible=False)
         axes.set_xlabel("step")
         axes.set_ylabel("layer")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         axes.figure.colorbar(drawn, ax=axes, label="rows over the layer's mean", extend="max")
 
     return Chart("Experts' loads", "each line an expert, each column a step", draw("experts", picture, height=4.2))
