@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "core" / "tests"))
 
@@ -209,7 +210,19 @@ def _step(model: Any) -> dict[str, Tensor]:
 
 def _gradients(model: Any) -> dict[str, Tensor]:
     named = ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
-    return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in named}
+    return {name: _whole(gradient).double() for name, gradient in named}
+
+
+def _whole(tensor: Any) -> Tensor:
+    """The whole of a DTensor. PyTorch 2.11 can't gather gate and up of experts whose width is divided."""
+    [placement, *others] = getattr(tensor, "placements", [None])
+    if others or not isinstance(placement, _StridedShard):
+        return tensor.full_tensor() if placement is not None else tensor
+    mine = tensor.to_local().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(tensor.device_mesh.size())]
+    dist.all_gather(parts, mine, group=tensor.device_mesh.get_group())
+    halves = [part.chunk(placement.split_factor, placement.dim) for part in parts]  # of each rank: gate, up
+    return torch.cat([each for half in zip(*halves, strict=True) for each in half], placement.dim)
 
 
 def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -165,6 +165,7 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
         "losses_off": max(abs(a - b) / abs(b) for a, b in zip(losses, alone["losses"], strict=True)),
         "norms_off": max(abs(a - b) / b for a, b in zip(*norms, strict=True)),
         "gradients_off": _furthest(found[0], wanted[0]),
+        "gradients_off_in_norm": max(_off_in_norm(*each) for each in zip(found, wanted, strict=True)),
         "logits_off": logits_off,
         "divided_as_planned": _divided(model) == _to_be_divided(whole, layout),
         "weights_off": _furthest({n: _whole(p) for n, p in model.named_parameters()}, alone["weights"]),
@@ -204,7 +205,13 @@ def _step(model: Any, ids: Tensor) -> Tensor:
 
 
 def _furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, float]:
-    """The tensor that is the furthest from what is wanted, relative in norm."""
+    """The tensor with the element that is the furthest from what is wanted, and how far off it is."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    off = {n: ((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-12)).item() for n in wanted}
+    off = {name: (found[name] - wanted[name]).abs().max().item() for name in wanted}
     return max(off.items(), key=lambda item: item[1])
+
+
+def _off_in_norm(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """How far all tensors together are off, relative."""
+    size = torch.stack([wanted[name].norm() for name in wanted]).norm()
+    return (torch.stack([(found[name] - wanted[name]).norm() for name in wanted]).norm() / size).item()

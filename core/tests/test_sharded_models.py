@@ -19,7 +19,7 @@ pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
 )
 
-# Relative, in norm, of every gradient: float32 sums in another order. The engine's own, unbound, are up to 7e-7 off.
+# Of each element of the gradients, and relative of losses and norms: float32 sums in another order.
 LARGEST = 1e-6
 
 RUN = """
@@ -49,8 +49,9 @@ def test_a_bound_sharded_model_gives_the_losses_and_gradients_of_one_process(pro
         assert rank["losses_off"] < LARGEST, rank
         assert rank["norms_off"] < LARGEST, rank
         assert rank["gradients_off"][1] < LARGEST, rank
+        assert rank["gradients_off_in_norm"] < LARGEST, rank
         assert rank["logits_off"] < LARGEST, rank
-        assert rank["weights_off"][1] < 20 * LARGEST, rank  # after as many steps
+        assert rank["weights_off"][1] < LARGEST, rank  # after 20 steps
         assert rank["changed"] == {}
 
 
