@@ -24,6 +24,25 @@ from models import EVERY_KERNEL, build
 from veomni_core import bind, find_sites
 
 REGISTRY = counting_registry("one")
+
+
+def _registries_of_the_engine() -> dict[str, Any]:
+    """What transformers' distributed engine looks up by name, where it has one, and the functions that it runs."""
+    try:
+        from transformers.distributed import expert_parallel, tensor_parallel
+    except ImportError:  # before 5.21
+        return {}
+    classes = (tensor_parallel.ColwiseParallel, expert_parallel.EPImplementation, expert_parallel.AllToAllEP)
+    return {
+        "parallel styles": lambda: dict(tensor_parallel.ALL_PARALLEL_STYLES.items()),
+        "token dispatch": lambda: dict(expert_parallel.EPImplementationInterface().items()),
+        "the engine's classes": lambda: [dict(vars(each)) for each in classes],
+        "torch's modules": lambda: [
+            dict(vars(each)) for each in (nn.Module, nn.Linear, torch.distributed.tensor.DTensor)
+        ],
+    }
+
+
 FAMILIES = ("llama", "qwen3_moe", "gemma3_text")
 FLAGS = {
     "threads": torch.get_num_threads,
@@ -42,6 +61,7 @@ REGISTRIES = {
     "masks": lambda: dict(ALL_MASK_ATTENTION_FUNCTIONS.items()),
     "losses": lambda: dict(transformers.loss.loss_utils.LOSS_MAPPING),
     "activations": lambda: list(dict.items(transformers.activations.ACT2FN)),  # its own items() makes new ones
+    **_registries_of_the_engine(),
 }
 
 

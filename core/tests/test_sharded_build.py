@@ -67,6 +67,9 @@ REFUSED = """
     refusal(distributed_config={{"fsdp_size": 2, "ep_size": 4}})
     refusal(distributed_config={{"fsdp_size": 2}}, init_device="meta")
     refusal(distributed_config=2)
+    dispatch = "alltoall_dedup" if torch.distributed.get_rank() else "eager"
+    theirs = {{"preset": "eager", "token_dispatch_implementation": dispatch}}
+    refusal(distributed_config={{"fsdp_size": 2, "ep_size": 2}}, ops_implementation=theirs)
 """
 
 
@@ -74,7 +77,8 @@ def test_parts_of_stored_and_random_weights_are_one_models_whatever_the_layout(t
     build("qwen3_moe").save_pretrained(tmp_path)
     outputs = run_ranks((BUILD + FROM_FILES + AT_RANDOM + REFUSED).format(folder=str(tmp_path)))
     assert outputs[0] == outputs[1]
-    messages = outputs[0].splitlines()
+    *messages, whose, what, advice = outputs[0].splitlines()
+    assert whose.startswith("PlanMismatchError") and "token_dispatch: " in what and "agree=False" in advice
     for message, start in zip(
         messages,
         (
