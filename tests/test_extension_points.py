@@ -192,8 +192,7 @@ import torch
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
-from veomni_core import apply_plan, plan_sites
-from veomni_core.sites.token_dispatch import ExpertParallelModules
+from veomni_core import bind
 
 dist.init_process_group("gloo")
 folder, rank = sys.argv[1], dist.get_rank()
@@ -214,8 +213,7 @@ def step():
     return [loss.item(), *(parameter.grad.to_local().norm().item() for parameter in model.parameters())]
 
 own = step()
-sites = list(ExpertParallelModules().find(model, "expert-parallel experts"))
-binding = apply_plan(model, plan_sites(sites, {"preset": "eager", "token_dispatch_implementation": "acme"}))
+binding = bind(model, {"preset": "eager", "token_dispatch_implementation": "acme"}, device="cpu")
 bound = [d.site.path for op in binding.plan.ops for d in op.sites if d.kernel == "acme"]
 with open(f"{folder}/rank{rank}.json", "w") as file:
     json.dump([own, step(), bound], file)

@@ -131,7 +131,8 @@ def test_verify_takes_one_kernel_in_one_dtype(veomni):
     arguments = ("--kernel", "chunk_loss", "--op", "cross_entropy_loss_implementation", "--dtype", "bfloat16")
     data = json.loads(veomni("verify", "veomni-torch", *arguments, "--device", "cpu", "--json"))
     found = [(row["kernel"], row["dtype"], row["result"]) for row in data["results"]]
-    assert found == [("cross_entropy_loss/causal:chunk_loss", "bfloat16", "ok")]
+    variants = ("causal", "vocabulary_parallel")
+    assert found == [(f"cross_entropy_loss/{variant}:chunk_loss", "bfloat16", "ok") for variant in variants]
 
 
 def test_verify_on_a_device_that_is_not_here(veomni):
