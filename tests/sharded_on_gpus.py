@@ -153,11 +153,13 @@ def _measured(weights: Path, case: Case, exact: dict[tuple[str, int], dict[str, 
     unbound = _step(model)
     binding = bind(model, case.ops())
     bound = _step(model)
+    losses, wanted = _losses(model), _losses(_sharded(weights, case))
     bound_ops = {op.op_name: sorted({site.kernel for site in op.sites if site.bound}) for op in binding.plan.ops}
     return {
         "bound to unbound": _distance(bound, unbound),
         "unbound to exact": _distance(unbound, exact[key]),
         "bound to exact": _distance(bound, exact[key]),
+        "losses of 20 steps, bound to unbound": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
         "worst": _worst(bound, unbound),
         "kernels": {op: names for op, names in bound_ops.items() if names},
     }
@@ -206,6 +208,22 @@ def _step(model: Any) -> dict[str, Tensor]:
     mean = loss.detach().double()
     dist.all_reduce(mean)
     return {"loss": mean / dist.get_world_size(), **_gradients(model)}
+
+
+def _losses(model: Any) -> list[float]:
+    """The mean losses over the ranks, of 20 optimizer steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        ids = _ids(10 * step + model._mesh_manager.get_mesh("fsdp").get_local_rank())
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:

@@ -60,7 +60,9 @@ def test_a_bound_model_gives_the_numbers_of_the_unbound_engine(case):
     assert "failed" not in found, f"{found['failed']}\n{output}"
     if DTYPES[case.kernel] == "float32":
         assert found["bound to unbound"] < FLOAT32, found
+        assert found["losses of 20 steps, bound to unbound"] < FLOAT32, found
     else:
         assert found["bound to exact"] < max(TIMES * found["unbound to exact"], BFLOAT16), found
+        assert found["losses of 20 steps, bound to unbound"] < BFLOAT16, found
     wanted = {"moe_experts"} if case.family != "llama" else {"rms_norm"}
     assert wanted <= set(found["kernels"]), found
