@@ -11,7 +11,7 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import read_corpus
 from veomni_trainer.data.text import Reading, read_documents
 from veomni_trainer.data.tokens import ByteTokenizer, load_tokenizer
-from veomni_trainer.job.schema import STDLIB, DataSection
+from veomni_trainer.job.data_section import STDLIB, DataSection
 
 
 def _read(files: str | list[str], pattern: str = "**/*") -> tuple[list[bytes], Reading]:

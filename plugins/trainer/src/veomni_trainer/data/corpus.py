@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.text import Reading, read_documents
 from veomni_trainer.data.tokens import Tokenizer, Tokens
-from veomni_trainer.job.schema import DataSection
+from veomni_trainer.job.data_section import DataSection
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):

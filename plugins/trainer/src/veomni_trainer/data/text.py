@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.job.schema import STDLIB
+from veomni_trainer.job.data_section import STDLIB
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 

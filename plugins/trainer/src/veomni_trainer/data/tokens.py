@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veomni_core.errors import JobFileError, did_you_mean
-from veomni_trainer.job.schema import BYTES
+from veomni_trainer.job.data_section import BYTES
 
 _USUAL_ENDS = (
     "<|endoftext|>",

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from veomni_core.errors import JobFileError
 from veomni_core.jobs.jobfile import beside_job, load_yaml
+from veomni_trainer.job.data_section import BYTES, STDLIB
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems
-from veomni_trainer.job.schema import BYTES, STDLIB, Job
+from veomni_trainer.job.schema import Job
 
 
 def load_job(path: Path, assignments: Iterable[str] = ()) -> Job:

@@ -1,115 +1,18 @@
-"""The schema of a training job's YAML: its sections, their keys, types and defaults.
+"""The schema of a training job's YAML: its sections, and what they may not say together.
 
 The core reads the section ``model``, as it does for ``veomni plan``.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from veomni_core.jobs.job_model import ModelSection, read_model_section
-
-STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
-BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
-
-_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-
-
-def _read_scientific(value: Any) -> Any:
-    """Read ``1e-3`` as a number: YAML 1.1 takes it for text, since it has no decimal point."""
-    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
-
-
-Number = Annotated[float, BeforeValidator(_read_scientific)]
-
-
-class Section(BaseModel):
-    """A part of a job. Unknown keys, and values of another type than declared, are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class DataSection(Section):
-    """The training text, and how it is tokenized and split.
-
-    ``files`` names files, folders (searched by ``pattern``), globs, or ``python-stdlib``. ``tokenizer`` is ``bytes``
-    or the path of a ``tokenizer.json``. ``end_of_document`` is its token that ends a document; if it isn't named, a
-    token with a usual name is chosen.
-    """
-
-    files: str | list[str]
-    pattern: str = "**/*"
-    tokenizer: str = BYTES
-    end_of_document: str | None = None
-    sequence_length: int = Field(ge=2)
-    validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
-
-
-class ParallelPlan(Section):
-    """Rules that override the model's own: a module's or parameter's pattern, and how transformers shards it."""
-
-    tp: dict[str, str] = {}
-    ep: dict[str, str] = {}
-    fsdp: dict[str, str] = {}
-
-
-class TrainSection(Section):
-    """How to train. ``batch_size`` counts sequences per process and per accumulated micro-step.
-
-    ``save_every``: checkpoints are written every so many steps and at the end, only at the ``end``, or ``never``; an
-    interrupt always writes one. ``keep_checkpoints``: how many of the newest are kept. ``bf16``: float32 weights train
-    under autocast to bfloat16. ``sp_size``: so many processes share each sequence (Ulysses sequence parallelism).
-
-    ``fsdp_size``, ``tp_size``, ``ep_size``: transformers shards the model while it is loaded, over
-    ``fsdp_size x tp_size`` processes (:attr:`is_sharded`). ``timeout``: how many seconds processes wait for each other.
-    ``expert_loads``: whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1.
-    """
-
-    output_dir: str = Field(min_length=1)
-    steps: int = Field(ge=1)
-    batch_size: int = Field(default=8, ge=1)
-    gradient_accumulation: int = Field(default=1, ge=1)
-    learning_rate: Number = Field(default=3e-4, gt=0.0)
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: int = Field(default=0, ge=0)
-    weight_decay: Number = Field(default=0.1, ge=0.0)
-    max_grad_norm: Number = Field(default=1.0, gt=0.0)
-    seed: int = Field(default=0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    log_every: int = Field(default=1, ge=1)
-    validate_every: int | None = Field(default=None, ge=1)
-    save_every: Annotated[int, Field(ge=1)] | Literal["end", "never"] = "end"
-    keep_checkpoints: int = Field(default=2, ge=1)
-    bf16: bool = False
-    gradient_checkpointing: bool = False
-    torch_compile: bool = False
-    fsdp: bool = False
-    sp_size: int = Field(default=1, ge=1)
-    fsdp_size: int = Field(default=1, ge=1)
-    tp_size: int = Field(default=1, ge=1)
-    ep_size: int = Field(default=1, ge=1)
-    parallel_plan: ParallelPlan | None = None
-    expert_loads: bool | None = None
-    timeout: int = Field(default=1800, ge=1)
-    export: bool = False
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether transformers shards the model while it is loaded."""
-        return self.fsdp_size * self.tp_size > 1
-
-    @property
-    def measures_loads(self) -> bool:
-        """Whether the experts' loads are measured: as the job says, else where experts are on several processes."""
-        return self.ep_size > 1 and not self.torch_compile if self.expert_loads is None else self.expert_loads
-
-    @property
-    def ranks_per_batch(self) -> int:
-        """How many neighbouring ranks train on the same batch."""
-        return self.sp_size * self.tp_size
+from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.job.section import Section
+from veomni_trainer.job.train_section import TrainSection
 
 
 class Job(Section):

@@ -14,7 +14,7 @@ from veomni_core import Plan
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_core.planning.decisions import SiteDecision
-from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.accumulation import gradients_apart
 from veomni_trainer.output.shards import is_sharded, load_optimizer, save_optimizer, save_weights
 

@@ -13,7 +13,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.validation_batches import validation_batches
-from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak

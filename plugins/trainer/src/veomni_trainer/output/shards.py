@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from veomni_core.errors import CheckpointError
-from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.job.train_section import TrainSection
 
 _WEIGHTS = "shard-*-model-*.safetensors"
 _OPTIMIZER = "optimizer"

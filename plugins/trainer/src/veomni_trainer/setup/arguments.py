@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core.errors import HostError
-from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.job.train_section import TrainSection
 
 
 def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_core.sites.engine.layout import layout_for
-from veomni_trainer.job.schema import TrainSection
+from veomni_trainer.job.train_section import TrainSection
 
 
 def distributed_config(train: TrainSection) -> dict[str, Any] | None:

@@ -1,0 +1,28 @@
+"""Keys of the section ``train``: what a run writes and when, and what is watched."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from veomni_trainer.job.section import Section
+
+
+class OutputKeys(Section):
+    """What a run measures, writes and keeps."""
+
+    output_dir: str = Field(min_length=1)
+    """The run's folder, relative to the working directory."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between two lines of ``metrics.jsonl``."""
+    validate_every: int | None = Field(default=None, ge=1)
+    """Steps between two validations; by default there is one at the end."""
+    save_every: Annotated[int, Field(ge=1)] | Literal["end", "never"] = "end"
+    """Steps between two checkpoints, only at the ``end``, or ``never``; an interrupt always writes one."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints are kept."""
+    export: bool = False
+    """Whether the last checkpoint's weights are also written as plain safetensors."""
+    expert_loads: bool | None = None
+    """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""

@@ -1,0 +1,27 @@
+"""What the sections of a job have in common, and the types of their values."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+class Section(BaseModel):
+    """A part of a job. Unknown keys, and values of another type than declared, are errors.
+
+    The text below a key is its description.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _read_scientific(value: Any) -> Any:
+    """Read ``1e-3`` as a number: YAML 1.1 takes it for text, since it has no decimal point."""
+    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
+
+
+Number = Annotated[float, BeforeValidator(_read_scientific)]

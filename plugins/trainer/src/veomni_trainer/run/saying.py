@@ -1,0 +1,16 @@
+"""Prints for the user. Of several processes only the first one does."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks and writes for the job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print ``text`` in the first process."""
+    if is_main_process():
+        print(text, flush=True)
