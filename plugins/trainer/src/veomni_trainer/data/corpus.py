@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import Dataset
 
 from veomni_core.errors import JobFileError
+from veomni_trainer.data.documents import Tokens
 from veomni_trainer.data.text import Reading, read_documents
-from veomni_trainer.data.tokens import Tokenizer, Tokens
+from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from veomni_core.errors import JobFileError, did_you_mean
+from veomni_trainer.data.documents import Tokens
 from veomni_trainer.job.data_section import BYTES
 
 _USUAL_ENDS = (
@@ -21,8 +21,6 @@ _USUAL_ENDS = (
     "[EOS]",
     "[SEP]",
 )
-
-Tokens = NDArray[np.unsignedinteger]
 
 
 class Tokenizer(Protocol):
