@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import job_page
-
 from veomni_trainer.job.json_schema import job_schema
 
 

@@ -23,7 +23,7 @@ class ModelSection:
     }  # for who makes a schema of it
 
     config: str | dict[str, Any] | None = None
-    """A mapping with ``model_type`` and sizes, a path, or a Hub id. Without it, the config is taken from ``weights``."""
+    """A mapping with ``model_type`` and sizes, a path, or a Hub id; without it, the weights' own config."""
     weights: str | None = None
     """A folder of safetensors files. Without it, the weights are random."""
     dtype: str = "bfloat16"
