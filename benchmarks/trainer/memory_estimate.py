@@ -25,6 +25,16 @@ SETTINGS = {
     "transformers' defaults": ("model.ops_implementation={preset: eager, attn_implementation: sdpa}",),
     "preset: auto, gradient checkpointing": ("train.gradient_checkpointing=true",),
 }
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "logits": "head and loss",
+    "brief": "brief",
+    "total": "estimate",
+    "peak": "peak",
+}
 STEPS = 3
 _DRY_RUN = """
 import json, sys
@@ -63,17 +73,17 @@ def main() -> None:
             for number, (setting, changes) in enumerate(SETTINGS.items()):
                 found = measure(job, changes, Path(temporary) / f"{job.stem}-{number}")
                 data["jobs"].setdefault(job.stem, {})[setting] = found
-                state = sum(found[part] for part in ("weights", "gradients", "optimizer"))
-                parts = (state, found["activations"], found["logits"], found["total"], found["peak"])
+                parts = [found[part] for part in PARTS]
                 gigabytes = [f"{part / 1e9:.2f}" for part in parts]
                 rows.append((job.stem, setting, *gigabytes, f"{found['total'] / found['peak']:.2f}"))
     write_results(
         options.name,
         "The memory estimate of a dry run against the peak of training, in GB",
         data,
-        ("job", "setting", "state", "activations", "head and loss", "estimate", "peak", "estimate / peak"),
+        ("job", "setting", *PARTS.values(), "estimate / peak"),
         rows,
-        "State is weights, gradients and the optimizer's states. What a step allocates briefly is in the peak alone.",
+        "The estimate is the larger of two sums: weights, optimizer and gradients, where the backward ends; weights, "
+        "optimizer, activations, head and loss, and brief, where it begins.",
         script=__file__,
     )
 

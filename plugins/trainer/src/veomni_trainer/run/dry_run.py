@@ -30,6 +30,7 @@ _PARTS = {
     "optimizer": "optimizer's states",
     "activations": "activations that the layers keep for the backward",
     "logits": "what the head and the loss keep",
+    "brief": "what the loss and the backward allocate for a moment",
 }
 
 
@@ -102,8 +103,8 @@ class DryRun:
                 f"({_size(self.device_bytes)}). Lower train.batch_size or data.sequence_length"
             )
         parts = self.memory.to_dict()
-        rows = [(what, _size(parts[key])) for key, what in _PARTS.items()]
-        rows.append(("together, without what a step allocates briefly", _size(self.memory.total)))
+        rows = [(what, _size(parts[key])) for key, what in _PARTS.items() if parts[key]]
+        rows.append(("peak: not all of it at a time", _size(self.memory.total)))
         title = f"Memory of each process; activations measured on {self.memory.measured_layers} layer(s)"
         lines = [render_table(("part", "estimate"), rows, title)]
         if self.memory.total > self.device_bytes:
