@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -33,10 +34,8 @@ def run_ranks(body: str, processes: int = 2, timeout: float = 240.0) -> list[str
         try:
             said, _ = launcher.communicate(timeout=timeout)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         outputs = [_read(Path(folder) / f"{rank}.out") for rank in range(processes)]
         errors = [_read(Path(folder) / f"{rank}.err")[-4000:] for rank in range(processes)]
     assert launcher.returncode == 0, said + "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(errors))

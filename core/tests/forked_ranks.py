@@ -1,7 +1,7 @@
 """Forks the ranks of a test from one process that has imported torch and transformers: an import costs four seconds.
 
-Called by ``distributed.run_ranks`` with a folder and the number of ranks. Each rank runs the folder's ``body.py``, which
-finds ``torch`` imported, and writes what it prints to ``<rank>.out`` and ``<rank>.err``.
+Called by ``distributed.run_ranks`` with a folder and the number of ranks. Each rank runs the folder's ``body.py``, for
+which ``os``, ``sys`` and ``torch`` are imported, and writes what it prints to ``<rank>.out`` and ``<rank>.err``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _fork(folder: Path, rank: int, code: object) -> int:
     ended = 1
     try:
         torch.distributed.init_process_group("gloo")
-        exec(code, {"__name__": "__main__", "torch": torch})  # type: ignore[call-overload]
+        exec(code, {"__name__": "__main__", "os": os, "sys": sys, "torch": torch})  # type: ignore[call-overload]
         sys.stdout.flush()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
