@@ -106,7 +106,7 @@ def test_every_problem_is_in_one_message(job_data: dict[str, Any]) -> None:
         parse_job(job_data, "job.yaml")
     assert str(caught.value) == (
         "job.yaml: 3 problems\n"
-        "  - data.files: is missing\n"
+        "  - data: needs files, or sources (a list, each with its own files): both are missing\n"
         "  - train: must be a mapping, got [1] (list)\n"
         "  - trian: there is no such key. Did you mean 'train'?"
     )

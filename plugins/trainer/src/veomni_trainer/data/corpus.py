@@ -60,7 +60,7 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     end = np.array([tokenizer.end], dtype)
     pieces = []
-    for document in read_documents(data.files, data.pattern, reading):
+    for document in read_documents(data.files or [], data.pattern, reading):
         pieces += [tokenizer.encode(document).astype(dtype), end]
     tokens = np.concatenate(pieces)
     length = data.sequence_length

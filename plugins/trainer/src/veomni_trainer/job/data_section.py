@@ -2,26 +2,85 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Any, Self
 
-from veomni_trainer.job.section import Number, Section
+from pydantic import Field, model_validator
+
+from veomni_trainer.job.section import Number
+from veomni_trainer.job.source_keys import ReadingKeys, Source
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
 
 
-class DataSection(Section):
+class DataSection(ReadingKeys):
     """The training text, and how it is tokenized and split."""
 
-    files: str | list[str]
+    files: str | list[str] | None = None
     """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
-    pattern: str = "**/*"
-    """Which files of a folder are read."""
-    tokenizer: str = BYTES
-    """``bytes`` (a token per byte), or the path of a ``tokenizer.json`` or of its folder."""
+    sources: list[Source] | None = None
+    """In place of ``files``: several sources, each with its files and its own keys for reading them."""
+    validation_files: str | list[str] | None = None
+    """Documents to validate on, named as ``files`` are; in place of ``validation_fraction``."""
+    tokenizer: str | None = None
+    """The path of a tokenizer's folder or of a ``tokenizer.json``, or ``bytes`` (a token per byte).
+
+    By default the tokenizer beside ``model.weights``; without weights, ``bytes``.
+    """
+    chat_template: str | None = None
+    """The path of a Jinja file with the chat template, in place of the tokenizer's own."""
     end_of_document: str | None = None
     """The tokenizer's token that ends a document; by default a token with a usual name."""
     sequence_length: int = Field(ge=2)
     """Tokens per sequence."""
     validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
     """The part of the sequences that is held out for validation."""
+
+    @property
+    def training_sources(self) -> dict[str, Source]:
+        """What is trained on, by the key of the job that names its files, for messages."""
+        if self.sources is not None:
+            return {f"data.sources.{number}.files": source for number, source in enumerate(self.sources)}
+        assert self.files is not None  # one of the two is there, or the section is refused
+        return {"data.files": self._source(self.files)}
+
+    @property
+    def validation_source(self) -> dict[str, Source]:
+        """What ``validation_files`` names, by that key; empty without it."""
+        return {} if self.validation_files is None else {"data.validation_files": self._source(self.validation_files)}
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return bool(self.validation_fraction) or self.validation_files is not None
+
+    def _source(self, files: str | list[str]) -> Source:
+        return Source(files=files, **{name: getattr(self, name) for name in ReadingKeys.model_fields})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_inherit(cls, data: Any) -> Any:
+        """Give each source the section's keys that it leaves out."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("sources"), list):
+            return data
+        keys = {name: data[name] for name in ReadingKeys.model_fields if name in data}
+        sources = [{**keys, **each} if isinstance(each, Mapping) else each for each in data["sources"]]
+        return {**data, "sources": sources}
+
+    @model_validator(mode="after")
+    def _says_it_once(self) -> Self:
+        if (self.files is None) == (self.sources is None):
+            given = "both are given; remove one of the two" if self.files is not None else "both are missing"
+            raise ValueError(f"needs files, or sources (a list, each with its own files): {given}")
+        if self.sources == []:
+            raise ValueError("sources is an empty list; name at least one source, with its files")
+        if self.validation_files is not None and self.validation_fraction:
+            raise ValueError(
+                "validation_files and validation_fraction both say what to validate on; remove one of the two"
+            )
+        if self.tokenizer == BYTES and self.end_of_document is not None:
+            raise ValueError("end_of_document: the bytes tokenizer has its own; remove the key")
+        if self.tokenizer == BYTES and self.chat_template is not None:
+            raise ValueError("chat_template: bytes have no tokens for the turns of a chat; name a tokenizer")
+        return self

@@ -13,6 +13,7 @@ from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.load import changed_keys
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
@@ -84,7 +85,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         VeOmniError: an error that the user can correct.
     """
     ops = ops_config(job)
-    tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    tokenizer = load_tokenizer(job.data.tokenizer or BYTES, job.data.end_of_document)
     if job.train.is_sharded:
         check_model(job, tokenizer)
         check_started(job.train)
