@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from veomni_core import JobConditions
-from veomni_trainer.data.tokens import load_tokenizer
-from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.load import load_job
 from veomni_trainer.setup.model import check_model, conditions, ops_config
+from veomni_trainer.setup.tokenizer import job_tokenizer
 
 
 def check_job(path: Path) -> JobConditions:
@@ -22,5 +21,5 @@ def check_job(path: Path) -> JobConditions:
     """
     job = load_job(path)
     ops_config(job)
-    check_model(job, load_tokenizer(job.data.tokenizer or BYTES, job.data.end_of_document))
+    check_model(job, job_tokenizer(job))
     return conditions(job)
