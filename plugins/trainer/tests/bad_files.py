@@ -202,12 +202,12 @@ BAD_FILES = {
     "a wrong role": BadFile(
         "a.jsonl",
         _chat(("user", "hello"), ("asistant", "hello")),
-        ", line 1: turn 2 has the role 'asistant'. Did you mean 'assistant'?" + _SKIP,
+        ", line 1: turn 2 has the role 'asistant'. Did you mean 'assistant'?" + _SKIP[1:],
     ),
     "ShareGPT's roles in OpenAI's keys": BadFile(
         "a.jsonl",
         _chat(("human", "hello"), ("gpt", "hello")),
-        ", line 1: turn 1 has the role 'human'. Known: assistant, developer, system, tool, user." + _SKIP,
+        ", line 1: turn 1 has the role 'human'. Known: assistant, developer, system, tool, user." + _SKIP[1:],
     ),
     "turns without a role": BadFile(
         "a.jsonl",
@@ -254,8 +254,11 @@ BAD_FILES = {
         "a.csv", b"id,text\n1,\xe4\n", " can't be read: line 2: not UTF-8 text: byte 0xe4 at offset 2"
     ),
     "a header alone": BadFile("a.tsv", b"text\n", " is without rows"),
-    "an empty table": BadFile("a.jsonl", b"", " is without rows"),
-    "an empty CSV file": BadFile("a.csv", b"", " has no header; its first line names the columns"),
+    "an empty table": BadFile("a.jsonl", b"\n\n", " is without rows"),
+    "an empty file": BadFile("a.csv", b"", " is empty"),
+    "a compressed CSV file without a line": BadFile(
+        "a.csv.gz", gzip.compress(b""), " has no header; its first line names the columns"
+    ),
     "no parquet": BadFile("a.parquet", b"PAR1 and no more", r" is not parquet: .*"),
     "damaged parquet": BadFile("a.parquet", _damaged_parquet, r" can't be read after row \d+: .*"),
     "no arrow": BadFile("a.arrow", b"ARROW1 and no more", r" is not arrow: .*"),

@@ -188,7 +188,7 @@ def test_what_is_neither_text_nor_a_table_is_left_out_of_a_folder(tmp_path: Path
     assert _texts(documents) == ["a text"]
     assert reading.describe() == (
         "1 jsonl: 1 documents, text in column 'text'; left out: 2 an archive (a.zip, b.zip), 1 not UTF-8 text "
-        "(binary.bin), 1 without rows (empty.jsonl), 1 empty (empty.txt), 1 a checkpoint (model.safetensors)"
+        "(binary.bin), 2 empty (empty.jsonl, empty.txt), 1 a checkpoint (model.safetensors)"
     )
 
 

@@ -78,6 +78,8 @@ class _SourceReader:
         if file.format is None:
             what = f"is {other_kind(file.path)}: neither text nor a table. If it is one, write data.format"
             self._leave_out(file, what)
+        elif file.path.is_file() and not file.path.stat().st_size:
+            self._leave_out(file, "is empty")
         elif file.format == TEXT:
             try:
                 text = read_text(file.path)
@@ -147,8 +149,9 @@ class _SourceReader:
 
     def _bad_line(self, problem: str) -> None:
         if self._source.bad_lines == "stop":
+            stop = "" if problem.endswith((".", "?")) else "."
             raise JobFileError(
-                f"{self._reading.key}: {problem}. Correct it, or write data.bad_lines: skip to leave such lines out"
+                f"{self._reading.key}: {problem}{stop} Correct it, or write data.bad_lines: skip to leave such lines out"
             )
         self._reading.skip_line(problem)
 
