@@ -70,7 +70,7 @@ def test_the_weights_tokenizer_is_the_default_and_stays_with_them(
         "chats.jsonl, line 61: not JSON: Expecting property name enclosed in double quotes at column 2"
     )
     report = (run / "report.html").read_text(encoding="utf-8")
-    assert "1 bad lines were left out" in report and "chats.jsonl, line 61: not JSON" in report
+    assert "left out: 1 bad lines (" in report and "chats.jsonl, line 61: not JSON" in report
 
 
 def test_bytes_leave_no_tokenizer_behind(job_data: dict[str, Any], train: Callable[..., bool], run: Path) -> None:
