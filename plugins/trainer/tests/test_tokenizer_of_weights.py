@@ -13,6 +13,7 @@ from small_tokenizers import CHATML, MARKED, byte_level, sentence_piece
 from transformers import AutoTokenizer, BertTokenizer, LlamaConfig, LlamaForCausalLM
 
 from veomni_core.errors import ConfigError, JobFileError
+from veomni_trainer.data.documents import Example
 from veomni_trainer.data.tokens import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.run.check import check_job
@@ -139,3 +140,7 @@ def test_a_file_of_a_folder_is_the_tokenizer_of_that_folder(models: Path, tmp_pa
     alone.write_bytes((models / "spoken" / "tokenizer.json").read_bytes())
     tokenizer = load_tokenizer(str(alone))
     assert tokenizer.chats is None and tokenizer.end == whole.end
+    tokenizer.save(tmp_path / "saved")
+    text = [Example("the quick brown fox")]
+    (again,) = load_tokenizer(str(tmp_path / "saved")).encode(text)
+    assert again.ids.tolist() == tokenizer.encode(text)[0].ids.tolist()

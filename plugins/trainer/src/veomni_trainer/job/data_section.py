@@ -79,8 +79,4 @@ class DataSection(ReadingKeys):
             raise ValueError(
                 "validation_files and validation_fraction both say what to validate on; remove one of the two"
             )
-        if self.tokenizer == BYTES and self.end_of_document is not None:
-            raise ValueError("end_of_document: the bytes tokenizer has its own; remove the key")
-        if self.tokenizer == BYTES and self.chat_template is not None:
-            raise ValueError("chat_template is of no use to bytes, which have no tokens for turns; name a tokenizer")
         return self
