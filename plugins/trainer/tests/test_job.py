@@ -146,7 +146,15 @@ def test_a_source_takes_what_it_leaves_out_from_data(
         "sequence_length": 32,
     }
     job_data["train"]["validate_every"] = 2
-    data = load_job(write_job(job_data)).data
+    job = load_job(write_job(job_data))
+    dumped = tmp_path / "dumped.yaml"
+    dumped.write_text(dump_job(job), encoding="utf-8")
+    assert load_job(dumped) == job
+    assert [each.bad_lines for each in load_job(dumped, ["data.bad_lines=stop"]).data.training_sources.values()] == [
+        "stop",
+        "stop",
+    ]
+    data = job.data
     first, second = data.training_sources.values()
     assert [*data.training_sources] == ["data.sources.0.files", "data.sources.1.files"]
     assert (first.files, first.weight, first.bad_lines) == (str(tmp_path / "text"), 3.0, "skip")

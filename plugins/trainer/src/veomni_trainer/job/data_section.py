@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
 from veomni_trainer.job.section import Number
 from veomni_trainer.job.source_keys import ReadingKeys, Source
@@ -41,7 +40,7 @@ class DataSection(ReadingKeys):
     def training_sources(self) -> dict[str, Source]:
         """What is trained on, by the key of the job that names its files, for messages."""
         if self.sources is not None:
-            return {f"data.sources.{number}.files": source for number, source in enumerate(self.sources)}
+            return {f"data.sources.{number}.files": self._filled(each) for number, each in enumerate(self.sources)}
         assert self.files is not None  # one of the two is there, or the section is refused
         return {"data.files": self._source(self.files)}
 
@@ -56,17 +55,17 @@ class DataSection(ReadingKeys):
         return bool(self.validation_fraction) or self.validation_files is not None
 
     def _source(self, files: str | list[str]) -> Source:
-        return Source(files=files, **{name: getattr(self, name) for name in ReadingKeys.model_fields})
+        return self._filled(Source(files=files))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sources_inherit(cls, data: Any) -> Any:
-        """Give each source the section's keys that it leaves out."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("sources"), list):
-            return data
-        keys = {name: data[name] for name in ReadingKeys.model_fields if name in data}
-        sources = [{**keys, **each} if isinstance(each, Mapping) else each for each in data["sources"]]
-        return {**data, "sources": sources}
+    def _filled(self, source: Source) -> Source:
+        """The source, with the section's keys where it has none of its own."""
+        left_out = ReadingKeys.model_fields.keys() - source.model_fields_set
+        return source.model_copy(update={name: getattr(self, name) for name in left_out})
+
+    @field_serializer("sources")
+    def _as_written(self, sources: list[Source] | None) -> list[dict[str, Any]] | None:
+        """Without defaults: a key in a source would count as its own when the dumped job is read."""
+        return None if sources is None else [source.model_dump(exclude_unset=True) for source in sources]
 
     @model_validator(mode="after")
     def _says_it_once(self) -> Self:
