@@ -131,10 +131,22 @@ def test_a_template_that_changes_past_turns_is_refused_where_it_does() -> None:
         _document(tokenizer, thoughtful)
 
 
-def test_generation_blocks_that_leave_a_turn_out_are_refused() -> None:
+def test_a_template_that_leaves_a_turn_out_is_refused() -> None:
     template = MARKED.replace("message.content + '<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}")
-    with pytest.raises(Unreadable, match="blocks don't hold what the assistant says in turn 3; correct the template"):
+    with pytest.raises(Unreadable, match=r"doesn't mark, what the assistant says in turn 3; correct the template"):
         _document(byte_level(template), LONG)
+    silent = CHATML.replace("message.content }}", "(message.content if message.role == 'user' else '') }}")
+    with pytest.raises(Unreadable, match=r"doesn't render, .* what the assistant says in turn 3"):
+        _document(byte_level(silent), LONG)
+
+
+def test_a_tokenizer_with_several_templates_needs_a_default() -> None:
+    tokenizer = byte_level(CHATML)
+    tokenizer.chat_template = {"default": CHATML, "rag": STRICT}
+    assert _document(tokenizer, LONG).ids.tolist() == _document(MADE[byte_level, CHATML], LONG).ids.tolist()
+    tokenizer.chat_template = {"tool_use": CHATML, "rag": STRICT}
+    with pytest.raises(Unreadable, match=r"can't be chosen: .*multiple chat templates"):
+        _document(tokenizer, LONG)
 
 
 def test_what_the_template_refuses_is_a_bad_line() -> None:

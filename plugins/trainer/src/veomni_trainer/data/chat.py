@@ -40,13 +40,17 @@ class Chats:
             Unreadable: it can't be told which tokens are the assistant's.
         """
         messages, read = read_messages(chat), read_tools(tools)
-        template = self._tokenizer.get_chat_template(tools=read)
+        try:
+            template = self._tokenizer.get_chat_template(tools=read)
+        except ValueError as error:  # it has several, and none that is the default
+            raise Unreadable(f"the tokenizer's chat template can't be chosen: {error}") from None
         if self._loss_on == "all":
             return Example(self._render(messages, read), ends=False)
         if _GENERATION.search(template):
             text, spans = self._marked(template, messages, read)
         else:
             text, spans = self._compared(messages, read)
+        _check_said(messages, [text[start:end] for start, end in spans])
         return Example(text, tuple(spans), ends=False)
 
     def _marked(self, template: str, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
@@ -63,16 +67,7 @@ class Chats:
         except Exception as error:
             raise _refusal(error) from None
         (text,), (spans,) = rendered
-        learned = [(start, end) for start, end in spans if end > start]
-        said = [text[start:end] for start, end in learned]
-        for number, message in enumerate(messages, start=1):
-            words = message["content"].rpartition("</think>")[2].strip()  # templates leave earlier thoughts out
-            if message["role"] == ASSISTANT and not any(words in each for each in said):
-                raise Unreadable(
-                    f"the chat template's {{% generation %}} blocks don't hold what the assistant says in turn "
-                    f"{number}; correct the template, or write data.loss_on: all"
-                )
-        return text, learned
+        return text, spans
 
     def _compared(self, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The rendered chat, and the span of each of the assistant's turns, from renderings of the turns up to it."""
@@ -111,6 +106,17 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     except Exception:  # it refuses this chat, and may take others
         return None
     return None
+
+
+def _check_said(messages: list[Message], learned: list[str]) -> None:
+    """Raise Unreadable unless what the assistant says is learned, whichever way it was found."""
+    for number, message in enumerate(messages, start=1):
+        words = message["content"].rpartition("</think>")[2].strip()  # templates leave earlier thoughts out
+        if message["role"] == ASSISTANT and not any(words in each for each in learned):
+            raise Unreadable(
+                f"the chat template doesn't render, or doesn't mark, what the assistant says in turn {number}; correct "
+                "the template, or write data.loss_on: all"
+            )
 
 
 def _refusal(error: Exception) -> Exception:
