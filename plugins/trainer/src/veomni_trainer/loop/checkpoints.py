@@ -14,6 +14,7 @@ from veomni_core import Plan
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_core.planning.decisions import SiteDecision
+from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
@@ -23,12 +24,15 @@ from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded
 class CheckpointCallback(TrainerCallback):
     """Triggers saving and validation at the steps that the job names.
 
-    ``Trainer`` writes a checkpoint into the staging folder. This callback adds the plan, and moves the checkpoint to
-    its final path atomically.
+    ``Trainer`` writes a checkpoint into the staging folder. This callback adds the plan and the tokenizer, and moves
+    the checkpoint to its final path atomically.
     """
 
-    def __init__(self, folder: RunFolder, plan: Plan, train: TrainSection, validates: bool) -> None:
-        self._folder, self._plan, self._train, self._validates = folder, plan, train, validates
+    def __init__(
+        self, folder: RunFolder, plan: Plan, tokenizer: Tokenizer, train: TrainSection, validates: bool
+    ) -> None:
+        self._folder, self._plan, self._tokenizer = folder, plan, tokenizer
+        self._train, self._validates = train, validates
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -45,6 +49,7 @@ class CheckpointCallback(TrainerCallback):
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
             place = self._folder.path / written.name
+            self._tokenizer.save(written)
             write_whole(written / "plan.json", self._plan.to_json())
             if self._train.is_sharded:
                 write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())

@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "job.yaml"
 
     @property
+    def data(self) -> Path:
+        """What was read of the job's files and what was left out: an object per source."""
+        return self.path / "data.json"
+
+    @property
     def summary(self) -> Path:
         """The run's key figures, and the comparison."""
         return self.path / "summary.json"
@@ -117,7 +122,16 @@ class RunFolder:
             shutil.rmtree(path)
 
     def _results(self) -> list[Path]:
-        files = [self.metrics, self.expert_rows, self.plan, self.receipt, self.job, self.summary, self.report]
+        files = [
+            self.metrics,
+            self.expert_rows,
+            self.plan,
+            self.receipt,
+            self.data,
+            self.job,
+            self.summary,
+            self.report,
+        ]
         folders = [p for p in self.path.glob("checkpoint-*") if _CHECKPOINT.fullmatch(p.name)]
         eager = self.compared("eager")
         folders += [self.exported] if (self.exported / "config.json").exists() else []

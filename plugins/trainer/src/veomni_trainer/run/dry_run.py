@@ -16,13 +16,13 @@ from veomni_core.errors import ConfigError
 from veomni_core.planning.planner import make_plan
 from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus, read_corpus
-from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.start import StartingPoint, check_enough, starting_point
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
+from veomni_trainer.setup.tokenizer import job_tokenizer
 
 _PARTS = {
     "weights": "weights",
@@ -127,7 +127,7 @@ def dry_run(job: Job, *, resume: bool = False, overwrite: bool = False) -> DryRu
     transformers.utils.logging.set_verbosity_error()
     ops = ops_config(job)
     point = starting_point(job, RunFolder(Path(job.train.output_dir)), resume, overwrite)
-    tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    tokenizer = job_tokenizer(job)
     check_model(job, tokenizer)
     if job.model.weights:
         check_weights(Path(job.model.weights))

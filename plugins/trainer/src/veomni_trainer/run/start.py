@@ -12,7 +12,7 @@ from veomni_core import Binding, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
-from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import changed_keys
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
@@ -24,6 +24,7 @@ from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.model import build_model, check_model, ops_config
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
+from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.waiting import limit_waiting
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
@@ -43,6 +44,7 @@ class Start:
 
     job: Job
     folder: RunFolder
+    tokenizer: Tokenizer
     corpus: Corpus
     model: PreTrainedModel
     binding: Binding
@@ -84,7 +86,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         VeOmniError: an error that the user can correct.
     """
     ops = ops_config(job)
-    tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    tokenizer = job_tokenizer(job)
     if job.train.is_sharded:
         check_model(job, tokenizer)
         check_started(job.train)
@@ -109,7 +111,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         say(f"resuming from {point.checkpoint}")
         for change in changed_keys(folder.job, job):
             say(f"changed since: {change}")
-    return Start(job, folder, corpus, model, binding, arguments, point)
+    return Start(job, folder, tokenizer, corpus, model, binding, arguments, point)
 
 
 def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
