@@ -6,7 +6,7 @@ import json as json_module
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +15,7 @@ from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.tables import render_table
+from veomni_core.tables import fit, render_table
 
 
 def doctor(
@@ -27,6 +27,17 @@ def doctor(
     Each plugin is loaded in a separate process. The plugins that load are then loaded together, as in a job: plugins
     may conflict, and a kernel may be for another plugin's op.
     """
+    found = examine(timeout)
+    if json:
+        print_json(found)
+    else:
+        show_examination(found)
+    if found["conflicts"] or any(report["status"] == "failed" or report["devices"] for report in found["plugins"]):
+        raise typer.Exit(1)
+
+
+def examine(timeout: float) -> dict[str, Any]:
+    """What ``veomni doctor`` finds, as plain data."""
     # With autoload off in this process, a plugin that hangs or crashes does so only in its separate process.
     installed = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": ""})
     alone = [_examine(record, timeout) for record in installed.plugins if record.name != "veomni-core"]
@@ -34,20 +45,23 @@ def doctor(
     registry = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": loaded})
     hardware = registry.detect_hardware()
     reports = [_together(report, registry, hardware) for report in alone]
-    conflicts = registry.describe_conflicts()
-    gains = _gains(registry)
-    if json:
-        found = {"hardware": hardware.describe(), "plugins": reports, "conflicts": list(conflicts), "gains": gains}
-        print_json(found)
-    else:
-        print(f"hardware: {hardware.describe()}, count {hardware.count}\n")
-        print(_table(reports))
-        for conflict in conflicts:
-            print(f"conflict: {conflict}")
-        for gain in gains:
-            print(f"pip install {gain['distribution']}: {', '.join(gain['values'])}")
-    if conflicts or any(report["status"] == "failed" or report["devices"] for report in reports):
-        raise typer.Exit(1)
+    return {
+        "hardware": hardware.describe(),
+        "count": hardware.count,
+        "plugins": reports,
+        "conflicts": list(registry.describe_conflicts()),
+        "gains": _gains(registry),
+    }
+
+
+def show_examination(found: Mapping[str, Any]) -> None:
+    """Print what :func:`examine` found."""
+    print(fit(f"hardware: {found['hardware']}, count {found['count']}\n"))
+    print(_table(found["plugins"]))
+    for conflict in found["conflicts"]:
+        print(fit(f"conflict: {conflict}"))
+    for gain in found["gains"]:
+        print(fit(f"pip install {gain['distribution']}: {', '.join(gain['values'])}"))
 
 
 def _together(report: dict[str, Any], registry: Registry, hardware: Hardware) -> dict[str, Any]:

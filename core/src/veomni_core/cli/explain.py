@@ -12,7 +12,7 @@ from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.selection import Selection
-from veomni_core.tables import render_table
+from veomni_core.tables import fit, render_table
 
 
 def explain(
@@ -70,12 +70,12 @@ def explain(
     print(render_table(("variant", "kernel", "plugin", "preference", "runs here"), table, title))
     for row in rows:
         for option in row["options"]:
-            print(f"option of {row['kernel']} for {row['variant']}: {_option(option)}")
+            print(fit(f"option of {row['kernel']} for {row['variant']}: {_option(option)}"))
     for variant, verdict in auto.items():
-        print(f"auto takes {verdict.kernel} for {variant}: {verdict.reason}")
+        print(fit(f"auto takes {verdict.kernel} for {variant}: {verdict.reason}"))
     for name, distribution in spec.published.items():
         if distribution and name in absent:
-            print(f"pip install {distribution} would add {name}, if its own requirements are met")
+            print(fit(f"pip install {distribution} would add {name}, if its own requirements are met"))
 
 
 def _option(option: dict[str, Any]) -> str:

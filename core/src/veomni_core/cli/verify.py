@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -54,12 +55,17 @@ def verify(
         results = [row.to_dict() for row in rows]
         print_json({"plugin": str(record), "device": device, "results": results, "nothing_ran": nothing})
     else:
-        table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
-        print(render_table(("kernel", "dtype", "result", "detail"), table, f"{record} on {device}"))
+        show_results(rows, f"{record} on {device}")
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def show_results(rows: Iterable[Row], title: str) -> None:
+    """Print a line per kernel and dtype."""
+    table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
+    print(render_table(("kernel", "dtype", "result", "detail"), table, title))
 
 
 def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
