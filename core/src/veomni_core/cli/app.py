@@ -12,6 +12,7 @@ from typer.main import get_command
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec
 from veomni_core.discovery.discover import discover
+from veomni_core.errors import did_you_mean
 
 BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
@@ -33,6 +34,12 @@ class _Verbs(TyperGroup):
         builtin = {verb.name: verb for verb in BUILTIN_VERBS}
         spec = builtin.get(cmd_name) or self._verbs().get(cmd_name)
         return _command(spec) if spec else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verb = args[0]
+        if not verb.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, verb) is None:
+            ctx.fail(f"No such command {verb!r}. {did_you_mean(verb, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.format_usage(ctx, formatter)

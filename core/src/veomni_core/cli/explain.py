@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
-from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.discover import discover
-from veomni_core.discovery.registry import Registry
 from veomni_core.planning.selection import Selection
 from veomni_core.tables import fit, render_table
 
@@ -22,7 +21,7 @@ def explain(
 ) -> None:
     """For every kernel of an op, say whether it runs here and why not; then what `auto` takes."""
     registry = discover()
-    spec = _op(registry, op)
+    spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     selection = Selection(registry, target, {})
     rows: list[dict[str, Any]] = [
@@ -83,8 +82,3 @@ def _option(option: dict[str, Any]) -> str:
     limits += [f"at least {option['minimum']:g}"] if option["minimum"] is not None else []
     facts = [f"{option['name']}={option['default']!r}", *limits, option["description"]]
     return ", ".join(filter(None, facts))
-
-
-def _op(registry: Registry, name: str) -> OpSpec:
-    by_field = {op.config_field: op for op in registry.ops.values()}
-    return by_field[name] if name in by_field else registry.op(name)

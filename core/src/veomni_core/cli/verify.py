@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from veomni_core.cli.names import check_device, find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, SKIPPED, Row, verify_kernel
-from veomni_core.descriptions.hardware import Hardware, canonical_device
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import HostError, PluginError
+from veomni_core.errors import HostError, PluginError, UnknownNameError, suggest
 from veomni_core.tables import render_table
 
 
@@ -33,12 +34,17 @@ def verify(
     if not record.healthy:
         raise PluginError(f"{record} {record.status}: {record.problem}")
     if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; write one of {', '.join(DTYPES)}", param_hint="--dtype")
+        one_of = ", ".join(DTYPES)
+        raise UnknownNameError(f"--dtype: {dtype!r} is not a dtype; write one of {one_of}. {suggest(dtype, DTYPES)}")
+    if device is not None:
+        check_device(registry, device)
 
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     hardware, device = _chosen(registry.detect_hardware(), device)
-    ops = {name for name, spec in registry.ops.items() if op in (None, name, spec.config_field)}
-    asked = [spec for spec in record.kernels if spec.op_name in ops and kernel in (None, spec.name, str(spec))]
+    wanted = find_op(registry, op).name if op else None
+    asked = [
+        spec for spec in record.kernels if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
+    ]
 
     def rows_of(spec: KernelSpec) -> list[Row]:
         if unmet := spec.hardware.unmet(hardware):
@@ -81,7 +87,6 @@ def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
     if asked is None:
         return found, found.device_type
     kind, _, index = asked.partition(":")
-    kind = canonical_device(kind)
     if kind == "cpu":
         return Hardware("cpu", name="CPU", detected=True), "cpu"
     here = {"cuda", "rocm"} if found.device_type == "rocm" else {found.device_type}
