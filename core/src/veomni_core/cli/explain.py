@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from veomni_core.cli.completion import complete_op
 from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.discovery.discover import discover
@@ -15,7 +16,12 @@ from veomni_core.tables import fit, render_table
 
 
 def explain(
-    op: Annotated[str, typer.Argument(help="An op (rms_norm) or its config field (rms_norm_implementation).")],
+    op: Annotated[
+        str,
+        typer.Argument(
+            help="An op (rms_norm) or its config field (rms_norm_implementation).", autocompletion=complete_op
+        ),
+    ],
     hardware: HardwareName = None,
     json: AsJson = False,
 ) -> None:

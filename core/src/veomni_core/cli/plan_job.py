@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veomni_core.cli.output import AsJson, HardwareName, print_json
+from veomni_core.cli.output import AsJson, HardwareName, JobPath, print_json
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.discover import discover
@@ -22,7 +22,7 @@ from veomni_core.planning.config import OpsConfig
 
 
 def plan_job(
-    job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
+    job: JobPath,
     hardware: HardwareName = None,
     parallel: Annotated[
         bool, typer.Option("--parallel", help="Print which parameters tensor and expert parallelism can divide.")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from veomni_core.cli.completion import complete_device, complete_dtype, complete_kernel, complete_op, complete_plugin
 from veomni_core.cli.names import check_device, find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, SKIPPED, Row, verify_kernel
@@ -19,11 +20,22 @@ from veomni_core.tables import render_table
 
 
 def verify(
-    plugin: Annotated[str, typer.Argument(help="A plugin's name or its distribution's.")],
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: what is found here.")] = None,
-    kernel: Annotated[str | None, typer.Option(help="Only kernels of this name, or op/variant:name.")] = None,
-    op: Annotated[str | None, typer.Option(help="Only kernels of this op, or of this config field.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.")] = None,
+    plugin: Annotated[
+        str, typer.Argument(help="A plugin's name or its distribution's.", autocompletion=complete_plugin)
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, cuda:1, ...; default: what is found here.", autocompletion=complete_device),
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="Only kernels of this name, or op/variant:name.", autocompletion=complete_kernel)
+    ] = None,
+    op: Annotated[
+        str | None, typer.Option(help="Only kernels of this op, or of this config field.", autocompletion=complete_op)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.", autocompletion=complete_dtype)
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one kernel may take.")] = 600.0,
     jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     json: AsJson = False,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from veomni_core.cli.output import JobPath
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
@@ -14,7 +15,7 @@ _COMPARABLE = ("eager",)
 
 
 def train(
-    job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
+    job: JobPath,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Change one value of the job, e.g. train.steps=100."),
