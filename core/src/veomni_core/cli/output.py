@@ -11,6 +11,10 @@ import typer
 from veomni_core.cli.completion import complete_hardware, complete_job
 
 JobPath = Annotated[Path, typer.Argument(help="The training job's YAML.", autocompletion=complete_job)]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change one value of the job, e.g. train.steps=100."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 HardwareName = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from veomni_core import JobConditions
@@ -10,8 +11,10 @@ from veomni_trainer.job.load import load_job
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 
 
-def check_job(path: Path) -> JobConditions:
+def check_job(path: Path, changes: Sequence[str] = ()) -> JobConditions:
     """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
+
+    ``changes`` are the values of ``--set``.
 
     Reads the job file, the model's config and the tokenizer; of a sharded job also the model's modules. Doesn't
     check what depends on the machine that trains: the text files, the devices and the output folder.
@@ -19,7 +22,7 @@ def check_job(path: Path) -> JobConditions:
     Raises:
         VeOmniError: the job must be corrected.
     """
-    job = load_job(path)
+    job = load_job(path, changes)
     ops_config(job)
     check_model(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
     return conditions(job)

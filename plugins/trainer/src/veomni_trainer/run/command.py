@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veomni_core.cli.output import JobPath
+from veomni_core.cli.output import Changes, JobPath
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
@@ -16,10 +16,7 @@ _COMPARABLE = ("eager",)
 
 def train(
     job: JobPath,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Change one value of the job, e.g. train.steps=100."),
-    ] = None,
+    changes: Changes = None,
     compare: Annotated[
         str | None,
         typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
