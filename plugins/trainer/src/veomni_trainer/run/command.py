@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from veomni_core.cli.output import Changes, JobPath
+from veomni_core.cli.output import Changes, JobPath, print_json
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
@@ -31,6 +33,12 @@ def train(
     accept_plan_change: Annotated[
         bool, typer.Option("--accept-plan-change", help="Resume even if other kernels would run than before.")
     ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="At the end, print the summary and paths as JSON; the rest goes to standard error."
+        ),
+    ] = False,
 ) -> None:
     """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""
     if compare is not None and compare not in _COMPARABLE:
@@ -42,9 +50,18 @@ def train(
 
     loaded = load_job(job, changes or ())
 
+    from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.run.outcome import outcome
     from veomni_trainer.run.run_job import run_job
+    from veomni_trainer.run.saying import is_main_process
 
-    if run_job(loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change):
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        interrupted = run_job(
+            loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change
+        )
+    if json and is_main_process():
+        print_json(outcome(RunFolder(Path(loaded.train.output_dir)), interrupted))
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
