@@ -71,6 +71,8 @@ def test_values_and_fields_of_a_config(registry, config, hint):
         (lambda registry: check_device(registry, "gpu"), "'cuda'"),
         (lambda registry: check_device(registry, "ascend:1"), "'npu'"),
         (lambda registry: Hardware.named("h20"), "'h200'"),
+        (lambda registry: Hardware.named("hopper"), "'h100' or 'h200'"),
+        (lambda registry: Hardware.named("4090"), "'rtx4090'"),
     ],
 )
 def test_names_on_the_command_line(look_up, hint):

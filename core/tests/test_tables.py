@@ -11,6 +11,7 @@ import termios
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from veomni_core.tables import fit, render_table, terminal_width
 
@@ -49,6 +50,12 @@ def test_a_table_whose_words_do_not_fit_becomes_records():
         "left eager, and why",
         "  " + "x" * 30,
     ]
+
+
+def test_wide_characters_stay_whole_too():
+    path = "/数据/模型/千问/权重"
+    text = render_table(("path", "state"), [(path, "loaded, and then some words")], width=44)
+    assert path in text and all(cell_len(line) <= 44 for line in text.splitlines())
 
 
 def test_square_brackets_are_no_markup():

@@ -92,7 +92,7 @@ def _column_widths(cells: Sequence[Sequence[str]], words: Sequence[int], room: i
         words: the length of each column's longest word.
         room: the sum that the widths may have; at least that of ``words``.
     """
-    lines = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
+    lines = [max(_width(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
     level = max(lines)
     while True:
         widths = [min(line, max(word, level)) for word, line in zip(words, lines, strict=True)]
@@ -135,4 +135,11 @@ def _named(column: str, cell: str, names: int, limit: int) -> str:
 
 
 def _longest_word(text: str) -> int:
-    return max(map(len, text.split()), default=0)
+    return max(map(_width, text.split()), default=0)
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal ``text`` takes: a Chinese character takes two."""
+    from rich.cells import cell_len
+
+    return cell_len(text)

@@ -22,7 +22,7 @@ _PROCESSES = 4  # so many load at a time, even on fewer cores: a plugin that han
 
 
 def doctor(
-    timeout: Annotated[float, typer.Option(help="Seconds that one plugin may take to load.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one plugin, or torch, may take to load.")] = 60.0,
     json: AsJson = False,
 ) -> None:
     """Say what each plugin imports, how long it takes, whether it initialises CUDA; exit 1 if one fails or conflicts.
