@@ -129,6 +129,12 @@ def test_json_is_all_of_standard_output(job_data: dict[str, Any], write_job: Wri
         assert said in result.stderr
 
 
+def test_a_dry_run_is_told_as_json_too(job_data: dict[str, Any], write_job: WriteJob) -> None:
+    result = CliRunner().invoke(build_app(), ["train", str(write_job(job_data)), "--dry-run", "--json"])
+    answer = json.loads(result.stdout)
+    assert (answer["steps"], answer["tokens_per_step"], answer["resumes"]) == (4, 64, None)
+
+
 def test_json_says_what_is_not_there(
     job_data: dict[str, Any], write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

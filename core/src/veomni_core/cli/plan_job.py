@@ -87,7 +87,7 @@ def _conditions(others: list[str], job: Path, changes: list[str], registry: Regi
     for verb in verbs:
         check = load_attribute(verb.job_check)
         try:
-            return (check(job, changes) if changes else check(job)) or JobConditions()
+            return (check(job, changes=changes) if changes else check(job)) or JobConditions()
         except VeOmniError as error:
             problems[verb.name] = error
     if not verbs:

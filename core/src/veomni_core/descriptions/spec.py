@@ -126,7 +126,7 @@ class CommandSpec:
         job_check: for a subcommand that runs jobs, ``"module:attribute"`` of a function that takes the path of a job
             file and raises what the subcommand would raise for that job. It may return the :class:`JobConditions` under
             which the subcommand would plan. ``veomni plan`` calls it for jobs with sections besides ``model``, so that
-            it refuses the same jobs. ``veomni plan --set`` gives it the changes as a second argument:
+            it refuses the same jobs. ``veomni plan --set`` gives it the list ``changes`` too:
             ``["train.steps=100"]``.
 
     Example:

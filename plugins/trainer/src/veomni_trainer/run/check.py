@@ -8,6 +8,7 @@ from pathlib import Path
 from veomni_core import JobConditions
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import load_job
+from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 
 
@@ -22,7 +23,11 @@ def check_job(path: Path, changes: Sequence[str] = ()) -> JobConditions:
     Raises:
         VeOmniError: the job must be corrected.
     """
-    job = load_job(path, changes)
+    return check_loaded(load_job(path, changes))
+
+
+def check_loaded(job: Job) -> JobConditions:
+    """The same for a job that was read already."""
     ops_config(job)
     check_model(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
     return conditions(job)

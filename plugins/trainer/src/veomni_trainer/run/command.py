@@ -11,6 +11,7 @@ import typer
 
 from veomni_core.cli.output import Changes, JobPath, print_json
 from veomni_core.errors import ConfigError, did_you_mean
+from veomni_core.tables import fit
 from veomni_trainer.loop.signals import INTERRUPTED
 
 _COMPARABLE = ("eager",)
@@ -36,8 +37,11 @@ def train(
     json: Annotated[
         bool,
         typer.Option(
-            "--json", help="At the end, print the summary and paths as JSON; the rest goes to standard error."
+            "--json", help="Print the summary and paths (or the dry run) as JSON; the rest goes to standard error."
         ),
+    ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the job would do, and the memory that it needs; train nothing.")
     ] = False,
 ) -> None:
     """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""
@@ -49,6 +53,12 @@ def train(
     from veomni_trainer.job.load import load_job
 
     loaded = load_job(job, changes or ())
+    if dry:
+        from veomni_trainer.run.dry_run import dry_run
+
+        found = dry_run(loaded, resume=resume, overwrite=overwrite)
+        print_json(found.to_dict()) if json else print(fit(found.describe()))
+        return
 
     from veomni_trainer.output.folder import RunFolder
     from veomni_trainer.run.outcome import outcome

@@ -91,7 +91,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)
-    _check_enough(corpus, arguments, job.train)
+    check_enough(corpus, job.train, arguments.world_size)
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
@@ -112,9 +112,10 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     return Start(job, folder, corpus, model, binding, arguments, point)
 
 
-def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> None:
-    groups = max(arguments.world_size // train.ranks_per_batch, 1)
-    needed = arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
+def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
+    """Raise JobFileError unless ``corpus`` has sequences enough for one step of so many processes."""
+    groups = max(processes // train.ranks_per_batch, 1)
+    needed = train.batch_size * groups * train.gradient_accumulation
     if len(corpus.training) < needed:
         raise JobFileError(
             f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
