@@ -63,7 +63,7 @@ def run_job(
             export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
             print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
-        print(describe_run(folder), flush=True)
+        say(describe_run(folder))
     if interrupted:
         say("Interrupted. Continue with the same command and --resume.")
     return interrupted
