@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
 
 from veomni_core.binding.bind import Binding
 from veomni_trainer.output.files import write_whole
@@ -65,7 +65,7 @@ def settings_in_force(optimizer: Any, args: TrainingArguments) -> str:
     groups = optimizer.param_groups
     rates = " and ".join(sorted({f"{group['lr']:.3g}" for group in groups}))
     highest = " and ".join(sorted({f"{group.get('initial_lr', group['lr']):.3g}" for group in groups}))
-    said = [f"learning rate {rates} (highest {highest}, {args.lr_scheduler_type} over {args.max_steps} steps)"]
+    said = [f"learning rate {rates} (highest {highest}, {SchedulerType(args.lr_scheduler_type).value} over {args.max_steps} steps)"]
     for key in ("weight_decay", "betas", "eps", "momentum"):
         values = sorted({str(group[key]) for group in groups if key in group})
         said += [f"{key} {' and '.join(values)}"] if values else []
