@@ -76,9 +76,7 @@ def _worse(steps: BadSteps) -> bool:
 def test_a_warning_lets_training_pass_and_writes_no_bad_checkpoint(
     job_data: dict[str, Any], train: Train, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        TrainingDivergedError, match=r"step 4: the loss is nan\. It is the last step, and no checkpoint"
-    ):
+    with pytest.raises(TrainingDivergedError, match=r"step 4: the loss is nan\. It is the last step, and no ch"):
         train(job_data, DIVERGES, "train.on_bad_loss=warn", "train.save_every=1", "train.keep_checkpoints=1")
     assert capsys.readouterr().out.count("warning: step 2: the loss is nan. No checkpoint is written of such a st") == 1
     assert [(row["step"], "bad" in row) for row in _rows(run)] == [(1, False), (2, True), (3, True), (4, True)]
@@ -122,11 +120,8 @@ class _Step:
 def test_losses_and_norms_are_looked_at(tmp_path: Path, loss: float, norm: float, problem: str) -> None:
     step = _Step(tmp_path)
     control = step.end(loss, norm)
-    assert (step.steps.problem, control.should_training_stop, control.should_save) == (
-        problem,
-        bool(problem),
-        not problem,
-    )
+    assert step.steps.problem == problem
+    assert (control.should_training_stop, control.should_save) == (bool(problem), not problem)
 
 
 def test_a_step_that_a_loss_scaler_skipped_is_not_bad(tmp_path: Path) -> None:

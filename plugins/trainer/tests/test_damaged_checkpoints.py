@@ -107,9 +107,7 @@ def test_a_folder_that_is_not_complete_is_passed_over_and_it_is_said(
 def test_a_checkpoint_is_named_by_path_or_by_name_and_only_of_this_run(run: TrainedRun, whole: TrainedRun) -> None:
     assert [_start(run, Path(name)) for name in ("checkpoint-2", str(run.checkpoint(4)))] == [2, 4]
     for wrong in (Path("checkpoint-3"), whole.checkpoint(2), run.root / "text.txt"):
-        with pytest.raises(
-            CheckpointError, match="which holds checkpoint-2, checkpoint-4, checkpoint-6. A run goes on"
-        ):
+        with pytest.raises(CheckpointError, match="which holds checkpoint-2, checkpoint-4, checkpoint-6. A run goes"):
             _start(run, wrong)
 
 

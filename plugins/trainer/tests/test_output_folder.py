@@ -75,9 +75,7 @@ def test_a_path_through_a_file_and_a_folder_that_cannot_be_written_are_refused_b
     with pytest.raises(ConfigError, match="is a file; name a folder"):
         train(job_data)
     job_data["train"]["output_dir"] = "/proc/veomni/run"  # no user may write there
-    with pytest.raises(
-        HostError, match=r"/proc/veomni/run can't be written: .* Name a folder that this user may write"
-    ):
+    with pytest.raises(HostError, match=r"/proc/veomni/run can't be written: .* Name a folder that this user may"):
         train(job_data)
 
 
@@ -86,9 +84,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(
 ) -> None:
     usage = shutil.disk_usage(run.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=400_000))
-    with pytest.raises(
-        HostError, match="a checkpoint takes about 468,864 bytes, and the disk of .*run has 400,000 free"
-    ):
+    with pytest.raises(HostError, match="a checkpoint takes about 468,864 bytes, and the disk of .*run has 400,000"):
         train(job_data)
     assert not run.exists()
     train(job_data, "train.save_every=never")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 @pytest.fixture
-def run(whole: TrainedRun, tmp_path: Path) -> Iterator[TrainedRun]:
-    yield whole.copied(tmp_path / "copy")
+def run(whole: TrainedRun, tmp_path: Path) -> TrainedRun:
+    return whole.copied(tmp_path / "copy")
 
 
 SECOND = Path("checkpoint-2")

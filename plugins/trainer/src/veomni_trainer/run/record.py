@@ -65,9 +65,8 @@ def settings_in_force(optimizer: Any, args: TrainingArguments) -> str:
     groups = optimizer.param_groups
     rates = " and ".join(sorted({f"{group['lr']:.3g}" for group in groups}))
     highest = " and ".join(sorted({f"{group.get('initial_lr', group['lr']):.3g}" for group in groups}))
-    said = [
-        f"learning rate {rates} (highest {highest}, {SchedulerType(args.lr_scheduler_type).value} over {args.max_steps} steps)"
-    ]
+    schedule = SchedulerType(args.lr_scheduler_type).value
+    said = [f"learning rate {rates} (highest {highest}, {schedule} over {args.max_steps} steps)"]
     for key in ("weight_decay", "betas", "eps", "momentum"):
         values = sorted({str(group[key]) for group in groups if key in group})
         said += [f"{key} {' and '.join(values)}"] if values else []
