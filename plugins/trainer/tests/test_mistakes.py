@@ -89,7 +89,7 @@ def test_the_real_command_prints_the_error_alone(here: TrainedRun, name: str) ->
     command = [sys.executable, "-m", "veomni_core.cli", *_prepare(here, mistake)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == mistake["exit"]
-    assert result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    assert "\nerror: " in f"\n{result.stderr}" and "Traceback" not in result.stderr
     assert all(word in result.stderr for word in mistake["says"])
 
 
