@@ -73,6 +73,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         apply_ulysses(model, group)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
+    for what in (*binding.receipt.verification.kernels, *binding.receipt.verification.sites):
+        say(f"verified: {what}")
     for change in accepted:
         say(f"plan change accepted: {change}")
     if point.checkpoint:
