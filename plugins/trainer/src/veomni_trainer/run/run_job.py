@@ -45,7 +45,8 @@ def run_job(
         accept_plan_change: whether a run may go on with other kernels.
 
     Raises:
-        TrainingDivergedError: training ended at a step whose loss or gradient norm is not finite.
+        TrainingDivergedError: training ended at a step whose loss or gradient norm is not finite. Of several processes
+            the first one raises it, when it has written the report.
         VeOmniError: an error that the user can correct. The output folder is then unchanged, or its files are complete.
     """
     if compare and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -83,7 +84,7 @@ def _run(
             print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         print(describe_run(folder), flush=True)
-    if ending.bad_step:
+    if ending.bad_step and is_main_process():  # alone: torchrun ends all others with the first one that fails
         raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
     if interrupted:
         say("Interrupted. Continue with the same command and --resume.")
