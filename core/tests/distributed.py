@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
-
-_RANK_SCRIPT = """
-import os, sys
-sys.path[:0] = {paths!r}
-import torch
-torch.set_num_threads(1)
-torch.distributed.init_process_group("gloo")
-{body}
-sys.stdout.flush()
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # gloo's threads may outlive the interpreter's teardown, which then aborts
-"""
 
 
 def run_ranks(body: str, processes: int = 2, timeout: float = 240.0) -> list[str]:
     """Run ``body`` on every rank; gives each rank's standard output, and raises with its errors if one fails."""
-    script = _RANK_SCRIPT.format(paths=[str(Path(__file__).parent)], body=textwrap.dedent(body))
-    port = str(29500 + os.getpid() % 2000)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "body.py").write_text(textwrap.dedent(body), encoding="utf-8")
+        launcher = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forked_ranks.py")), folder, str(processes)],
             env={
                 **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
                 "WORLD_SIZE": str(processes),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(_free_port()),
             },
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,  # a process group, so that the ranks end with their launcher
         )
-        for rank in range(processes)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, f"rank {number} ended with {rank.returncode}:\n{errors[-4000:]}"
-    return [out for out, _ in outputs]
+        try:
+            said, _ = launcher.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+        outputs = [_read(Path(folder) / f"{rank}.out") for rank in range(processes)]
+        errors = [_read(Path(folder) / f"{rank}.err")[-4000:] for rank in range(processes)]
+    assert launcher.returncode == 0, said + "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(errors))
+    return outputs
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -9,14 +9,19 @@ import pytest
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import read_corpus
-from veomni_trainer.data.text import Reading, read_documents
+from veomni_trainer.data.documents import Example
+from veomni_trainer.data.read import read_documents
+from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.tokens import ByteTokenizer, load_tokenizer
 from veomni_trainer.job.data_section import STDLIB, DataSection
+from veomni_trainer.job.source_keys import Source
 
 
 def _read(files: str | list[str], pattern: str = "**/*") -> tuple[list[bytes], Reading]:
     reading = Reading()
-    return list(read_documents(files, pattern, reading)), reading
+    documents = list(read_documents(Source(files=files, pattern=pattern), ByteTokenizer(), reading))
+    assert all(document.ids[-1] == ByteTokenizer.end and document.learned is None for document in documents)
+    return [bytes(document.ids[:-1].astype(np.uint8)) for document in documents], reading
 
 
 @pytest.fixture
@@ -50,7 +55,8 @@ def test_globs_files_and_lists_of_them(folder: Path) -> None:
 
 def test_the_standard_library_is_on_every_machine() -> None:
     reading = Reading()
-    size = sum(map(len, read_documents(STDLIB, "", reading)))
+    source = Source(files=STDLIB)
+    size = sum(len(document.ids) for document in read_documents(source, ByteTokenizer(), reading))
     assert reading.documents > 300
     assert size > 3_000_000
 
@@ -121,7 +127,7 @@ def _tokenizer_file(path: Path, *special: str) -> Path:
 def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(_tokenizer_file(tmp_path, "</s>")))
     assert (tokenizer.vocab_size, tokenizer.end) == (4, 3)
-    assert tokenizer.encode(b"world hello there").tolist() == [2, 1, 0]
+    assert tokenizer.encode([Example("world hello there")])[0].ids.tolist() == [2, 1, 0, 3]
     assert load_tokenizer(str(tmp_path), "hello").end == 1
 
 
@@ -137,3 +143,5 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(JobFileError, match="the bytes tokenizer has its own"):
         load_tokenizer("bytes", "</s>")
+    with pytest.raises(JobFileError, match=r"data\.chat_template: bytes have no tokens for turns"):
+        load_tokenizer("bytes", chat_template="mine.jinja")

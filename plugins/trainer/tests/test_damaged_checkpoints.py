@@ -24,7 +24,7 @@ FILES = (
     "config.json",
     "job.yaml",
     "layout.json",
-    "data.json",
+    "sequences.json",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from veomni_core.build import build_skeleton
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.job.schema import Job
-from veomni_trainer.setup.kept_for_backward import kept_for_backward, layers_of
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import model_config, ops_config
+from veomni_trainer.setup.step_memory import layers_of, step_memory
 
 QWEN3_NEXT = {
     **QWEN3_MOE,
@@ -81,7 +82,7 @@ def test_activations_of_few_layers_stand_for_all(config: dict[str, Any], measure
     ).train()
     torch.manual_seed(0)
     ids = torch.randint(320, (2, 32))
-    kept = kept_for_backward(whole, {"input_ids": ids, "labels": ids, "use_cache": False}, None)
+    kept = step_memory(whole, {"input_ids": ids, "labels": ids, "use_cache": False}, None)
 
     assert estimate.measured_layers == measured
     assert len(kept.layers) == config["num_hidden_layers"]
@@ -107,10 +108,10 @@ def test_what_is_kept_is_counted_once_and_without_weights() -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(3, 3))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Square.apply(x @ self.weight).sum()
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=Square.apply(x @ self.weight).sum())
 
-    kept = kept_for_backward(Model(), {"x": torch.ones(5, 3)}, None)
+    kept = step_memory(Model(), {"x": torch.ones(5, 3)}, None)
     assert kept.layers == ()
     assert kept.rest == (5 * 3 + 5 * 3) * 4  # the product's input, and its result; the weight is no activation
 
@@ -132,3 +133,10 @@ def test_parts_of_a_sharded_model_are_those_of_one_process() -> None:
 def test_layers_are_found_once() -> None:
     model = build_skeleton(model_config(_job(QWEN3_MOE), load_tokenizer("bytes")))
     assert layers_of(model) == list(model.model.layers)
+
+
+def test_gradients_come_as_activations_go() -> None:
+    parts = {"weights": 10, "gradients": 10, "optimizer": 20, "activations": 7, "logits": 2, "measured_layers": 2}
+    assert MemoryEstimate(**parts, brief=0, accumulates=False).total == 40  # the backward ends with all gradients
+    assert MemoryEstimate(**parts, brief=5, accumulates=False).total == 44  # it begins with all activations
+    assert MemoryEstimate(**parts, brief=5, accumulates=True).total == 54

@@ -10,7 +10,8 @@ from torch.utils.data import Dataset
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.documents import Tokens
-from veomni_trainer.data.text import Reading, read_documents
+from veomni_trainer.data.read import read_documents
+from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
 
@@ -37,13 +38,13 @@ class Corpus:
     validation: Sequences
     tokens: int
     unused: int
-    reading: Reading
+    readings: tuple[Reading, ...]
 
     def describe(self) -> str:
         """One line for the terminal."""
         held_out = f", {len(self.validation):,} of them for validation" if len(self.validation) else ""
         return (
-            f"data: {self.reading.describe()}; {self.tokens:,} tokens, "
+            f"data: {'; '.join(reading.describe() for reading in self.readings)}; {self.tokens:,} tokens, "
             f"{len(self.training) + len(self.validation):,} sequences{held_out}, {self.unused:,} tokens left over"
         )
 
@@ -51,17 +52,13 @@ class Corpus:
 def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
     """Read and tokenize the documents that ``data`` names, join them, and split them into sequences.
 
-    Each document is followed by the tokenizer's ``end``.
-
     Raises:
         JobFileError: there is nothing to read, a file is unreadable, or there are fewer tokens than one sequence.
     """
-    reading = Reading()
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    end = np.array([tokenizer.end], dtype)
+    readings = tuple(Reading(key) for key in data.training_sources)
     pieces = []
-    for document in read_documents(data.files, data.pattern, reading):
-        pieces += [tokenizer.encode(document).astype(dtype), end]
+    for source, reading in zip(data.training_sources.values(), readings, strict=True):
+        pieces += [document.ids for document in read_documents(source, tokenizer, reading)]
     tokens = np.concatenate(pieces)
     length = data.sequence_length
     count = len(tokens) // length
@@ -72,7 +69,7 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
     rows = tokens[: count * length].reshape(count, length)
     held_out = _held_out(count, data.validation_fraction)
     training = rows[~held_out] if held_out.any() else rows
-    return Corpus(Sequences(training), Sequences(rows[held_out]), len(tokens), len(tokens) % length, reading)
+    return Corpus(Sequences(training), Sequences(rows[held_out]), len(tokens), len(tokens) % length, readings)
 
 
 def _held_out(count: int, fraction: float) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -1,4 +1,4 @@
-"""One tokenized document, as the readers of files give it and the packing of sequences takes it."""
+"""One document, as text and as token ids: what readers of files give, and what the packing of sequences takes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from numpy.typing import NDArray
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger]
 Mask: TypeAlias = NDArray[np.bool_]
+Span: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document as text, before it is tokenized.
+
+    Attributes:
+        text: all of it; of a chat, with the control tokens that its template writes.
+        learned: the spans of characters, ``(start, end)``, that the loss is computed for; ``None``: all.
+        ends: whether the tokenizer's end token follows. A chat's template writes its own.
+    """
+
+    text: str
+    learned: tuple[Span, ...] | None = None
+    ends: bool = True
 
 
 @dataclass(frozen=True)

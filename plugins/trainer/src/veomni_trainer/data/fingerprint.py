@@ -20,5 +20,6 @@ def fingerprint(sequences: Sequences) -> str:
     """
     digest = hashlib.sha256()
     for index in np.unique(np.linspace(0, len(sequences) - 1, _SAMPLES).astype(int)):
-        digest.update(sequences[int(index)]["input_ids"].numpy().tobytes())
+        for _, values in sorted(sequences[int(index)].items()):
+            digest.update(values.numpy().tobytes())
     return json.dumps({"sequences": len(sequences), "sha256": digest.hexdigest()})

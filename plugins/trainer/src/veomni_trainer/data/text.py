@@ -1,108 +1,93 @@
-"""Finds and reads the documents that a job names, in an order that is the same on every machine."""
+"""Reads text: whole files, each of which is a document, and the lines of tables. All of it is UTF-8."""
 
 from __future__ import annotations
 
-import difflib
-import glob
-import sysconfig
+import io
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from veomni_core.errors import JobFileError
-from veomni_trainer.job.data_section import STDLIB
+from veomni_trainer.data.files import COMPRESSED
+from veomni_trainer.data.reading import BadLine, Unreadable
 
-_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-
-
-@dataclass
-class Reading:
-    """Counts the files that were read and, by reason, those that were skipped."""
-
-    documents: int = 0
-    skipped: dict[str, list[Path]] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """``674 files; left out: 2 not UTF-8 text (a.bin, ...), 1 empty (b.txt)``."""
-        left_out = [f"{len(paths)} {reason} ({_some(paths)})" for reason, paths in self.skipped.items()]
-        return f"{self.documents} files" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+_BEGINNINGS = {
+    b"PAR1": "parquet; write data.format: parquet",
+    b"ARROW1": "arrow; write data.format: arrow",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"\x1f\x8b": "gzip; name it .gz",
+    b"\x28\xb5\x2f\xfd": "zstandard; name it .zst",
+    b"%PDF": "PDF",
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_documents(files: str | list[str], pattern: str, reading: Reading) -> Iterator[bytes]:
-    """Yield the UTF-8 bytes of every document; counts files in ``reading``.
-
-    A file that is named itself must exist and be text. Other files in a folder, or matched by a glob, are skipped and
-    counted if they aren't text.
+def read_text(path: Path) -> str:
+    """The text of a file; it may be compressed.
 
     Raises:
-        JobFileError: a path doesn't exist, nothing matches, or a named file is empty or isn't text.
-    """
-    seen: set[Path] = set()
-    for entry in [files] if isinstance(files, str) else files:
-        named = Path(entry).is_file()
-        before = reading.documents
-        for path in [Path(entry)] if named else _search(entry, pattern):
-            if path.resolve() in seen:
-                reading.skipped.setdefault("named twice", []).append(path)
-                continue
-            seen.add(path.resolve())
-            data, problem = _read(path)
-            if problem is None:
-                reading.documents += 1
-                yield data
-            elif named:
-                raise JobFileError(f"data.files: {path} is {problem}")
-            else:
-                reading.skipped.setdefault(problem.partition(":")[0], []).append(path)
-        if not named and reading.documents == before:
-            raise JobFileError(f"data.files: {entry} holds no text: {reading.describe()}")
-    if not reading.documents:
-        raise JobFileError("data.files names no file")
-
-
-def _search(entry: str, pattern: str) -> list[Path]:
-    if entry == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [p for p in root.glob("**/*.py") if not _NOT_STDLIB & {*p.relative_to(root).parts}]
-        return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
-    if Path(entry).is_dir():
-        paths = sorted((p for p in Path(entry).glob(pattern) if p.is_file()), key=Path.as_posix)
-        if not paths:
-            raise JobFileError(f"data.files: no file in {entry} matches data.pattern {pattern!r}")
-        return paths
-    if glob.has_magic(entry):
-        paths = sorted((p for p in map(Path, glob.iglob(entry, recursive=True)) if p.is_file()), key=Path.as_posix)
-        if not paths:
-            raise JobFileError(f"data.files: no file matches {entry!r}")
-        return paths
-    raise JobFileError(f"data.files: there is no file or folder {entry}.{_nearest(Path(entry))}")
-
-
-def _read(path: Path) -> tuple[bytes, str | None]:
-    """The file's bytes, and ``None`` or why they are no document.
-
-    The part of the reason before a colon is the same for all such files, and serves to count them.
+        Unreadable: it is empty, or no UTF-8 text. The part of the reason before a colon is the same for all such files.
     """
     try:
-        data = path.read_bytes()
+        with open_bytes(path) as stream:
+            data = stream.read()
     except OSError as error:
-        return b"", f"unreadable: {error.strerror}"
+        raise Unreadable(f"is unreadable: {error.strerror or error}") from None
     if not data:
-        return b"", "empty"
+        raise Unreadable("is empty")
     try:
-        data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return b"", f"not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}"
-    if b"\0" in data:
-        return b"", f"not UTF-8 text: a zero byte at offset {data.index(0)}"
-    return data, None
+        what = begins_like(data) or f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise Unreadable(f"is not UTF-8 text: {what}") from None
+    if "\0" in text:
+        what = begins_like(data) or f"a zero byte at offset {data.index(0)}"
+        raise Unreadable(f"is not UTF-8 text: {what}")
+    return text
 
 
-def _nearest(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1, cutoff=0.7)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def read_lines(path: Path) -> Iterator[tuple[int, str | BadLine]]:
+    """Every line with its number, from 1; a byte order mark at the start is no part of the first.
+
+    Raises:
+        Unreadable: the file is damaged, or in another encoding.
+    """
+    number = 0
+    try:
+        with open_bytes(path) as stream:
+            for number, line in enumerate(stream, start=1):
+                if number == 1:
+                    if what := begins_like(line):
+                        raise Unreadable(f"can't be read by lines: {what}")
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                yield number, _decoded(line)
+    except OSError as error:  # also what the libraries raise for damaged compressed files
+        raise Unreadable(f"can't be read after line {number}: {error.strerror or error}") from None
 
 
-def _some(paths: list[Path]) -> str:
-    return ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes; a compressed file is decompressed while it is read."""
+    if path.suffix.lower() not in COMPRESSED:
+        with path.open("rb") as plain:
+            yield plain
+        return
+    import pyarrow
+
+    with io.BufferedReader(pyarrow.input_stream(str(path), compression="detect")) as decompressed:
+        yield decompressed
+
+
+def begins_like(data: bytes) -> str | None:
+    """What ``data`` begins like, and what to do then; ``None`` for what may be text."""
+    looks = (what for beginning, what in _BEGINNINGS.items() if data.startswith(beginning))
+    return next((f"it begins like {what}" for what in looks), None)
+
+
+def _decoded(line: bytes) -> str | BadLine:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadLine(f"not UTF-8 text: byte 0x{line[error.start]:02x} at offset {error.start}")

@@ -1,14 +1,20 @@
-"""Turns a document into token ids: one id per byte, or by a ``tokenizer.json``."""
+"""Turns examples into token ids: one id per byte, or by any tokenizer that transformers loads."""
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from veomni_core.errors import JobFileError, did_you_mean
-from veomni_trainer.data.documents import Tokens
+from veomni_trainer.data.chat import check_template
+from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
 from veomni_trainer.job.data_section import BYTES
 
 _USUAL_ENDS = (
@@ -21,6 +27,8 @@ _USUAL_ENDS = (
     "[EOS]",
     "[SEP]",
 )
+_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_FILES = (_FILE, _CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 class Tokenizer(Protocol):
@@ -28,70 +36,188 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     end: int
+    chats: PreTrainedTokenizerBase | None
+    """What renders chats; ``None`` without a chat template."""
+    has_offsets: bool
+    """Whether it says which characters a token stands for, so that parts of a text can be learned."""
 
-    def encode(self, document: bytes) -> Tokens:
-        """The token ids of one UTF-8 document, without ``end``."""
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides which ids a text gets, its chat template included."""
+        ...
+
+    def encode(self, examples: Sequence[Example]) -> list[Document]:
+        """The documents of ``examples``, in their order."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write its files into ``folder``, so that it is loaded from there with the model's weights."""
         ...
 
 
 class ByteTokenizer:
-    """The id of a byte is its value; 256 ends a document."""
+    """The id of a byte is its value; 256 ends a document. It has no files."""
 
     vocab_size = 257
     end = 256
+    chats: PreTrainedTokenizerBase | None = None
+    has_offsets = True
+    fingerprint = BYTES
 
-    def encode(self, document: bytes) -> Tokens:
-        return np.frombuffer(document, np.uint8)
+    def encode(self, examples: Sequence[Example]) -> list[Document]:
+        return [self._encode(example) for example in examples]
 
+    def save(self, folder: Path) -> None:
+        """Write nothing."""
 
-class FileTokenizer:
-    """A ``tokenizer.json``, loaded by the tokenizers library."""
-
-    def __init__(self, path: Path, end_of_document: str | None = None) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for every error
-            raise JobFileError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
-        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.end = _end_of_document(vocabulary, path, end_of_document)
-
-    def encode(self, document: bytes) -> Tokens:
-        return np.asarray(self._backend.encode(document.decode("utf-8"), add_special_tokens=False).ids, np.uint32)
+    def _encode(self, example: Example) -> Document:
+        ids = np.frombuffer(example.text.encode("utf-8"), np.uint8)
+        learned = None
+        if example.learned is not None:
+            learned = np.zeros(len(ids), np.bool_)
+            for span in example.learned:
+                start, end = (len(example.text[:at].encode("utf-8")) for at in span)
+                learned[start:end] = True
+        return _document(ids.astype(np.uint16), learned, self.end if example.ends else None)
 
 
-def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer named ``bytes``, or the one in a file or folder.
+class PretrainedTokenizer:
+    """A tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int) -> None:
+        self._tokenizer, self.end = tokenizer, end
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.has_offsets = tokenizer.is_fast
+        self.chats = tokenizer if tokenizer.chat_template else None
+        self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(str(self.end).encode())
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
+
+    def encode(self, examples: Sequence[Example]) -> list[Document]:
+        masked = any(example.learned is not None for example in examples)
+        encoded: Any = self._tokenizer(
+            [example.text for example in examples],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=masked,
+            verbose=False,
+        )
+        documents = []
+        for number, example in enumerate(examples):
+            ids: Tokens = np.asarray(encoded["input_ids"][number], self._dtype)
+            learned = None
+            if example.learned is not None:
+                learned = _in_spans(np.asarray(encoded["offset_mapping"][number]).reshape(-1, 2), example.learned)
+            documents.append(_document(ids, learned, self.end if example.ends else None))
+        return documents
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(
+    name: str, end_of_document: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer:
+    """The tokenizer named ``bytes``, or the one in a folder or file.
+
+    Args:
+        name: ``bytes``, a folder that ``AutoTokenizer`` loads, or a ``tokenizer.json``.
+        end_of_document: the token that ends a document; by default one with a usual name, or else the end of sequence.
+        chat_template: the path of a Jinja file, in place of the tokenizer's own template.
+        trust_remote_code: whether code that comes with the tokenizer may run.
 
     Raises:
-        JobFileError: the file doesn't exist, isn't a tokenizer, or has no token that ends a document.
+        JobFileError: the file doesn't exist, isn't a tokenizer, or has no token that ends a document; the chat template
+            can't be read; or bytes are given what they have no use for.
     """
     if name == BYTES:
         if end_of_document is not None:
             raise JobFileError("data.end_of_document: the bytes tokenizer has its own; remove the key")
+        if chat_template is not None:
+            raise JobFileError("data.chat_template: bytes have no tokens for turns; name a data.tokenizer")
         return ByteTokenizer()
-    path = Path(name)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        hint = did_you_mean(name, [BYTES]) if "/" not in name else ""
+    tokenizer = _load(Path(name), trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(chat_template))
+        if problem := check_template(tokenizer):
+            raise JobFileError(f"data.chat_template: {chat_template}, {problem}")
+    return PretrainedTokenizer(tokenizer, _end_of_document(tokenizer, name, end_of_document))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder, such as that of a model's weights, holds a tokenizer."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if path.is_file():
+        folder = path.parent
+    elif path.is_dir() and has_tokenizer(path):
+        folder, path = path, path / _FILE
+    else:
+        missing = f"no tokenizer in {path}" if path.is_dir() else f"no file {path}"
+        hint = did_you_mean(str(path), [BYTES]) if len(path.parts) == 1 else ""
         raise JobFileError(
-            f"data.tokenizer: there is no file {path}. Write bytes, or the path of a tokenizer.json. {hint}".rstrip()
+            f"data.tokenizer: there is {missing}. Write bytes, or the path of a tokenizer's folder or tokenizer.json. "
+            f"{hint}".rstrip()
         )
-    return FileTokenizer(path, end_of_document)
+    alone = path.is_file() and not (path.name == _FILE and (folder / _CONFIG).is_file())
+    try:
+        if alone:
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the libraries raise a bare Exception, and whatever a broken file leads to
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        what = "is not a tokenizer.json" if alone else "can't be loaded as a tokenizer"
+        raise JobFileError(f"data.tokenizer: {path if alone else folder} {what}: {reason}") from None
 
 
-def _end_of_document(vocabulary: dict[str, int], path: Path, wanted: str | None) -> int:
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobFileError(f"data.chat_template: {path} can't be read as text: {error}") from None
+
+
+def _end_of_document(tokenizer: PreTrainedTokenizerBase, name: str, wanted: str | None) -> int:
+    vocabulary = tokenizer.get_vocab()
     if wanted is not None:
         if wanted not in vocabulary:
             raise JobFileError(
-                f"data.end_of_document: {path} has no token {wanted!r}. {did_you_mean(wanted, _USUAL_ENDS)}"
+                f"data.end_of_document: {name} has no token {wanted!r}. {did_you_mean(wanted, _USUAL_ENDS)}"
             )
         return vocabulary[wanted]
-    for token in _USUAL_ENDS:
+    for token in (*_USUAL_ENDS, tokenizer.eos_token):
         if token in vocabulary:
             return vocabulary[token]
     raise JobFileError(
-        f"data.end_of_document: name the token of {path} that ends a document; it has none of the usual ones"
+        f"data.end_of_document: name the token of {name} that ends a document; it has none of the usual ones"
     )
+
+
+def _document(ids: Tokens, learned: Mask | None, end: int | None) -> Document:
+    """The document, with ``end`` after it; an end is learned where anything is."""
+    if end is None:
+        return Document(ids, learned)
+    return Document(np.append(ids, ids.dtype.type(end)), None if learned is None else np.append(learned, np.True_))
+
+
+def _in_spans(offsets: np.ndarray[Any, Any], spans: tuple[Span, ...]) -> Mask:
+    """Which tokens, given the ``offsets`` ``[tokens, 2]`` of their characters, hold a character of one of ``spans``.
+
+    Tokenizers that trim offsets put a token of white space alone behind its last character.
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    starts = np.where(starts == ends, starts - 1, starts)
+    learned = np.zeros(len(offsets), np.bool_)
+    for start, end in spans:
+        learned |= (starts < end) & (ends > start)
+    return learned

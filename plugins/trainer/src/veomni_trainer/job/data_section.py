@@ -2,26 +2,80 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any, Self
 
-from veomni_trainer.job.section import Number, Section
+from pydantic import Field, field_serializer, model_validator
+
+from veomni_trainer.job.section import Number
+from veomni_trainer.job.source_keys import ReadingKeys, Source
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
 
 
-class DataSection(Section):
+class DataSection(ReadingKeys):
     """The training text, and how it is tokenized and split."""
 
-    files: str | list[str]
+    files: str | list[str] | None = None
     """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
-    pattern: str = "**/*"
-    """Which files of a folder are read."""
-    tokenizer: str = BYTES
-    """``bytes`` (a token per byte), or the path of a ``tokenizer.json`` or of its folder."""
+    sources: list[Source] | None = None
+    """In place of ``files``: several sources, each with its files and its own keys for reading them."""
+    validation_files: str | list[str] | None = None
+    """Documents to validate on, named as ``files`` are; in place of ``validation_fraction``."""
+    tokenizer: str | None = None
+    """The path of a tokenizer's folder or of a ``tokenizer.json``, or ``bytes`` (a token per byte).
+
+    By default the tokenizer beside ``model.weights``; without weights, ``bytes``.
+    """
+    chat_template: str | None = None
+    """The path of a Jinja file with the chat template, in place of the tokenizer's own."""
     end_of_document: str | None = None
     """The tokenizer's token that ends a document; by default a token with a usual name."""
     sequence_length: int = Field(ge=2)
     """Tokens per sequence."""
     validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
     """The part of the sequences that is held out for validation."""
+
+    @property
+    def training_sources(self) -> dict[str, Source]:
+        """What is trained on, by the key of the job that names its files, for messages."""
+        if self.sources is not None:
+            return {f"data.sources.{number}.files": self._filled(each) for number, each in enumerate(self.sources)}
+        assert self.files is not None  # one of the two is there, or the section is refused
+        return {"data.files": self._source(self.files)}
+
+    @property
+    def validation_source(self) -> dict[str, Source]:
+        """What ``validation_files`` names, by that key; empty without it."""
+        return {} if self.validation_files is None else {"data.validation_files": self._source(self.validation_files)}
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return bool(self.validation_fraction) or self.validation_files is not None
+
+    def _source(self, files: str | list[str]) -> Source:
+        return self._filled(Source(files=files))
+
+    def _filled(self, source: Source) -> Source:
+        """The source, with the section's keys where it has none of its own."""
+        left_out = ReadingKeys.model_fields.keys() - source.model_fields_set
+        return source.model_copy(update={name: getattr(self, name) for name in left_out})
+
+    @field_serializer("sources")
+    def _as_written(self, sources: list[Source] | None) -> list[dict[str, Any]] | None:
+        """Without defaults: a key in a source would count as its own when the dumped job is read."""
+        return None if sources is None else [source.model_dump(exclude_unset=True) for source in sources]
+
+    @model_validator(mode="after")
+    def _says_it_once(self) -> Self:
+        if (self.files is None) == (self.sources is None):
+            given = "both are given; remove one of the two" if self.files is not None else "both are missing"
+            raise ValueError(f"needs files, or sources (a list, each with its own files): {given}")
+        if self.sources == []:
+            raise ValueError("sources is an empty list; name at least one source, with its files")
+        if self.validation_files is not None and self.validation_fraction:
+            raise ValueError(
+                "validation_files and validation_fraction both say what to validate on; remove one of the two"
+            )
+        return self

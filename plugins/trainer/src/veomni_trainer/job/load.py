@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.jobs.jobfile import beside_job, load_yaml
-from veomni_trainer.job.data_section import BYTES, STDLIB
+from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems
 from veomni_trainer.job.schema import Job
@@ -44,19 +44,30 @@ def dump_job(job: Job) -> str:
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
-    data = job.data
-    files = [data.files] if isinstance(data.files, str) else data.files
-    found = [name if name == STDLIB else beside_job(name, folder) for name in files]
     output_dir = str(Path(job.train.output_dir).expanduser().absolute())
     return job.model_copy(
         update={
             "model": job.model.beside(folder),
-            "data": data.model_copy(
-                update={
-                    "files": found[0] if isinstance(data.files, str) else found,
-                    "tokenizer": data.tokenizer if data.tokenizer == BYTES else beside_job(data.tokenizer, folder),
-                }
-            ),
+            "data": _beside(job.data, folder),
             "train": job.train.model_copy(update={"output_dir": output_dir}),
         }
     )
+
+
+def _beside(data: DataSection, folder: Path) -> DataSection:
+    """The section with its relative paths looked up in ``folder`` first, then in the working directory."""
+
+    def found(name: str) -> str:
+        return name if name in (STDLIB, BYTES) else beside_job(name, folder)
+
+    def all_found(files: str | list[str]) -> str | list[str]:
+        return found(files) if isinstance(files, str) else [found(name) for name in files]
+
+    paths: dict[str, Any] = {
+        key: all_found(value)
+        for key in ("files", "validation_files", "tokenizer", "chat_template")
+        if (value := getattr(data, key)) is not None
+    }
+    if data.sources is not None:
+        paths["sources"] = [each.model_copy(update={"files": all_found(each.files)}) for each in data.sources]
+    return data.model_copy(update=paths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -64,14 +64,15 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
     section: type | None = root
     for part in detail["loc"]:
         name = str(part)
-        if section is not None and name in keys_of(section):
+        if isinstance(part, int):
             parts.append(name)
-            section = _section_in(keys_of(section)[name])
+        elif section is not None and name in keys_of(section):
+            parts.append(name)
+            annotation = keys_of(section)[name]
+            section = _section_in(annotation) or _section_in_list(annotation)
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
             return [(unknown, f"there is no such key. {did_you_mean(name, keys_of(section))}")]
-        elif isinstance(part, int):
-            parts.append(f"{part}")
     path = ".".join(parts)
     if detail["type"] == "missing":
         return [(path, "is missing")]
@@ -94,6 +95,12 @@ def _join(problems: list[str]) -> str:
 def _section_in(annotation: Any) -> type | None:
     candidates = [annotation, *get_args(annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, (BaseModel, ModelSection))), None)
+
+
+def _section_in_list(annotation: Any) -> type | None:
+    """The class of the sections of which the value is a list."""
+    lists = [option for option in [annotation, *get_args(annotation)] if get_origin(option) is list]
+    return next((section for each in lists if (section := _section_in(*get_args(each)))), None)
 
 
 def is_free_mapping(root: type, parts: list[str]) -> bool:

@@ -67,7 +67,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.timeout": _APPLIED,
 }
 
-_WHY = {
+_WHY: Mapping[str, str] = {
     "model.dtype": "the optimizer's state is in the dtype of the weights",
     "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
     "train.fsdp": "weights and optimizer are stored otherwise with and without it",

@@ -34,8 +34,10 @@ class Job(Section):
                 f"train.bf16 computes in bfloat16 on float32 weights, but model.dtype is {self.model.dtype}; write "
                 "model.dtype: float32, or leave train.bf16 out"
             )
-        if self.train.validate_every is not None and not self.data.validation_fraction:
-            raise ValueError("train.validate_every needs sequences to validate on; set data.validation_fraction")
+        if self.train.validate_every is not None and not self.data.validates:
+            raise ValueError(
+                "train.validate_every needs sequences to validate on; set data.validation_fraction or validation_files"
+            )
         if self.train.warmup > self.train.steps:
             raise ValueError(
                 f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}; lower train.warmup"

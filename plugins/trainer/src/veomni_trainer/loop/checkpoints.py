@@ -14,13 +14,14 @@ from veomni_core import Plan
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_core.planning.decisions import SiteDecision
+from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import write_manifest
 from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded
 
-PLAN, JOB, DATA = "plan.json", "job.yaml", "data.json"
+PLAN, JOB, SEQUENCES = "plan.json", "job.yaml", "sequences.json"
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class Origin:
 
     Attributes:
         job: the job, as YAML.
-        data: the fingerprint of its sequences.
+        sequences: their fingerprint.
     """
 
     plan: Plan
+    tokenizer: Tokenizer
     job: str
-    data: str
+    sequences: str
 
 
 class CheckpointCallback(TrainerCallback):
@@ -61,8 +63,9 @@ class CheckpointCallback(TrainerCallback):
         processes.wait_for_everyone()
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
+            self._origin.tokenizer.save(written)
             write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
-            write_whole(written / DATA, self._origin.data)
+            write_whole(written / SEQUENCES, self._origin.sequences)
             write_whole(written / JOB, self._origin.job)
             write_manifest(written)
             write_whole(written / PLAN, self._origin.plan.to_json())  # last: what has a plan is complete
@@ -86,12 +89,12 @@ def _kernels(plan: Plan, other: Plan) -> Plan:
     return replace(plan, ops=tuple(replace(op, sites=tuple(map(kernel, op.sites))) for op in ops))
 
 
-def check_data(checkpoint: Path, data: str) -> None:
-    """Raise CheckpointError unless ``data`` is the fingerprint of the sequences that the checkpoint was trained on."""
-    path = checkpoint / DATA
+def check_sequences(checkpoint: Path, sequences: str) -> None:
+    """Raise CheckpointError unless ``sequences`` is the fingerprint of those that the checkpoint was trained on."""
+    path = checkpoint / SEQUENCES
     before = path.read_text(encoding="utf-8")
-    if before != data:
-        counts = [json.loads(each)["sequences"] for each in (before, data)]
+    if before != sequences:
+        counts = [json.loads(each)["sequences"] for each in (before, sequences)]
         raise CheckpointError(
             f"{checkpoint} was trained on other sequences than this job's ({counts[0]:,} then, {counts[1]:,} now), so "
             "going on would train on some twice and on some never. Restore the section data and the files that it "

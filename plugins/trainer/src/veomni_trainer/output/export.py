@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from veomni_core.build import build_skeleton
 from veomni_core.errors import CheckpointError, ConfigError
@@ -20,12 +21,14 @@ from veomni_trainer.output.shards import is_sharded
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")
 _CONFIGS = ("config.json", "generation_config.json")
+_TOKENIZER = "tokenizer_config.json"  # every tokenizer that a checkpoint holds has one
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, trust_remote_code: bool = False) -> None:
-    """Write the weights of ``checkpoint`` and their config to ``folder``, which appears whole or not at all.
+    """Write the weights of ``checkpoint`` to ``folder``, which appears whole or not at all.
 
-    Shards are joined region by region from memory-mapped files, and written layer by layer.
+    Their config and tokenizer are written too. Shards are joined region by region from memory-mapped files, and
+    written layer by layer.
 
     Raises:
         ConfigError: ``folder`` exists, or the model comes with code and ``trust_remote_code`` is false.
@@ -57,6 +60,12 @@ def _write(checkpoint: Path, folder: Path, trust: bool) -> None:
     for name in _CONFIGS:
         if (checkpoint / name).exists():
             shutil.copy2(checkpoint / name, folder / name)
+    if (checkpoint / _TOKENIZER).exists():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=trust)
+        except Exception as error:  # the libraries raise whatever a broken file leads to
+            raise CheckpointError(f"{checkpoint}: its tokenizer can't be read: {error}") from error
+        tokenizer.save_pretrained(folder)
 
 
 def _join(checkpoint: Path, folder: Path, trust: bool) -> None:

@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "job.yaml"
 
     @property
+    def data(self) -> Path:
+        """What was read of the job's files and what was left out: an object per source."""
+        return self.path / "data.json"
+
+    @property
     def summary(self) -> Path:
         """The run's key figures, and the comparison."""
         return self.path / "summary.json"
@@ -147,7 +152,16 @@ class RunFolder:
         return sorted((step, path) for step, path in found if path.is_dir())
 
     def _results(self) -> list[Path]:
-        files = [self.metrics, self.expert_rows, self.plan, self.receipt, self.job, self.summary, self.report]
+        files = [
+            self.metrics,
+            self.expert_rows,
+            self.plan,
+            self.receipt,
+            self.data,
+            self.job,
+            self.summary,
+            self.report,
+        ]
         folders = [path for _, path in self._checkpoint_folders()]
         folders += self.path.glob(f"checkpoint-*{_SET_ASIDE}*")
         eager = self.compared("eager")

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from veomni_core.tables import render_table
+from veomni_trainer.data.reading import Reading
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
@@ -28,10 +29,12 @@ def write_report(folder: RunFolder) -> None:
     rows, eager_rows = read_metrics(folder.metrics), read_metrics(folder.compared("eager").metrics)
     comparison = compare_rows(rows, eager_rows)
     receipt = json.loads(folder.receipt.read_text(encoding="utf-8"))
+    data = json.loads(folder.data.read_text(encoding="utf-8")) if folder.data.exists() else []  # earlier versions
     summary = {
         "run": figures(rows),
         "eager": figures(eager_rows),
         "comparison": comparison.to_dict() if comparison else None,
+        "data": data,
         "plan_sha256": receipt["plan_sha256"],
         "hardware": receipt["hardware"],
         "versions": _versions(receipt),
@@ -46,6 +49,7 @@ def write_report(folder: RunFolder) -> None:
             run=summary["run"],
             eager=summary["eager"],
             comparison=comparison,
+            data=[Reading(**reading) for reading in data],
             charts=[*draw_charts(rows, eager_rows), *([draw_loads(loads)] if loads else [])],
             receipt=receipt,
             transformations=receipt.get("transformations", []),  # folders of earlier versions have none

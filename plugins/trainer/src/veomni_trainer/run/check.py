@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from veomni_core import JobConditions
-from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import check_model, conditions, ops_config
+from veomni_trainer.setup.tokenizer import job_tokenizer
 
 
 def check_job(path: Path) -> JobConditions:
@@ -26,5 +26,5 @@ def check_job(path: Path) -> JobConditions:
 def check_loaded(job: Job) -> JobConditions:
     """The same for a job that was read already."""
     ops_config(job)
-    check_model(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
+    check_model(job, job_tokenizer(job))
     return conditions(job)

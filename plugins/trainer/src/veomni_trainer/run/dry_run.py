@@ -16,7 +16,6 @@ from veomni_core.errors import ConfigError
 from veomni_core.planning.planner import make_plan
 from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus, read_corpus
-from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.start import check_enough
@@ -24,6 +23,7 @@ from veomni_trainer.run.starting_point import StartingPoint, starting_point
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
+from veomni_trainer.setup.tokenizer import job_tokenizer
 
 _PARTS = {
     "weights": "weights",
@@ -31,6 +31,7 @@ _PARTS = {
     "optimizer": "optimizer's states",
     "activations": "activations that the layers keep for the backward",
     "logits": "what the head and the loss keep",
+    "brief": "what the loss and the backward allocate for a moment",
 }
 
 
@@ -103,8 +104,8 @@ class DryRun:
                 f"({_size(self.device_bytes)}). Lower train.batch_size or data.sequence_length"
             )
         parts = self.memory.to_dict()
-        rows = [(what, _size(parts[key])) for key, what in _PARTS.items()]
-        rows.append(("together, without what a step allocates briefly", _size(self.memory.total)))
+        rows = [(what, _size(parts[key])) for key, what in _PARTS.items() if parts[key]]
+        rows.append(("peak: not all of it at a time", _size(self.memory.total)))
         title = f"Memory of each process; activations measured on {self.memory.measured_layers} layer(s)"
         lines = [render_table(("part", "estimate"), rows, title)]
         if self.memory.total > self.device_bytes:
@@ -127,7 +128,7 @@ def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -
     transformers.utils.logging.set_verbosity_error()
     ops = ops_config(job)
     point = starting_point(job, RunFolder(Path(job.train.output_dir)), resume, overwrite)
-    tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    tokenizer = job_tokenizer(job)
     check_model(job, tokenizer)
     if job.model.weights:
         check_weights(Path(job.model.weights))

@@ -49,7 +49,8 @@ def fit(start: Start) -> Ending:
     )
     loads = ExpertLoads(start.model, binding, train, arguments.process_index) if train.measures_loads else None
     progress = Progress(train.steps, point.step)
-    record = RunRecord(folder, binding, start.origin.job, point.step, progress)
+    readings = [reading.to_dict() for reading in start.corpus.readings]
+    record = RunRecord(folder, binding, start.origin.job, readings, point.step, progress)
     interrupt = InterruptCallback()
     saver = CheckpointCallback(folder, start.origin, train, validates=len(start.corpus.validation) > 0)
     if is_main_process():

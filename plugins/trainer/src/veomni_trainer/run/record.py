@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
@@ -18,9 +19,15 @@ class RunRecord(TrainerCallback):
     """Writes the run's files and shows its progress; of several processes, only the first one does."""
 
     def __init__(
-        self, folder: RunFolder, binding: Binding, job_text: str, resumed_from: int, progress: Progress
+        self,
+        folder: RunFolder,
+        binding: Binding,
+        job_text: str,
+        readings: list[dict[str, Any]],
+        resumed_from: int,
+        progress: Progress,
     ) -> None:
-        self._folder, self._binding, self._job_text = folder, binding, job_text
+        self._folder, self._binding, self._job_text, self._readings = folder, binding, job_text, readings
         self._resumed_from, self._progress = resumed_from, progress
         self._begun = self._warned = False
 
@@ -54,6 +61,7 @@ class RunRecord(TrainerCallback):
             self._folder.clear()
         write_whole(self._folder.plan, self._binding.plan.to_json())
         write_whole(self._folder.receipt, self._binding.receipt.to_json())
+        write_whole(self._folder.data, json.dumps(self._readings, indent=1))
         write_whole(self._folder.job, self._job_text)
 
 

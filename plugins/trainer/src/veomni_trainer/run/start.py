@@ -11,11 +11,10 @@ from veomni_core.errors import JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
-from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.checkpoints import Origin, check_data, check_plan
+from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.saying import say
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
@@ -24,6 +23,7 @@ from veomni_trainer.setup.model import build_model, check_model, ops_config
 from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
+from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
 
@@ -49,15 +49,15 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         VeOmniError: an error that the user can correct.
     """
     ops = ops_config(job)
-    tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
+    tokenizer = job_tokenizer(job)
     if job.train.is_sharded:
         check_model(job, tokenizer)
         check_started(job.train)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
-    data = fingerprint(corpus.training)
+    sequences = fingerprint(corpus.training)
     if point.checkpoint:
-        check_data(point.checkpoint, data)
+        check_sequences(point.checkpoint, sequences)
     group = sequence_parallel_group(job.train.sp_size, arguments)
     check_enough(corpus, job.train, arguments.world_size)
     if group is not None:
@@ -79,7 +79,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         say(f"plan change accepted: {change}")
     if point.checkpoint:
         say(describe_resumption(job, folder, point))
-    return Start(job, folder, corpus, model, binding, arguments, point, Origin(binding.plan, dump_job(job), data))
+    origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
+    return Start(job, folder, corpus, model, binding, arguments, point, origin)
 
 
 def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:

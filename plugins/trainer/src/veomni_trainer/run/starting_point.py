@@ -90,7 +90,7 @@ def _refuse_damage(folder: RunFolder, step: int, checkpoint: Path) -> None:
 def _unreadable(checkpoint: Path) -> list[str]:
     """Files of the right size that don't hold what they should, as far as that is quick to see."""
     problems = []
-    for name in ("trainer_state.json", "data.json"):
+    for name in ("trainer_state.json", "sequences.json"):
         try:
             json.loads((checkpoint / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

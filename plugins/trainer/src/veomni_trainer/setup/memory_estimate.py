@@ -15,13 +15,13 @@ from veomni_core import OpsConfig, build_foundation_model
 from veomni_core.sites.engine.parallel_plan import get_parallel_plan
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.setup.kept_for_backward import KeptBytes, kept_for_backward, layers_of
 from veomni_trainer.setup.model import conditions
+from veomni_trainer.setup.step_memory import StepMemory, layers_of, step_memory
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device of one process. What the backward and the optimizer's step allocate briefly comes on top.
+    """Bytes on the device of one process. What the optimizer's step allocates briefly comes on top.
 
     Attributes:
         weights: the model's parameters and buffers.
@@ -29,6 +29,8 @@ class MemoryEstimate:
         optimizer: the optimizer's states.
         activations: what the layers keep for the backward.
         logits: what the rest of the model keeps: logits, as far as the bound loss has any, and the loss.
+        brief: what the loss and the backward allocate for a moment; known on accelerators, 0 on a CPU.
+        accumulates: whether gradients of earlier micro-steps are there during the forward.
         measured_layers: on how many layers activations were measured.
     """
 
@@ -37,15 +39,21 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     logits: int
+    brief: int
+    accumulates: bool
     measured_layers: int
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """The peak: where the backward begins, or where it ends.
 
-    def to_dict(self) -> dict[str, int]:
-        """The parts and their sum."""
+        Gradients come as activations go. So they are added to each other only where gradients are accumulated.
+        """
+        begins = self.activations + self.logits + self.brief + (self.gradients if self.accumulates else 0)
+        return self.weights + self.optimizer + max(begins, self.gradients)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parts and the peak."""
         return asdict(self) | {"total": self.total}
 
 
@@ -94,7 +102,16 @@ def estimate_memory(job: Job, ops: OpsConfig, skeleton: PreTrainedModel, device:
     elements = _elements(skeleton, job.train)
     state = parameter_bytes(job)
     weights = elements * state.weight + sum(buffer.nbytes for buffer in skeleton.buffers())
-    return MemoryEstimate(weights, elements * state.gradient, elements * state.optimizer, activations, rest, depth)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=elements * state.gradient,
+        optimizer=elements * state.optimizer,
+        activations=activations,
+        logits=rest,
+        brief=kept.brief,
+        accumulates=job.train.gradient_accumulation > 1,
+        measured_layers=depth,
+    )
 
 
 def _depth_with_every_kind(kinds: Sequence[Any]) -> int:
@@ -102,7 +119,7 @@ def _depth_with_every_kind(kinds: Sequence[Any]) -> int:
     return min(len(kinds), max(2, 1 + max(kinds.index(kind) for kind in set(kinds))))
 
 
-def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, device: torch.device) -> KeptBytes:
+def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, device: torch.device) -> StepMemory:
     under = conditions(job)
     model = build_foundation_model(
         _shortened(config, depth),
@@ -118,7 +135,7 @@ def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, dev
     shape = (job.train.batch_size, job.data.sequence_length // job.train.sp_size)
     ids = torch.randint(config.get_text_config().vocab_size, shape, device=device)
     autocast = getattr(torch, under.autocast) if isinstance(under.autocast, str) else under.autocast
-    return kept_for_backward(model, {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
+    return step_memory(model, {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
 
 
 def _shortened(config: PretrainedConfig, depth: int) -> PretrainedConfig:

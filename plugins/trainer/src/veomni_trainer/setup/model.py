@@ -106,7 +106,7 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
     config = load_model_config(source, trust_remote_code=job.model.trust_remote_code)
     text_config = config.get_text_config()
     if isinstance(source, dict) and "vocab_size" not in source and job.model.weights is None:
-        text_config.vocab_size = -(-tokenizer.vocab_size // _VOCABULARY_STEP) * _VOCABULARY_STEP
+        text_config.vocab_size = padded_vocabulary(tokenizer.vocab_size)
     if text_config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.config.vocab_size is {text_config.vocab_size}, but data.tokenizer has {tokenizer.vocab_size} "
@@ -119,3 +119,8 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
             f"{longest}; lower data.sequence_length"
         )
     return config
+
+
+def padded_vocabulary(tokens: int) -> int:
+    """The number of embeddings of a new model for so many tokens."""
+    return -(-tokens // _VOCABULARY_STEP) * _VOCABULARY_STEP

@@ -1,4 +1,4 @@
-"""Measures how many bytes a model's forward keeps for its backward, layer by layer."""
+"""Measures the memory of one forward and backward: what is kept between them, layer by layer, and what comes on top."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 @dataclass(frozen=True)
-class KeptBytes:
-    """What one forward keeps until its backward, besides weights.
+class StepMemory:
+    """Bytes of one micro-step, besides weights and their gradients.
 
     Attributes:
-        layers: the bytes of each of the model's layers, in their order.
-        rest: the bytes of everything else: the embeddings, the last norm, the head with its logits, and the loss.
+        layers: what each of the model's layers keeps from its forward to its backward, in their order.
+        rest: what everything else keeps: the embeddings, the last norm, the head with its logits, and the loss.
+        brief: how far the peak is above what is kept. Known on accelerators, 0 on a CPU.
     """
 
     layers: tuple[int, ...]
     rest: int
+    brief: int
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -32,23 +34,26 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
-def kept_for_backward(model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None) -> KeptBytes:
-    """Run one forward of ``model`` on ``inputs``, and count the memory of the tensors that autograd saves.
+def step_memory(model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None) -> StepMemory:
+    """Run one forward and backward of ``model`` on ``inputs``, and count what autograd saves between them.
 
     Memory that several tensors share counts once, for the layer that saved it first. Weights and buffers don't count.
     """
     counter = _Counter(model)
-    device = next(model.parameters()).device.type
+    device = next(model.parameters()).device
+    layers = layers_of(model)
+    before = _reset_peak(device)
     with ExitStack() as stack:
-        for index, layer in enumerate(layers_of(model)):
+        for index, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(counter.entering(index)).remove)
             stack.callback(layer.register_forward_hook(counter.leave).remove)
-        stack.enter_context(torch.autocast(device, autocast, enabled=autocast is not None))
+        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack))
-        output = model(**inputs)  # stays alive, so that no memory is counted twice under one address
-        count = len(layers_of(model))
-        del output
-    return KeptBytes(tuple(counter.bytes[index] for index in range(count)), counter.bytes[None])
+        loss = model(**inputs).loss
+    loss.backward()
+    kept = sum(counter.bytes.values())
+    brief = max(_peak(device) - before - kept, 0) if device.type != "cpu" else 0
+    return StepMemory(tuple(counter.bytes[index] for index in range(len(layers))), counter.bytes[None], brief)
 
 
 class _Counter:
@@ -80,3 +85,15 @@ class _Counter:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _reset_peak(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    accelerator = torch.get_device_module(device)
+    accelerator.reset_peak_memory_stats(device)
+    return int(accelerator.memory_allocated(device))
+
+
+def _peak(device: torch.device) -> int:
+    return int(torch.get_device_module(device).max_memory_allocated(device))

@@ -1,0 +1,162 @@
+"""Finds the files that a source names, in the same order on every machine, and says of what format each is."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from veomni_core.errors import JobFileError
+from veomni_trainer.data.reading import Reading
+from veomni_trainer.job.data_section import STDLIB
+from veomni_trainer.job.source_keys import Source
+
+TEXT, DATASET = "text", "dataset"
+COMPRESSED = (".gz", ".bz2", ".zst")
+_FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+_NEITHER_TEXT_NOR_TABLE = {
+    ".7z": "an archive",
+    ".rar": "an archive",
+    ".tar": "an archive",
+    ".tgz": "an archive",
+    ".xz": "an archive",
+    ".zip": "an archive",
+    ".ckpt": "a checkpoint",
+    ".gguf": "a checkpoint",
+    ".pt": "a checkpoint",
+    ".pth": "a checkpoint",
+    ".safetensors": "a checkpoint",
+    ".h5": "an array file",
+    ".npy": "an array file",
+    ".npz": "an array file",
+    ".pickle": "a pickle",
+    ".pkl": "a pickle",
+    ".docx": "an office document",
+    ".pdf": "an office document",
+    ".xlsx": "an office document",
+    ".db": "a database",
+    ".sqlite": "a database",
+}
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_SAVED_DATASET = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # what save_to_disk writes
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A file to read, or a folder that ``save_to_disk`` wrote.
+
+    Attributes:
+        path: where it is.
+        entry: what the job names: this file, or a folder or glob that it was found by.
+        named: whether the job names it itself. Then it must be readable; others are left out if they hold no text.
+        format: one of the job's formats, or ``None`` if its suffix names something else.
+    """
+
+    path: Path
+    entry: str
+    named: bool
+    format: str | None
+
+
+def find_files(source: Source, reading: Reading) -> list[FoundFile]:
+    """Every file of the source, each once; counts in ``reading`` those that are named twice.
+
+    Raises:
+        JobFileError: a path doesn't exist, or nothing matches.
+    """
+    found: dict[Path, FoundFile] = {}
+    for entry in [source.files] if isinstance(source.files, str) else source.files:
+        path = Path(entry)
+        named = path.is_file() or is_saved_dataset(path)
+        for each in [path] if named else _search(entry, source.pattern, reading.key):
+            if each.resolve() in found:
+                reading.skip_file(each, "named twice")
+            else:
+                found[each.resolve()] = FoundFile(each, entry, named, source.format or format_of(each))
+    if not found:
+        raise JobFileError(f"{reading.key} names no file")
+    return [*found.values()]
+
+
+def format_of(path: Path) -> str | None:
+    """The format that a path's suffix names, e.g. ``jsonl`` for ``a.jsonl.gz``; by default ``text``.
+
+    ``None`` if the suffix names something that is neither text nor a table; :func:`other_kind` says what.
+    """
+    if path.is_dir():
+        return DATASET
+    return None if other_kind(path) else _FORMATS.get(_suffix(path), TEXT)
+
+
+def other_kind(path: Path) -> str | None:
+    """What a file is that is neither text nor a table, e.g. ``an archive``, by its suffix."""
+    return _NEITHER_TEXT_NOR_TABLE.get(_suffix(path))
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether ``path`` is a folder that ``datasets``' ``save_to_disk`` wrote."""
+    return any(all((path / name).is_file() for name in names) for names in _SAVED_DATASET)
+
+
+def _suffix(path: Path) -> str:
+    """The last suffix, but that of compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if len(suffixes) > 1 and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _search(entry: str, pattern: str, key: str) -> list[Path]:
+    if entry == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [p for p in root.glob("**/*.py") if not _NOT_STDLIB & {*p.relative_to(root).parts}]
+        return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+    if Path(entry).is_dir():
+        paths = _sorted_files(Path(entry).glob(pattern))
+        if not paths:
+            raise JobFileError(f"{key}: no file in {entry} matches data.pattern {pattern!r}")
+        return [*dict.fromkeys(_with_datasets_whole(paths, Path(entry)))]
+    if glob.has_magic(entry):
+        paths = sorted(
+            (p for p in map(Path, glob.iglob(entry, recursive=True)) if p.is_file() or is_saved_dataset(p)),
+            key=Path.as_posix,
+        )
+        if not paths:
+            raise JobFileError(f"{key}: no file matches {entry!r}")
+        return paths
+    raise JobFileError(f"{key}: there is no file or folder {entry}.{_nearest(Path(entry))}")
+
+
+def _sorted_files(paths: Iterable[Path]) -> list[Path]:
+    return sorted((path for path in paths if path.is_file()), key=Path.as_posix)
+
+
+def _with_datasets_whole(paths: list[Path], root: Path) -> Iterator[Path]:
+    """The paths; in place of the files in a saved dataset, its folder."""
+    saved: dict[Path, Path | None] = {root: None}
+
+    def dataset_around(folder: Path) -> Path | None:
+        if folder not in saved:
+            saved[folder] = dataset_around(folder.parent) or (folder if is_saved_dataset(folder) else None)
+        return saved[folder]
+
+    for path in paths:
+        yield dataset_around(path.parent) or path
+
+
+def _nearest(path: Path) -> str:
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1, cutoff=0.7)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,117 @@
+"""Reads the turns of a chat, in OpenAI's form (``role``, ``content``) or ShareGPT's (``from``, ``value``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from veomni_core.errors import did_you_mean
+from veomni_core.jobs.jobfile import shown
+from veomni_trainer.data.reading import BadLine
+
+Message: TypeAlias = dict[str, Any]
+
+ASSISTANT = "assistant"
+_ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "observation": "tool",
+    **{role: role for role in _ROLES},
+}
+
+
+def read_messages(value: Any) -> list[Message]:
+    """The turns as chat templates take them; ``value`` may be JSON text, as in a CSV file.
+
+    Raises:
+        BadLine: they are no turns, or there is none of the assistant's to learn from.
+    """
+    turns = _parsed(value, "the chat")
+    if not turns:
+        raise BadLine("a chat without turns")
+    messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise BadLine("a chat without a turn of the assistant")
+    return messages
+
+
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools that a chat may call, as JSON schemas; ``None`` if there are none.
+
+    Raises:
+        BadLine: they are no list of mappings.
+    """
+    if value is None or value == "":
+        return None
+    tools = _parsed(value, "the tools")
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise BadLine(f"the tools must be mappings, got {shown(tool)}")
+    return tools or None
+
+
+def _parsed(value: Any, what: str) -> list[Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadLine(f"{what} must be a list, or one as JSON; got {shown(value)}") from None
+    if not isinstance(value, list):
+        raise BadLine(f"{what} must be a list, got {shown(value)}")
+    return value
+
+
+def _message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, Mapping):
+        raise BadLine(f"{where} must be a mapping, got {shown(turn)}")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if "role" in turn:
+        role, content, roles = turn.pop("role"), turn.pop("content", None), {role: role for role in _ROLES}
+    elif "from" in turn:
+        role, content, roles = turn.pop("from"), turn.pop("value", None), _SHAREGPT_ROLES
+    else:
+        raise BadLine(f"{where} has neither role nor from; its keys are {', '.join(map(str, turn)) or 'none'}")
+    if not isinstance(role, str) or role not in roles:
+        raise BadLine(f"{where} has the role {role!r}. {did_you_mean(str(role), roles)}")
+    if turn.pop("weight", 1) != 1:
+        raise BadLine(f"{where} has a weight, which is not read; leave the turn or the chat out")
+    calls = _tool_calls(turn.pop("tool_calls", []), where)
+    text = _content(content, where)
+    if roles[role] == ASSISTANT and not text and not calls:
+        raise BadLine(f"{where} is an empty turn of the assistant")
+    return {**turn, "role": roles[role], "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a turn; of a list of parts, all of them joined."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else shown(part) for part in content]
+        if others := [kind for kind in kinds if kind != "text"]:
+            raise BadLine(f"{where} has a part of type {others[0]!r}; only text is trained on")
+        return "".join(_content(part.get("text"), where) for part in content)
+    if not isinstance(content, str):
+        raise BadLine(f"the content of {where} must be text, got {shown(content)}")
+    return content
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The calls, with arguments as mappings: OpenAI writes them as JSON text, and templates write them as JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadLine(f"the tool_calls of {where} must be a list of mappings, got {shown(calls)}")
+    return [_call(call, where) for call in calls]
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _call(function, where)}
+    if not isinstance(arguments := call.get("arguments"), str):
+        return call
+    try:
+        return {**call, "arguments": json.loads(arguments)}
+    except (ValueError, RecursionError):
+        raise BadLine(f"the arguments of a call in {where} are not JSON: {shown(arguments)}") from None

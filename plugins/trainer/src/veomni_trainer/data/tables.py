@@ -1,0 +1,182 @@
+"""Tables as rows of Python values: JSON lines, JSON and CSV. ``columnar`` has those that pyarrow reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from veomni_core.jobs.jobfile import shown
+from veomni_trainer.data.reading import BadLine, Unreadable
+from veomni_trainer.data.text import read_lines, read_text
+
+Row: TypeAlias = Mapping[str, Any]
+TEXT, LIST, OTHER = "text", "list", "other"  # what a column holds
+
+_LARGEST_FIELD = 2**31 - 1
+
+
+class Table(Protocol):
+    """A file of rows."""
+
+    unit: str
+    """What its numbers count: ``line`` or ``row``."""
+    has_schema: bool
+    """Whether all rows have the same columns."""
+
+    def columns(self) -> dict[str, str]:
+        """The names of its columns, and what each holds: ``text``, ``list`` or ``other``.
+
+        Without a schema they are those of the first good row.
+
+        Raises:
+            Unreadable: the file isn't of its format.
+        """
+        ...
+
+    def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
+        """Every row with its number, from 1; at least its columns ``names``, where it has them.
+
+        Raises:
+            Unreadable: the file isn't of its format, or is damaged.
+        """
+        ...
+
+
+class JsonLinesTable:
+    """A JSON object per line. Blank lines are no rows."""
+
+    unit, has_schema = "line", False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def columns(self) -> dict[str, str]:
+        return _columns_of(next((row for _, row in self.rows(()) if row and not isinstance(row, BadLine)), {}))
+
+    def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
+        for number, line in read_lines(self._path):
+            if isinstance(line, BadLine):
+                yield number, line
+            elif line.strip():
+                if number == 1 and line.lstrip().startswith("["):
+                    raise Unreadable("holds a JSON list, and no object per line; write data.format: json")
+                yield number, _parse_object(line.rstrip())
+
+
+class JsonTable:
+    """A JSON file with a list of objects, or with ``{"data": [...]}``. It is read whole."""
+
+    unit, has_schema = "row", False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def columns(self) -> dict[str, str]:
+        return _columns_of(next((row for row in self._rows if row and isinstance(row, dict)), {}))
+
+    def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
+        for number, row in enumerate(self._rows, start=1):
+            yield number, row if isinstance(row, dict) else BadLine(f"must be an object, got {shown(row)}")
+
+    @cached_property
+    def _rows(self) -> list[Any]:
+        text = read_text(self._path).removeprefix("\ufeff")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            first, _, rest = text.strip().partition("\n")
+            if rest and isinstance(_parse_object(first), dict):
+                raise Unreadable("holds a JSON object per line; write data.format: jsonl") from None
+            raise Unreadable(f"is not JSON: {_where(error)}") from None
+        rows = value.get("data") if isinstance(value, dict) else value
+        if isinstance(rows, list):
+            return rows
+        raise Unreadable(
+            'holds neither a list of objects nor {"data": [...]}. Convert it, or write data.format: text to train on '
+            "its characters"
+        )
+
+
+class CsvTable:
+    """Comma- or tab-separated values under a header. Every value is text: ``007`` stays ``007``."""
+
+    unit, has_schema = "line", True
+
+    def __init__(self, path: Path, delimiter: str) -> None:
+        self._path, self._delimiter = path, delimiter
+
+    def columns(self) -> dict[str, str]:
+        return dict.fromkeys(next(self._records())[1], TEXT)
+
+    def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
+        records = self._records()
+        header = next(records)[1]
+        for number, values in records:
+            if isinstance(values, BadLine):
+                yield number, values
+            elif len(values) == len(header):
+                yield number, dict(zip(header, values, strict=True))
+            elif values:  # csv gives an empty list for a blank line
+                yield number, BadLine(f"{len(values)} values, and the header has {len(header)}")
+
+    def _records(self) -> Iterator[tuple[int, Any]]:
+        """The header as a list of names, then a list of values or a :class:`BadLine` for each record.
+
+        A record is numbered by its last line.
+        """
+        csv.field_size_limit(_LARGEST_FIELD)  # of the process; by default fields above 128 KiB are errors
+        reader = csv.reader(self._lines(), delimiter=self._delimiter, strict=True)
+        is_header = True
+        while True:
+            try:
+                values: list[str] | BadLine = next(reader)
+            except StopIteration:
+                if is_header:
+                    raise Unreadable("has no header; its first line names the columns") from None
+                return
+            except csv.Error as error:
+                values = BadLine(f"not {'CSV' if self._delimiter == ',' else 'TSV'}: {error}")
+            if is_header:
+                _check_header(values)
+                is_header = False
+            yield reader.line_num, values
+
+    def _lines(self) -> Iterator[str]:
+        """The lines, as ``csv`` wants them. A line in another encoding ends what it can read."""
+        for number, line in read_lines(self._path):
+            if isinstance(line, BadLine):
+                raise Unreadable(f"can't be read: line {number}: {line}")
+            yield line
+
+
+def _check_header(names: list[str] | BadLine) -> None:
+    if isinstance(names, BadLine):
+        raise Unreadable(f"has no header: its first line: {names}")
+    if not names:
+        raise Unreadable("has no header: its first line is blank")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise Unreadable(f"names columns twice in its header: {', '.join(twice)}")
+
+
+def _columns_of(row: Row) -> dict[str, str]:
+    return {name: TEXT if isinstance(v, str) else LIST if isinstance(v, list) else OTHER for name, v in row.items()}
+
+
+def _parse_object(line: str) -> Row | BadLine:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadLine(f"not JSON: {_where(error)}")
+    return value if isinstance(value, dict) else BadLine(f"must hold an object, got {shown(value)}")
+
+
+def _where(error: Exception) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    line = f"line {error.lineno}, " if error.lineno > 1 else ""
+    return f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"

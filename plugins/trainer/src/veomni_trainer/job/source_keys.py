@@ -1,0 +1,62 @@
+"""The keys that say how files become documents, for the whole section ``data`` and for each of ``data.sources``."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from veomni_trainer.job.section import Number, Section
+
+
+class Columns(Section):
+    """Which columns of a table hold what: ``text``, or ``messages``, or ``prompt`` and ``completion``."""
+
+    text: str | None = None
+    """The column with a document's text."""
+    messages: str | None = None
+    """The column with a chat: a list of turns, each with ``role`` and ``content`` (or ``from`` and ``value``)."""
+    tools: str | None = None
+    """The column with the tools that a chat may call, as JSON schemas."""
+    prompt: str | None = None
+    """The column with the text that is given."""
+    completion: str | None = None
+    """The column with the text that is learned."""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> Self:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion belong together; name both columns")
+        kinds = [name for name in ("text", "messages", "prompt") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            named = f"names {' and '.join(kinds)}" if kinds else "names none"
+            raise ValueError(f"{named}; name text, or messages, or prompt and completion")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools are those of a chat; name messages too")
+        return self
+
+
+class ReadingKeys(Section):
+    """How the files of a source are read."""
+
+    pattern: str = "**/*"
+    """Which files of a folder are read."""
+    format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] | None = None
+    """What the files are; by default their suffix says it. ``dataset``: a folder of ``datasets``' ``save_to_disk``."""
+    split: str | None = None
+    """The split of a saved ``DatasetDict``."""
+    columns: Columns | None = None
+    """Which columns of a table are read; by default those with a usual name."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Of chats and pairs: whether only the assistant's turns (the completion) are learned, or everything."""
+    bad_lines: Literal["stop", "skip"] = "stop"
+    """Whether a line or row that can't be read ends the job, or is counted and left out."""
+
+
+class Source(ReadingKeys):
+    """One of several sources: the keys that it leaves out are those of the section ``data``."""
+
+    files: str | list[str]
+    """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
+    weight: Number = Field(default=1.0, gt=0.0)
+    """How often sequences are drawn from this source, relative to the others."""
