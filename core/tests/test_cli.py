@@ -40,6 +40,28 @@ WITH_COMMAND = """
 """
 
 
+WITH_APPLICATION = """
+    import typer
+    from typer.core import TyperCommand
+    from veomni_core import CommandSpec, hookimpl
+
+    VEOMNI_PLUGIN_API_VERSION = 1
+    application = typer.Typer(add_completion=False)
+
+    class Loud(TyperCommand):
+        def parse_args(self, ctx, args):
+            return super().parse_args(ctx, [arg.upper() for arg in args])
+
+    @application.command(cls=Loud)
+    def greet(name: str) -> None:
+        print(f"hello {name}")
+
+    @hookimpl
+    def veomni_commands():
+        return [CommandSpec("shout", "{module}:application", "Greets somebody aloud.")]
+"""
+
+
 @pytest.fixture
 def job(tmp_path):
     def write(ops="{preset: eager}", text=JOB):
@@ -114,6 +136,8 @@ def test_a_plugin_brings_a_verb(veomni, install):
     install("greeting-plugin", WITH_COMMAND)
     assert veomni("greet", "world").strip() == "hello world"
     assert "Greets somebody." in veomni("--help")
+    install("shouting-plugin", WITH_APPLICATION)
+    assert veomni("shout", "world").strip() == "hello WORLD"
 
 
 def test_help_loads_no_torch(veomni):

@@ -91,10 +91,21 @@ def test_two_processes_train_save_and_resume_as_one_job(
     assert len(alone["loss"]) == 4
     _assert_same(found, alone)
     whole = losses(run)
-    (run / "checkpoint-4" / "trainer_state.json").unlink()  # it is incomplete now, and passed over
+    (run / "checkpoint-4" / "plan.json").unlink()  # it is incomplete now, and passed over
     resumed = _veomni(TWO, "train", job, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(run) == whole
+
+
+def test_two_processes_stop_at_the_same_bad_step_and_write_the_report(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+) -> None:
+    job_data["train"] |= {"learning_rate": 1e38, "save_every": 1, "keep_checkpoints": 1}
+    result = _veomni(TWO, "train", write_job(job_data))
+    assert result.returncode == 1
+    assert result.stderr.count("error: step 2: the loss is nan. Training stopped there") == 1
+    assert "The first one is step 2" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_two_processes_balance_experts_as_one(

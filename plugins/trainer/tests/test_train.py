@@ -11,6 +11,11 @@ import pytest
 
 from veomni_core import Hardware
 from veomni_core.errors import PlanMismatchError
+from veomni_trainer.job.load import load_job
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.start import prepare
+from veomni_trainer.run.starting_point import StartingPoint
+from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -121,3 +126,23 @@ def test_a_saved_model_can_be_trained_on_by_its_path(
     job_data["model"] |= {"config": None, "weights": str(run / "checkpoint-4")}
     train(job_data, f"train.output_dir={tmp_path / 'more'}")
     assert losses(tmp_path / "more")[0][1] < losses(run)[0][1]
+
+
+def test_kernels_are_verified_before_the_first_step_where_the_job_says_so(
+    job_data: dict[str, Any], train: Train, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch_norms = "model.ops_implementation.rms_norm_implementation=torch"
+    train(job_data, torch_norms, "train.verify=true")
+    assert "verified: rms_norm/standard:torch" in capsys.readouterr().out
+    assert json.loads((run / "receipt.json").read_text(encoding="utf-8"))["verified"]
+
+
+@pytest.mark.parametrize(("model", "looks"), [("job_data", False), ("moe_data", True)])
+def test_ddp_looks_for_unused_parameters_only_where_there_may_be_some(
+    request: pytest.FixtureRequest, write_job: Any, run: Path, model: str, looks: bool
+) -> None:
+    job = load_job(write_job(request.getfixturevalue(model)))
+    start = prepare(job, RunFolder(run), StartingPoint(), accept_plan_change=False)
+    assert start.arguments.ddp_find_unused_parameters is looks
+    checkpointed = job.train.model_copy(update={"gradient_checkpointing": True})
+    assert not may_leave_parameters_unused(start.model, start.binding.plan, checkpointed)

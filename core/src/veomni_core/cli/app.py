@@ -91,8 +91,10 @@ def _versions(wanted: bool) -> None:
 
 
 def _command(spec: CommandSpec) -> Any:
-    verb: Any = typer.Typer(add_completion=False, rich_markup_mode=None)
-    verb.command(name=spec.name, help=spec.help or None, context_settings=_HELP)(load_attribute(spec.target))
+    verb: Any = load_attribute(spec.target)
+    if not isinstance(verb, typer.Typer):
+        function, verb = verb, typer.Typer(add_completion=False, rich_markup_mode=None)
+        verb.command(name=spec.name, help=spec.help or None, context_settings=_HELP)(function)
     command = get_command(verb)
     command.name = spec.name
     return command

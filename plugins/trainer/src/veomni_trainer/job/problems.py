@@ -39,7 +39,7 @@ def keys_of(section: type) -> dict[str, Any]:
     """The keys of a section (the trainer's sections, or the core's ``model``), with the types of their values."""
     if issubclass(section, BaseModel):
         return {name: field.annotation for name, field in section.model_fields.items()}
-    keys = get_type_hints(section)
+    keys = {name: hint for name, hint in get_type_hints(section).items() if not name.startswith("_")}
     return {**keys, **{alias: keys[name] for alias, name in ALIASES.items()}}
 
 

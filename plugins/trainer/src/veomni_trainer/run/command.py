@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from veomni_core.cli.output import Changes, JobPath, print_json
 from veomni_core.errors import ConfigError, did_you_mean
@@ -15,8 +16,21 @@ from veomni_core.tables import fit
 from veomni_trainer.loop.signals import INTERRUPTED
 
 _COMPARABLE = ("eager",)
+_RESUME, _RESUME_FROM = "--resume", "--resume-from"
+
+train_command = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
+class _OptionalValues(TyperCommand):
+    """Reads ``--resume=PATH``, where ``--resume`` alone is a flag: click would take the word after it for its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        valued = f"{_RESUME}="
+        given = [f"{_RESUME_FROM}={each.removeprefix(valued)}" if each.startswith(valued) else each for each in args]
+        return super().parse_args(ctx, given)
+
+
+@train_command.command(cls=_OptionalValues)
 def train(
     job: JobPath,
     changes: Changes = None,
@@ -25,8 +39,10 @@ def train(
         typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last complete checkpoint in train.output_dir.")
+        bool,
+        typer.Option(_RESUME, help="Continue from the newest checkpoint in train.output_dir; or --resume=PATH."),
     ] = False,
+    resume_from: Annotated[Path | None, typer.Option(_RESUME_FROM, hidden=True)] = None,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace an earlier run in train.output_dir, after the first step."),
@@ -47,16 +63,17 @@ def train(
     """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""
     if compare is not None and compare not in _COMPARABLE:
         raise ConfigError(f"--compare {compare}: nothing to compare with. {did_you_mean(compare, _COMPARABLE)}")
-    if resume and overwrite:
+    if (resume or resume_from) and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
     from veomni_trainer.job.load import load_job
 
     loaded = load_job(job, changes or ())
+    start = resume_from or resume
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
-        found = dry_run(loaded, resume=resume, overwrite=overwrite)
+        found = dry_run(loaded, resume=start, overwrite=overwrite)
         print_json(found.to_dict()) if json else print(fit(found.describe()))
         return
 
@@ -67,7 +84,7 @@ def train(
 
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         interrupted = run_job(
-            loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change
+            loaded, compare=compare, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change
         )
     if json and is_main_process():
         print_json(outcome(RunFolder(Path(loaded.train.output_dir)), interrupted))
