@@ -55,7 +55,7 @@ def job_data(tmp_path: Path) -> dict[str, Any]:
     (text / "a.txt").write_text(TEXT, encoding="utf-8")
     (text / "b.txt").write_text(TEXT.upper(), encoding="utf-8")
     return {
-        "model": {"config": deepcopy(LLAMA), "dtype": "float32", "ops_implementation": {"preset": "eager"}},
+        "model": {"config": deepcopy(LLAMA), "ops_implementation": {"preset": "eager"}},
         "data": {"files": "text", "sequence_length": 32},
         "train": {
             "output_dir": str(tmp_path / "run"),

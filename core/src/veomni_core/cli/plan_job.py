@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from veomni_core.cli.output import AsJson, HardwareName, print_json
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.discover import discover
@@ -34,7 +35,7 @@ def plan_job(
     registry = discover()
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    conditions = _conditions(data, job, registry)
+    conditions = _conditions(data, job, registry, target)
     if conditions.device and not hardware:
         target = registry.detect_hardware(conditions.device)
     section = model_section_of(data, str(job), job.parent)
@@ -50,7 +51,8 @@ def plan_job(
             check_weights(Path(section.weights))
         else:
             assumed = (f"model.weights: {section.weights}",)
-    skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
+    dtype = conditions.dtype or section.dtype or "bfloat16"
+    skeleton = build_skeleton(section.source, torch_dtype=dtype, trust_remote_code=section.trust_remote_code)
     if parallel:
         divided = get_parallel_plan(skeleton)
         print_json(divided.to_dict()) if json else print(divided.table())
@@ -66,7 +68,7 @@ def plan_job(
     print(plan.to_json() if json else plan.table())
 
 
-def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobConditions:
+def _conditions(data: Mapping[str, Any], job: Path, registry: Registry, target: Hardware) -> JobConditions:
     """The conditions under which a plugin's subcommand would run this job; raises what that subcommand would raise.
 
     A job with only a ``model`` section is not checked.
@@ -78,7 +80,7 @@ def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobCo
     verbs = [command for command in registry.commands.values() if command.job_check]
     for verb in verbs:
         try:
-            return load_attribute(verb.job_check)(job) or JobConditions()
+            return load_attribute(verb.job_check)(job, target) or JobConditions()
         except VeOmniError as error:
             problems[verb.name] = error
     if not verbs:

@@ -22,14 +22,15 @@ class ModelSection:
         config: a mapping with ``model_type`` and sizes, a path, or a Hub id. Without it, the config is taken from the
             ``weights`` folder.
         weights: a folder of safetensors files.
-        dtype: the dtype of the weights, one of :data:`DTYPES`.
+        dtype: the dtype of the weights, one of :data:`DTYPES`. Without it, what the job's training says
+            (:class:`veomni_core.JobConditions`), and bfloat16 in a job of a model alone.
         ops_implementation: not checked here but by :class:`veomni_core.OpsConfig`, against installed plugins.
         trust_remote_code: whether code that is shipped with the model may run.
     """
 
     config: str | dict[str, Any] | None = None
     weights: str | None = None
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     ops_implementation: dict[str, Any] | None = None
     trust_remote_code: bool = False
 
@@ -107,7 +108,7 @@ def model_section_of(job: Mapping[str, Any], source: str, folder: Path) -> Model
 _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("text or a mapping", lambda value: value is None or isinstance(value, (str, dict))),
     "weights": ("text", lambda value: value is None or isinstance(value, str)),
-    "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value in DTYPES),
+    "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value is None or value in DTYPES),
     "ops_implementation": ("a mapping", lambda value: value is None or isinstance(value, dict)),
     "trust_remote_code": ("true or false", lambda value: isinstance(value, bool)),
 }

@@ -12,6 +12,10 @@ from veomni_core.errors import JobFileError, did_you_mean
 from veomni_core.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 from veomni_core.jobs.jobfile import job_file_error, shown
 
+_REPLACED = {
+    "train.bf16": "write train.precision: bf16_mixed (float32 weights under autocast to bfloat16), bf16 (all in "
+    "bfloat16), fp16_mixed or float32",
+}
 _WANTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
@@ -31,6 +35,15 @@ def explain_problems(error: ValidationError, root: type[BaseModel], source: str)
             if problem not in problems.setdefault(path, []):
                 problems[path].append(problem)
     return job_file_error(source, {path: _join(found) for path, found in problems.items()})
+
+
+def no_such_key(path: str, suggestion: str) -> str:
+    """What to say of the unknown key at ``path``: what replaced it, or else ``suggestion``."""
+    return (
+        f"there is no such key any more; {_REPLACED[path]}"
+        if path in _REPLACED
+        else f"there is no such key. {suggestion}"
+    )
 
 
 def keys_of(section: type) -> dict[str, Any]:
@@ -69,7 +82,7 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
             section = _section_in(keys_of(section)[name])
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
-            return [(unknown, f"there is no such key. {did_you_mean(name, keys_of(section))}")]
+            return [(unknown, no_such_key(unknown, did_you_mean(name, keys_of(section))))]
         elif isinstance(part, int):
             parts.append(f"{part}")
     path = ".".join(parts)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, model_validator
 
 from veomni_core.jobs.job_model import ModelSection, read_model_section
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.job.precision import check_dtype
 from veomni_trainer.job.section import Section
 from veomni_trainer.job.train_section import TrainSection
 
@@ -24,16 +25,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> Self:
-        if self.model.dtype == "float16":
-            raise ValueError(
-                "model.dtype: float16 holds nothing below 6e-8, so weights, gradients and optimizer states in it lose "
-                "small updates; write bfloat16 or float32"
-            )
-        if self.train.bf16 and self.model.dtype != "float32":
-            raise ValueError(
-                f"train.bf16 computes in bfloat16 on float32 weights, but model.dtype is {self.model.dtype}; write "
-                "model.dtype: float32, or leave train.bf16 out"
-            )
+        check_dtype(self.model.dtype, self.train.precision, freezes_weights=False)
         if self.train.validate_every is not None and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs sequences to validate on; set data.validation_fraction")
         if self.train.warmup > self.train.steps:
@@ -70,6 +62,11 @@ class Job(Section):
             raise ValueError(
                 f"train.sp_size {train.sp_size} and tp_size {tp} can't be combined: both divide the attention's heads "
                 "among processes. Write 1 for one of them"
+            )
+        if train.precision == "fp16_mixed" and (train.is_sharded or train.fsdp):
+            raise ValueError(
+                "train.precision: fp16_mixed scales the loss by what overflows in one process, and a sharded model's "
+                "gradients lie in several; write bf16_mixed, bf16 or float32"
             )
         if train.export and (train.save_every == "never" or train.fsdp):
             raise ValueError(

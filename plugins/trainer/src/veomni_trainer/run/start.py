@@ -22,6 +22,7 @@ from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.run.saying import say
 from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.model import build_model, check_model, ops_config
+from veomni_trainer.setup.precision import with_precision
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.waiting import limit_waiting
@@ -84,6 +85,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         VeOmniError: an error that the user can correct.
     """
     ops = ops_config(job)
+    job = with_precision(job, ops.registry.detect_hardware("cpu" if job.train.device == "cpu" else None))
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
     if job.train.is_sharded:
         check_model(job, tokenizer)

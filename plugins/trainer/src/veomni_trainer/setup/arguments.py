@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core.errors import HostError
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.setup.precision import check_precision
 
 
 def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     """The arguments. Under torchrun this also joins the process group, so that ranks can compare their plans.
 
     Raises:
-        HostError: the requested device is not available, or FSDP is requested where it can't run.
+        HostError: the requested device is not available, or the precision or FSDP can't run on it.
     """
     if train.device == "cuda" and not torch.cuda.is_available():
         raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
@@ -40,8 +40,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
             "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
             "sharding it, without a warning. Write train.fsdp: false"
         )
-    if train.bf16 and not on_cpu and not is_torch_bf16_gpu_available():
-        raise HostError("train.bf16 needs an accelerator that computes in bfloat16. Write train.bf16: false")
+    check_precision(train.precision, on_cpu)
     arguments = TrainingArguments(
         output_dir=str(staging),
         max_steps=train.steps,
@@ -69,7 +68,8 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         # and no label is ignored. If Trainer divided by the labels of all processes, it would then multiply the loss by
         # the number of processes, and with it the experts' load-balancing loss, which it had not divided.
         average_tokens_across_devices=False,
-        bf16=train.bf16,
+        bf16=train.precision == "bf16_mixed",
+        fp16=train.precision == "fp16_mixed",
         torch_compile=train.torch_compile,
         report_to="none",
         disable_tqdm=True,

@@ -15,6 +15,7 @@ from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
+from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
 
 _VOCABULARY_STEP = 64
@@ -30,10 +31,11 @@ def ops_config(job: Job) -> OpsConfig:
 
 
 def conditions(job: Job) -> JobConditions:
-    """The conditions, besides the model, that the job's plan depends on: device, autocast and sizes."""
+    """The conditions, besides the model, that the job's plan depends on: device, precision and sizes."""
     return JobConditions(
         device="cpu" if job.train.device == "cpu" else None,
-        autocast="bfloat16" if job.train.bf16 else None,
+        autocast=precision_of(job).autocast,
+        dtype=weights_dtype(job),
         distributed_config=distributed_config(job.train),
     )
 
@@ -82,7 +84,7 @@ def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights:
         model_config(job, tokenizer),
         weights,
         ops_implementation=ops,
-        torch_dtype=job.model.dtype,
+        torch_dtype=weights_dtype(job),
         init_device=device,
         autocast=under.autocast,
         device=under.device,
