@@ -80,11 +80,11 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
         if section is not None and name in keys_of(section):
             parts.append(name)
             section = _section_in(keys_of(section)[name])
+        elif isinstance(part, int):
+            parts.append(name)
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
             return [(unknown, no_such_key(unknown, did_you_mean(name, keys_of(section))))]
-        elif isinstance(part, int):
-            parts.append(f"{part}")
     path = ".".join(parts)
     if detail["type"] == "missing":
         return [(path, "is missing")]

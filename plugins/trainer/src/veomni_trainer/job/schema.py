@@ -15,6 +15,8 @@ from veomni_trainer.job.precision import check_dtype
 from veomni_trainer.job.section import Section
 from veomni_trainer.job.train_section import TrainSection
 
+_SHARDED_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch")  # None: the default, which is one of the others
+
 
 class Job(Section):
     """A validated training job with all defaults."""
@@ -28,7 +30,9 @@ class Job(Section):
         check_dtype(self.model.dtype, self.train.precision, freezes_weights=False)
         if self.train.validate_every is not None and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs sequences to validate on; set data.validation_fraction")
-        if self.train.warmup > self.train.steps:
+        if self.train.early_stop and self.train.validate_every is None:
+            raise ValueError("train.early_stop goes by the validation loss; set train.validate_every")
+        if self.train.steps is not None and self.train.warmup > self.train.steps:
             raise ValueError(
                 f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}; lower train.warmup"
             )
@@ -68,6 +72,16 @@ class Job(Section):
                 "train.precision: fp16_mixed scales the loss by what overflows in one process, and a sharded model's "
                 "gradients lie in several; write bf16_mixed, bf16 or float32"
             )
+        if train.is_sharded or train.fsdp:
+            if train.parameter_groups:
+                raise ValueError(
+                    "train.parameter_groups: a sharded model's parameters can't be divided into groups yet"
+                )
+            if train.optimizer_name not in _SHARDED_OPTIMIZERS:
+                raise ValueError(
+                    f"train.optimizer: {train.optimizer_name} is not tested on sharded models; write "
+                    f"{' or '.join(map(str, _SHARDED_OPTIMIZERS[1:]))}"
+                )
         if train.export and (train.save_every == "never" or train.fsdp):
             raise ValueError(
                 "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "

@@ -17,6 +17,8 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak
+from veomni_trainer.loop.optimizers import optimizer_for
+from veomni_trainer.loop.parameter_groups import divide
 from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.output.metrics import Row
 
@@ -48,6 +50,7 @@ class JobTrainer(ShardedTrainer):
             train_dataset=corpus.training,
             eval_dataset=corpus.validation if len(corpus.validation) else None,
             callbacks=[*callbacks, _StepCallback(self)],  # last, because it reads the other callbacks' decisions
+            optimizer_cls_and_kwargs=optimizer_for(train, model),
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
@@ -60,6 +63,13 @@ class JobTrainer(ShardedTrainer):
         self._aux_losses: list[torch.Tensor] = []
         if self._loads:
             self._loads.start_step()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            trained: Any = self.model if model is None else model
+            divide(super().create_optimizer(model), trained, self._train.parameter_groups)
+        assert self.optimizer is not None
+        return self.optimizer
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         shared = self._train.ranks_per_batch

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from veomni_core import Hardware, JobConditions
+from veomni_core.errors import HostError
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import load_job
+from veomni_trainer.loop.optimizers import check_optimizer
+from veomni_trainer.loop.schedules import check_schedule
+from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import check_model, conditions, ops_config
-from veomni_trainer.setup.precision import with_precision
 
 
 def check_job(path: Path, hardware: Hardware) -> JobConditions:
     """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
 
-    A precision that the job leaves out is the default on ``hardware``.
+    What the job leaves to the machine is the default on ``hardware``.
 
     Reads the job file, the model's config and the tokenizer; of a sharded job also the model's modules. Doesn't
     check what depends on the machine that trains: the text files, the devices and the output folder.
@@ -24,7 +27,13 @@ def check_job(path: Path, hardware: Hardware) -> JobConditions:
     """
     job = load_job(path)
     on_cpu = hardware.detected and job.train.device == "cpu"
-    job = with_precision(job, Hardware.cpu() if on_cpu else hardware)
+    job = with_machine_defaults(job, Hardware.cpu() if on_cpu else hardware)
     ops_config(job)
+    check_schedule(job.train)
+    try:
+        check_optimizer(job.train)
+    except HostError:
+        if hardware.detected:  # the machine that has the named hardware may have the optimizer's package
+            raise
     check_model(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
     return conditions(job)

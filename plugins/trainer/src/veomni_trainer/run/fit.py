@@ -10,6 +10,7 @@ import torch
 from veomni_core.errors import HostError
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.loop.checkpoints import CheckpointCallback
+from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.trainer import JobTrainer
@@ -33,7 +34,7 @@ def fit(start: Start) -> bool:
         start.point,
     )
     loads = ExpertLoads(start.model, binding, train, arguments.process_index) if train.measures_loads else None
-    progress = Progress(train.steps, point.step)
+    progress = Progress(start.steps, point.step)
     record = RunRecord(folder, binding, dump_job(start.job), point.step, progress)
     interrupt = InterruptCallback()
     saver = CheckpointCallback(folder, binding.plan, train, validates=len(start.corpus.validation) > 0)
@@ -41,7 +42,7 @@ def fit(start: Start) -> bool:
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        callbacks = [record, interrupt, saver]
+        callbacks = [record, interrupt, *([EarlyStop(train)] if train.early_stop else []), saver]
         trainer = JobTrainer(start.model, arguments, start.corpus, record.on_row, callbacks, train, loads)
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)

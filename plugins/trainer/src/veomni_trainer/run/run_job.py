@@ -13,6 +13,7 @@ from torch import distributed
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
@@ -20,7 +21,7 @@ from veomni_trainer.report.write import describe_run, write_report
 from veomni_trainer.run.eager import train_eager
 from veomni_trainer.run.fit import fit
 from veomni_trainer.run.saying import is_main_process, say
-from veomni_trainer.run.start import prepare, starting_point
+from veomni_trainer.run.start import StartingPoint, prepare, starting_point
 from veomni_trainer.setup.waiting import naming_lost_processes
 
 
@@ -72,11 +73,32 @@ def run_job(
 def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_plan_change: bool) -> bool:
     """Train unless the run is complete; returns whether it was interrupted. Frees the model when it returns."""
     point = starting_point(job, folder, resume, overwrite)
-    if point.step == job.train.steps:
-        stands = f"it stands at step {point.step} of {job.train.steps}"
-        say(f"{folder.path} is complete: {stands}. Raise train.steps to go on.")
+    if _is_complete(job, folder, point, job.train.steps):
         return False
-    return fit(prepare(job, folder, point, accept_plan_change))
+    start = prepare(job, folder, point, accept_plan_change)
+    if _is_complete(job, folder, point, start.steps):  # a job in epochs, whose steps depend on its data
+        return False
+    return fit(start)
+
+
+def _is_complete(job: Job, folder: RunFolder, point: StartingPoint, steps: int | None) -> bool:
+    """Whether nothing is left to train; says so if that is the case."""
+    length = "steps" if job.train.epochs is None else "epochs"
+    if point.checkpoint is None or steps is None:
+        return False
+    if point.step > steps:
+        asked = f"train.{length} is {getattr(job.train, length)}"
+        raise ConfigError(f"{asked}, but {point.checkpoint} is already past that. Raise train.{length}")
+    if point.step == steps:
+        say(f"{folder.path} is complete: it stands at step {point.step} of {steps}. Raise train.{length} to go on.")
+    elif has_stopped(point.checkpoint, job.train):
+        say(
+            f"{folder.path} is complete: it stopped early at step {point.step}. "
+            "Raise train.early_stop.patience to go on."
+        )
+    else:
+        return False
+    return True
 
 
 def _let_go() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, binding_of
-from veomni_core.errors import CheckpointError, ConfigError, JobFileError
+from veomni_core.errors import CheckpointError, JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
@@ -17,12 +18,14 @@ from veomni_trainer.job.load import changed_keys
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.checkpoints import check_plan
+from veomni_trainer.loop.optimizers import check_optimizer
+from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.run.saying import say
 from veomni_trainer.setup.arguments import training_arguments
+from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import build_model, check_model, ops_config
-from veomni_trainer.setup.precision import with_precision
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.waiting import limit_waiting
@@ -49,13 +52,14 @@ class Start:
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
+    steps: int
 
 
 def starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) -> StartingPoint:
     """Where a training of ``job`` starts.
 
     Raises:
-        ConfigError: the folder holds an earlier run, or one that is already past the job's last step.
+        ConfigError: the folder holds an earlier run.
         CheckpointError: there is no checkpoint to resume, or the job's processes can't go on from it.
     """
     if not resume:
@@ -63,8 +67,6 @@ def starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) -
             folder.check_free()
         return StartingPoint()
     step, checkpoint = folder.last_checkpoint()
-    if step > job.train.steps:
-        raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is already past that. Raise train.steps")
     if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")
@@ -85,10 +87,13 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         VeOmniError: an error that the user can correct.
     """
     ops = ops_config(job)
-    job = with_precision(job, ops.registry.detect_hardware("cpu" if job.train.device == "cpu" else None))
+    job = with_machine_defaults(job, ops.registry.detect_hardware("cpu" if job.train.device == "cpu" else None))
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
-    if job.train.is_sharded:
+    check_schedule(job.train)
+    check_optimizer(job.train)
+    if job.train.is_sharded or job.train.parameter_groups:
         check_model(job, tokenizer)
+    if job.train.is_sharded:
         check_started(job.train)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
@@ -111,12 +116,24 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         say(f"resuming from {point.checkpoint}")
         for change in changed_keys(folder.job, job):
             say(f"changed since: {change}")
-    return Start(job, folder, corpus, model, binding, arguments, point)
+    return Start(job, folder, corpus, model, binding, arguments, point, _steps(corpus, arguments, job.train))
+
+
+def _steps(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> int:
+    """The job's last step; of a job in epochs as ``Trainer`` counts it, where an epoch's last step may be smaller."""
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None
+    batches = len(corpus.training) // _sequences_per_batch(arguments, train)
+    return math.ceil(train.epochs * math.ceil(batches / train.gradient_accumulation))
+
+
+def _sequences_per_batch(arguments: TrainingArguments, train: TrainSection) -> int:
+    return arguments.train_batch_size * max(arguments.world_size // train.ranks_per_batch, 1)
 
 
 def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> None:
-    groups = max(arguments.world_size // train.ranks_per_batch, 1)
-    needed = arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
+    needed = _sequences_per_batch(arguments, train) * arguments.gradient_accumulation_steps
     if len(corpus.training) < needed:
         raise JobFileError(
             f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "

@@ -43,15 +43,17 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     check_precision(train.precision, on_cpu)
     arguments = TrainingArguments(
         output_dir=str(staging),
-        max_steps=train.steps,
+        max_steps=train.steps or -1,
+        num_train_epochs=train.epochs or 1.0,
         per_device_train_batch_size=train.batch_size,
         per_device_eval_batch_size=train.batch_size,
         gradient_accumulation_steps=train.gradient_accumulation,
         learning_rate=train.learning_rate,
-        lr_scheduler_type="constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        lr_scheduler_type=train.scheduler_type,
+        lr_scheduler_kwargs=train.schedule_options,
         warmup_steps=train.warmup,
         weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
+        max_grad_norm=train.max_grad_norm or 0.0,
         seed=train.seed,
         data_seed=train.seed,
         use_cpu=on_cpu,
@@ -62,6 +64,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out
         save_strategy="no",  # veomni_trainer.loop.checkpoints decides when
         eval_strategy="no",
+        metric_for_best_model="loss" if train.early_stop else None,
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
         # Each process divides by its own number of labels. All processes have the same number, since batches are full

@@ -13,6 +13,7 @@ from veomni_core.build import build_skeleton as unbound_skeleton
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.precision import precision_of, weights_dtype
@@ -48,8 +49,12 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
+    if not job.train.is_sharded and not job.train.parameter_groups:
+        return
+    skeleton = unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code)
     if job.train.is_sharded:
-        check_sharding(job.train, unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code))
+        check_sharding(job.train, skeleton)
+    check_groups(job.train.parameter_groups, [name for name, _ in skeleton.named_parameters()])
 
 
 def build_model(

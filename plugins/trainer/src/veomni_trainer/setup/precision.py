@@ -1,33 +1,16 @@
-"""The precision of a job that names none, and whether a machine can compute in the one that a job names."""
+"""What a job's precision means for its model, and whether this machine can compute in it."""
 
 from __future__ import annotations
 
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
-from veomni_core import Hardware
 from veomni_core.errors import HostError
 from veomni_trainer.job.precision import PRECISIONS, Precision, PrecisionName
 from veomni_trainer.job.schema import Job
 
-_FIRST_WITH_BFLOAT16 = 80  # NVIDIA's compute capability; older GPUs only emulate it
-
-
-def default_precision(hardware: Hardware) -> PrecisionName:
-    """``bf16_mixed`` on an accelerator that computes in bfloat16, otherwise ``float32``."""
-    capability = hardware.compute_capability
-    has_bfloat16 = hardware.device_type != "cpu" and (capability is None or capability >= _FIRST_WITH_BFLOAT16)
-    return "bf16_mixed" if has_bfloat16 else "float32"
-
-
-def with_precision(job: Job, hardware: Hardware) -> Job:
-    """``job`` with a precision: its own, or the default on ``hardware``."""
-    if job.train.precision:
-        return job
-    return job.model_copy(update={"train": job.train.model_copy(update={"precision": default_precision(hardware)})})
-
 
 def precision_of(job: Job) -> Precision:
-    """What the precision of a job from :func:`with_precision` means."""
+    """What the precision of a job that has one means."""
     assert job.train.precision is not None
     return PRECISIONS[job.train.precision]
 
