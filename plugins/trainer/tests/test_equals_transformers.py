@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from veomni_trainer.data.corpus import read_corpus
@@ -95,6 +96,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the keys of `trai
 }
 
 
+def losses_by_hand(
+    job_data: dict[str, Any],
+    model: Any,
+    arguments: dict[str, Any],
+    folder: Path,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[int, float]:
+    """The losses of a ``Trainer`` by hand on the sequences of the job."""
+    data = parse_job(job_data, folder=folder).data
+    hand = ByHand(
+        model,
+        TrainingArguments(str(folder / "hand"), **ARGUMENTS | arguments),
+        train_dataset=read_corpus(data, load_tokenizer(data.tokenizer, None)).training,
+        optimizers=(optimizer, None),
+    )
+    hand.train()
+    assert len(hand.losses) == STEPS and hand.losses[STEPS] < hand.losses[1]
+    return hand.losses
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_job_has_the_losses_of_a_trainer_by_hand(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path, case: str
@@ -105,13 +126,28 @@ def test_a_job_has_the_losses_of_a_trainer_by_hand(
     config = AutoConfig.for_model(**job_data["model"]["config"], vocab_size=320)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     optimizer = groups_by_hand(model) if case == "groups of parameters" else None
-    hand = ByHand(
-        model,
-        TrainingArguments(str(tmp_path / "hand"), **ARGUMENTS | arguments),
-        train_dataset=read_corpus(parse_job(job_data, folder=tmp_path).data, load_tokenizer("bytes", None)).training,
-        optimizers=(optimizer, None),
-    )
-    hand.train()
+    expected = losses_by_hand(job_data, model, arguments, tmp_path, optimizer)
     train(job_data)
-    assert dict(losses(run)) == pytest.approx(hand.losses, rel=1e-6)
-    assert len(hand.losses) == STEPS and hand.losses[STEPS] < hand.losses[1]
+    assert dict(losses(run)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16_mixed"])
+def test_a_lora_job_has_the_losses_of_peft_by_hand(
+    lora_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path, precision: str
+) -> None:
+    lora_data["train"] |= {"steps": STEPS, "save_every": "never", "precision": precision}
+    lora_data["lora"] |= {"dropout": 0.1}
+    arguments: dict[str, Any] = {"learning_rate": 0.01}
+    if precision == "bf16_mixed":
+        lora_data["model"]["dtype"] = "bfloat16"  # of the frozen weights
+        arguments["bf16"] = True
+    model = AutoModelForCausalLM.from_pretrained(
+        lora_data["model"]["weights"],
+        dtype=lora_data["model"].get("dtype", "float32"),
+        attn_implementation="eager",
+    )
+    set_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+    expected = losses_by_hand(lora_data, get_peft_model(model, config), arguments, tmp_path)
+    train(lora_data)
+    assert dict(losses(run)) == pytest.approx(expected, rel=1e-6)

@@ -22,7 +22,8 @@ class OutputKeys(Section):
     """Steps between two checkpoints, only at the ``end``, or ``never``; an interrupt always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept."""
-    export: bool = False
-    """Whether the last checkpoint's weights are also written as plain safetensors."""
+    export: bool | Literal["merged"] = False
+    """Whether the last checkpoint's weights are also written as plain safetensors; of LoRA the adapter, or with
+    ``merged`` the weights with the adapter in them."""
     expert_loads: bool | None = None
     """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""

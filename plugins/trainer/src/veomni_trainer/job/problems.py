@@ -12,7 +12,10 @@ from veomni_core.errors import JobFileError, did_you_mean
 from veomni_core.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 from veomni_core.jobs.jobfile import job_file_error, shown
 
-_REPLACED = {
+_ELSEWHERE = {
+    "lora.r": "write lora.rank",
+    "lora.lora_alpha": "write lora.alpha",
+    "lora.lora_dropout": "write lora.dropout",
     "train.bf16": "write train.precision: bf16_mixed (float32 weights under autocast to bfloat16), bf16 (all in "
     "bfloat16), fp16_mixed or float32",
 }
@@ -38,12 +41,8 @@ def explain_problems(error: ValidationError, root: type[BaseModel], source: str)
 
 
 def no_such_key(path: str, suggestion: str) -> str:
-    """What to say of the unknown key at ``path``: what replaced it, or else ``suggestion``."""
-    return (
-        f"there is no such key any more; {_REPLACED[path]}"
-        if path in _REPLACED
-        else f"there is no such key. {suggestion}"
-    )
+    """What to say of the unknown key at ``path``: what to write for it, or else ``suggestion``."""
+    return f"there is no such key; {_ELSEWHERE[path]}" if path in _ELSEWHERE else f"there is no such key. {suggestion}"
 
 
 def keys_of(section: type) -> dict[str, Any]:

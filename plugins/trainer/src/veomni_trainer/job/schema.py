@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, model_validator
 
 from veomni_core.jobs.job_model import ModelSection, read_model_section
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.precision import check_dtype
 from veomni_trainer.job.section import Section
 from veomni_trainer.job.train_section import TrainSection
@@ -24,10 +25,11 @@ class Job(Section):
     model: Annotated[ModelSection, BeforeValidator(read_model_section)]
     data: DataSection
     train: TrainSection
+    lora: LoraSection | None = None
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> Self:
-        check_dtype(self.model.dtype, self.train.precision, freezes_weights=False)
+        check_dtype(self.model.dtype, self.train.precision, freezes_weights=self.lora is not None)
         if self.train.validate_every is not None and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs sequences to validate on; set data.validation_fraction")
         if self.train.early_stop and self.train.validate_every is None:
@@ -41,6 +43,24 @@ class Job(Section):
                 f"train.sp_size: {self.train.sp_size} processes can't share data.sequence_length "
                 f"{self.data.sequence_length} equally; write a multiple of {self.train.sp_size}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_weights(self) -> Self:
+        train = self.train
+        if self.lora is None:
+            if train.export == "merged":
+                raise ValueError("train.export: merged adds an adapter to its weights; write true, or a section lora")
+            return self
+        if self.model.weights is None:
+            raise ValueError("lora trains an adapter over weights that stay as they are; name them as model.weights")
+        if train.is_sharded or train.fsdp or train.sp_size > 1:
+            raise ValueError(
+                "lora is not tested over models or sequences that processes share; write 1 for fsdp_size, tp_size and "
+                "sp_size, and fsdp: false. Several processes can train it, each with its own copy of the model"
+            )
+        if self.lora.quantization and train.precision == "fp16_mixed":
+            raise ValueError("lora.quantization is not tested under train.precision: fp16_mixed; write bf16_mixed")
         return self
 
     @model_validator(mode="after")

@@ -120,7 +120,8 @@ class RunFolder:
         files = [self.metrics, self.expert_rows, self.plan, self.receipt, self.job, self.summary, self.report]
         folders = [p for p in self.path.glob("checkpoint-*") if _CHECKPOINT.fullmatch(p.name)]
         eager = self.compared("eager")
-        folders += [self.exported] if (self.exported / "config.json").exists() else []
+        written = (self.exported / name for name in ("config.json", "adapter_config.json"))
+        folders += [self.exported] if any(path.exists() for path in written) else []
         return [*files, *folders, *([eager.path] if eager.metrics.exists() else [])]
 
 

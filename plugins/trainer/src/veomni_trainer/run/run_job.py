@@ -61,7 +61,8 @@ def run_job(
     if is_main_process():
         if job.train.export and not interrupted:
             shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
-            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
+            merges = job.train.export == "merged"
+            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
             print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         print(describe_run(folder), flush=True)

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
@@ -23,12 +24,16 @@ from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.run.saying import say
+from veomni_trainer.setup.adapter import check_packages, check_resumed, check_validates, with_adapter
 from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import build_model, check_model, ops_config
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.waiting import limit_waiting
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
 
@@ -48,7 +53,7 @@ class Start:
     job: Job
     folder: RunFolder
     corpus: Corpus
-    model: PreTrainedModel
+    model: PreTrainedModel | PeftModel
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
@@ -67,6 +72,7 @@ def starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) -
             folder.check_free()
         return StartingPoint()
     step, checkpoint = folder.last_checkpoint()
+    check_resumed(job, checkpoint)
     if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")
@@ -91,7 +97,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
     check_schedule(job.train)
     check_optimizer(job.train)
-    if job.train.is_sharded or job.train.parameter_groups:
+    check_packages(job)
+    if job.train.is_sharded or job.train.parameter_groups or job.lora:
         check_model(job, tokenizer)
     if job.train.is_sharded:
         check_started(job.train)
@@ -99,6 +106,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)
     _check_enough(corpus, arguments, job.train)
+    check_validates(job, arguments.device, len(corpus.validation) > 0)
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
@@ -108,15 +116,16 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     limit_waiting(job.train.timeout)
     if group is not None:
         apply_ulysses(model, group)
+    trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
-    say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
+    say(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
     for change in accepted:
         say(f"plan change accepted: {change}")
     if point.checkpoint:
         say(f"resuming from {point.checkpoint}")
         for change in changed_keys(folder.job, job):
             say(f"changed since: {change}")
-    return Start(job, folder, corpus, model, binding, arguments, point, _steps(corpus, arguments, job.train))
+    return Start(job, folder, corpus, trained, binding, arguments, point, _steps(corpus, arguments, job.train))
 
 
 def _steps(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> int:
@@ -142,7 +151,11 @@ def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSect
         )
 
 
-def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str:
+def _describe_model(model: PreTrainedModel | PeftModel, arguments: TrainingArguments) -> str:
     count, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapter = f" ({trained / 1e6:,.1f} M of them trained)" if trained < count else ""
     processes = f", {arguments.world_size} processes" if arguments.world_size > 1 else ""
-    return f"{model.config.model_type}, {count / 1e6:,.1f} M parameters, {dtype} on {arguments.device}{processes}"
+    return (
+        f"{model.config.model_type}, {count / 1e6:,.1f} M parameters{adapter}, {dtype} on {arguments.device}{processes}"
+    )
