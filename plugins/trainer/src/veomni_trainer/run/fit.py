@@ -33,7 +33,7 @@ def fit(start: Start) -> bool:
         start.arguments,
         start.point,
     )
-    loads = ExpertLoads(start.model, binding, train, arguments.process_index) if train.measures_loads else None
+    loads = ExpertLoads(start.base, binding, train, arguments.process_index) if train.measures_loads else None
     progress = Progress(start.steps, point.step)
     record = RunRecord(folder, binding, dump_job(start.job), point.step, progress)
     interrupt = InterruptCallback()

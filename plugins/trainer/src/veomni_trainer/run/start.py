@@ -48,12 +48,16 @@ class StartingPoint:
 
 @dataclass(frozen=True)
 class Start:
-    """A training that can begin: its data, its bound model with weights, and transformers' arguments."""
+    """A training that can begin: its data, its model with weights, and transformers' arguments.
+
+    ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
+    """
 
     job: Job
     folder: RunFolder
     corpus: Corpus
     model: PreTrainedModel | PeftModel
+    base: PreTrainedModel
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
@@ -125,7 +129,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         say(f"resuming from {point.checkpoint}")
         for change in changed_keys(folder.job, job):
             say(f"changed since: {change}")
-    return Start(job, folder, corpus, trained, binding, arguments, point, _steps(corpus, arguments, job.train))
+    return Start(job, folder, corpus, trained, model, binding, arguments, point, _steps(corpus, arguments, job.train))
 
 
 def _steps(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> int:
