@@ -13,8 +13,10 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from veomni_core import Hardware
+from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError, HostError, VeOmniError
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.output.export import export_checkpoint
@@ -139,6 +141,10 @@ def test_an_export_is_the_adapter_unless_it_is_merged(lora_data: dict[str, Any],
     written = {path.name for path in (run / "model").iterdir()}
     assert written >= {"adapter_config.json", "adapter_model.safetensors"} and "model.safetensors" not in written
     train(lora_data, "train.export=true", overwrite=True)  # an exported adapter belongs to the run that is replaced
+    result = CliRunner().invoke(build_app(), ["export", str(run), str(run / "merged"), "--merge"])
+    assert result.stdout == f"{run / 'checkpoint-4'} -> {run / 'merged'}\n"
+    assert (run / "merged" / "model.safetensors").exists() and (run / "merged" / "tokenizer.json").exists()
+    shutil.rmtree(run / "merged")
     config = json.loads((run / "checkpoint-4" / "adapter_config.json").read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = "nowhere"
     (run / "checkpoint-4" / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -206,7 +212,13 @@ def test_plan_and_train_refuse_alike(
     ],
 )
 def test_a_package_that_is_missing_is_named(
-    lora_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
+    lora_data: dict[str, Any],
+    write_job: Callable[[dict[str, Any]], Path],
+    train: Train,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    message: str,
 ) -> None:
     missing = "bitsandbytes" if "quantization" in change else "peft"
     monkeypatch.setattr(adapter, "find_spec", lambda name: None if name == missing else object())
@@ -214,6 +226,9 @@ def test_a_package_that_is_missing_is_named(
         train(lora_data, change)
     assert message in str(caught.value)
     assert not run.exists()
+    with pytest.raises(HostError) as planned:
+        check_job(write_job(apply_overrides(lora_data, [change])), Hardware.cpu())
+    assert str(planned.value) == str(caught.value)
 
 
 def prepared(data: dict[str, Any], train: Train, monkeypatch: pytest.MonkeyPatch) -> Any:

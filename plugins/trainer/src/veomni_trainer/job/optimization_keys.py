@@ -19,11 +19,11 @@ class EarlyStop(Section):
     """The validation loss improves where it falls by more than this."""
 
 
-def _none_is_off(value: Any) -> Any:
-    return False if value is None else value
+def _off_is_false(value: Any) -> Any:
+    return False if value in (None, "off") else value
 
 
-Clipping = Annotated[Annotated[Number, Field(gt=0.0)] | Literal[False], BeforeValidator(_none_is_off)]
+Clipping = Annotated[Annotated[Number, Field(gt=0.0)] | Literal[False], BeforeValidator(_off_is_false)]
 
 
 class OptimizationKeys(Section):

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
+from veomni_core.errors import CheckpointError
 from veomni_trainer.job.train_section import TrainSection
 
 _COUNTER = "early_stopping_patience_counter"
@@ -35,10 +36,18 @@ class EarlyStop(EarlyStoppingCallback):
 
 
 def has_stopped(checkpoint: Path, train: TrainSection) -> bool:
-    """Whether the training that wrote ``checkpoint`` ended there early, and would end there for this job too."""
+    """Whether the training that wrote ``checkpoint`` ended there early, and would end there for this job too.
+
+    Raises:
+        CheckpointError: the checkpoint's state can't be read.
+    """
     if train.early_stop is None:
         return False
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    path = checkpoint / "trainer_state.json"
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
     return _counter(state.get("stateful_callbacks")) >= train.early_stop.patience
 
 

@@ -14,12 +14,12 @@ from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 from veomni_trainer.job.optimization_keys import OptimizationKeys
 
 _NOT_OPTIONS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-_BY_VALIDATION = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+_BY_VALIDATION = ("reduce_lr_on_plateau", "greedy")
 
 
 def schedule_names() -> list[str]:
     """Every name that ``train.schedule`` takes."""
-    return sorted(kind.value for kind in SchedulerType if kind not in _BY_VALIDATION)
+    return sorted(kind.value for kind in SchedulerType if kind.value not in _BY_VALIDATION)
 
 
 def check_schedule(train: OptimizationKeys) -> None:
@@ -28,7 +28,7 @@ def check_schedule(train: OptimizationKeys) -> None:
     Raises:
         ConfigError: there is no such schedule or option, or an option is missing or has a wrong value.
     """
-    if train.schedule in {kind.value for kind in _BY_VALIDATION}:
+    if train.schedule in _BY_VALIDATION:
         raise ConfigError(
             f"train.schedule: {train.schedule} goes by the validation loss instead of the steps, and `veomni train` "
             "has only schedules that go by the steps. Write another one, such as cosine, and train.early_stop"

@@ -10,6 +10,7 @@ from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
+from veomni_trainer.setup.adapter import check_packages
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 
@@ -35,5 +36,6 @@ def check_job(path: Path, hardware: Hardware) -> JobConditions:
     except HostError:
         if hardware.detected:  # the machine that has the named hardware may have the optimizer's package
             raise
+    check_packages(job, to_train=hardware.detected)
     check_model(job, load_tokenizer(job.data.tokenizer, job.data.end_of_document))
     return conditions(job)

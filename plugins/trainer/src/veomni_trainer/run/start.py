@@ -101,7 +101,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     tokenizer = load_tokenizer(job.data.tokenizer, job.data.end_of_document)
     check_schedule(job.train)
     check_optimizer(job.train)
-    check_packages(job)
+    check_packages(job, to_train=True)
     if job.train.is_sharded or job.train.parameter_groups or job.lora:
         check_model(job, tokenizer)
     if job.train.is_sharded:

@@ -28,14 +28,16 @@ _BOTH = (  # the keys that PEFT has under the same names
 _PLACES = ("target_modules", "target_parameters", "modules_to_save")
 
 
-def check_packages(job: Job) -> None:
-    """Raise HostError if a package that the job's section ``lora`` needs is not installed."""
+def check_packages(job: Job, *, to_train: bool) -> None:
+    """Raise HostError if a package that the job's section ``lora`` needs is not installed.
+
+    PEFT is needed to check the job; bitsandbytes only ``to_train``.
+    """
     if job.lora is None:
         return
     needed = [("lora", "peft", "lora")]
-    needed += (
-        [(f"lora.quantization: {job.lora.quantization}", "bitsandbytes", "qlora")] if job.lora.quantization else []
-    )
+    if job.lora.quantization and to_train:
+        needed.append((f"lora.quantization: {job.lora.quantization}", "bitsandbytes", "qlora"))
     for key, package, extra in needed:
         if find_spec(package) is None:
             raise HostError(f"{key} needs {package}, which is not installed: pip install 'veomni-trainer[{extra}]'")
