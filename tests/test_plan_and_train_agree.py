@@ -107,8 +107,8 @@ BAD = {
     "two problems": (changed(train__steps=0, model__dtype="fp8"), "2 problems"),
     "sections that contradict each other": (changed(train__warmup=5), "train.warmup is 5 steps, but train.steps is 1"),
     "autocast over weights of 16 bits": (
-        changed(model__dtype="bfloat16", train__bf16=True),
-        "train.bf16 computes in bfloat16 on float32 weights, but model.dtype is bfloat16",
+        changed(model__dtype="bfloat16", train__precision="bf16_mixed"),
+        "model.dtype is bfloat16, but train.precision: bf16_mixed trains float32 weights",
     ),
     "sizes that contradict each other": (changed(train__fsdp_size=4, train__ep_size=3), "3 does not divide the 4"),
     "two ways to shard": (changed(train__fsdp_size=2, train__fsdp=True), "write train.fsdp: false"),
@@ -145,7 +145,8 @@ GOOD = {
     "another word for config": changed(model__config=REMOVED, model__config_path="llama"),
     "weights, by another word": changed(model__config=REMOVED, model__path="llama"),
     "a config of the working directory": changed(model__config="here/config.json"),
-    "autocast": changed(train__bf16=True),
+    "autocast": changed(train__precision="bf16_mixed"),
+    "weights of 16 bits": changed(model__dtype=REMOVED, train__precision="bf16"),
     "a vocabulary from the tokenizer": changed(model__config__vocab_size=REMOVED),
     "weights with a tokenizer": changed(model__weights="spoken"),
     "several sources": changed(data__files=REMOVED, data__sources=[{"files": "text.txt"}, {"files": "text.txt"}]),
@@ -265,12 +266,18 @@ def planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
 
 
 def test_plan_goes_by_the_job_s_device_and_precision(planned):
-    assert planned(JOB, "--set", "train.bf16=true", "--set", "train.device=auto")["autocast"] == "bfloat16"
-    assert planned(changed(train__bf16=True))["autocast"] == "bfloat16"
+    changes = ("--set", "train.precision=bf16_mixed", "--set", "train.device=auto")
+    assert planned(JOB, *changes)["autocast"] == "bfloat16"
+    assert planned(changed(train__precision="bf16_mixed"))["autocast"] == "bfloat16"
     assert planned(JOB)["autocast"] is None
     assert planned(JOB)["hardware"]["device_type"] == "cpu"
-    assert planned(changed(train__device="auto"))["hardware"]["device_type"] == "cuda"
-    assert planned(JOB, "--hardware", "h200")["hardware"]["device_type"] == "cuda"
+    on_gpu = planned(changed(train__device="auto"))
+    assert (on_gpu["hardware"]["device_type"], on_gpu["autocast"]) == ("cuda", "bfloat16")
+    assert planned(changed(train__device="auto", train__precision="float32"))["autocast"] is None
+    assert planned(changed(train__device="auto", train__precision="fp16_mixed"))["autocast"] == "float16"
+    named = planned(JOB, "--hardware", "h200")
+    assert (named["hardware"]["device_type"], named["autocast"]) == ("cuda", "bfloat16")
+    assert planned(JOB, "--hardware", "t4")["autocast"] is None  # bfloat16 is only emulated there
 
 
 def test_without_a_plugin_that_runs_jobs_plan_says_what_it_did_not_check(folder, monkeypatch):

@@ -23,7 +23,6 @@ model:
     resid_pdrop: 0.0
     embd_pdrop: 0.0
     attn_pdrop: 0.0
-  dtype: float32
   ops_implementation:
     preset: eager
     {field}: {value}

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from counting_kernels import counting_registry
 from models import build, step, tokens
@@ -186,7 +186,7 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
 
 
 REMOTE = """
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 class MineConfig(LlamaConfig):
     model_type = "mine"
@@ -248,6 +248,18 @@ def test_weights_alone_do_not_say_which_model_they_are_of(checkpoint):
 def test_a_folder_without_a_config_is_named(tmp_path):
     with pytest.raises(JobFileError, match=r"there is no config\.json in this folder"):
         build_on_cpu(tmp_path)
+
+
+def test_quantized_weights_run_with_the_kernels_planned_for_whole_ones(checkpoint):
+    pytest.importorskip("bitsandbytes")
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    ops = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "one"}, counting_registry("one"))
+    model = build_on_cpu(checkpoint, checkpoint, ops=ops, quantization_config=quantized)
+    whole = build_on_cpu(checkpoint, checkpoint, ops=ops)
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
+    assert binding_of(model).plan == binding_of(whole).plan and not binding_of(model).receipt.changed
+    with pytest.raises(ConfigError, match="it needs weights_path, and no distributed_config"):
+        build_on_cpu(checkpoint, ops=ops, quantization_config=quantized)
 
 
 def test_weights_are_not_loaded_onto_meta(checkpoint):

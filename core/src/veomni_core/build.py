@@ -38,6 +38,7 @@ def build_foundation_model(
     training: bool = True,
     attn_implementation: str | None = None,
     distributed_config: Any = None,
+    quantization_config: Any = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     agree: bool = True,
@@ -63,6 +64,8 @@ def build_foundation_model(
         distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
             mapping of its fields (``{"fsdp_size": 4, "ep_size": 2}``). Needs transformers 5.21 and as many processes
             as the sizes say. No rank ever holds the whole model. Random weights don't depend on how they are sharded.
+        quantization_config: how transformers quantizes the weights while it loads them, such as its
+            ``BitsAndBytesConfig``. Needs ``weights_path``. The plan is that of the model whose weights are whole.
         config_kwargs: keys of the model's config to override.
         trust_remote_code: whether code that is shipped with a model may run.
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
@@ -112,6 +115,11 @@ def build_foundation_model(
             "weights_path out for the shapes, or write init_device='cuda' or 'cpu' to load the weights"
         )
     sharding = None if distributed_config is None else distributed_config_of(distributed_config)
+    if quantization_config is not None and (weights_path is None or sharding is not None):
+        raise ConfigError(
+            "quantization_config quantizes weights that are loaded onto one device: it needs weights_path, and no "
+            "distributed_config"
+        )
     if sharding is not None:
         refuse_device(made_on)
         refuse_world(sharding)
@@ -129,7 +137,8 @@ def build_foundation_model(
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:
-        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, sharding)
+        options = {"distributed_config": sharding, "quantization_config": quantization_config}
+        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
     elif sharding is not None:
         model = random_sharded_model(type(skeleton), config, dtype, sharding)
     elif made_on.type == "meta":
@@ -227,12 +236,17 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
 
 
 def _load_weights(
-    model_class: Any, config: Any, path: Path, dtype: torch.dtype, device: torch.device, trust: bool, sharding: Any
+    model_class: Any,
+    config: Any,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust: bool,
+    given: Mapping[str, Any],
 ) -> Any:
-    options: dict[str, Any] = {}
-    if sharding is not None:
-        options["distributed_config"] = sharding  # the engine puts each part on its rank's accelerator
-    elif device.type != "cpu":
+    options = {name: value for name, value in given.items() if value is not None}
+    # transformers' engine puts each part on its rank's accelerator
+    if "distributed_config" not in options and device.type != "cpu":
         options["device_map"] = {"": device}
     if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
         # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.

@@ -38,7 +38,7 @@ def job_data(tmp_path: Path) -> dict[str, Any]:
     (text / "a.txt").write_text(TEXT, encoding="utf-8")
     (text / "b.txt").write_text(TEXT.upper(), encoding="utf-8")
     return {
-        "model": {"config": deepcopy(LLAMA), "dtype": "float32", "ops_implementation": {"preset": "eager"}},
+        "model": {"config": deepcopy(LLAMA), "ops_implementation": {"preset": "eager"}},
         "data": {"files": "text", "sequence_length": 32},
         "train": {
             "output_dir": str(tmp_path / "run"),
@@ -48,6 +48,36 @@ def job_data(tmp_path: Path) -> dict[str, Any]:
             "device": "cpu",
         },
     }
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with weights, a config and a tokenizer: ``llama`` and ``moe``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("pretrained")
+    letters = {chr(code): code for code in range(32, 127)}
+    characters = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, unk_token=" "))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    for name, config in (("llama", LLAMA), ("moe", QWEN3_MOE)):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, vocab_size=128), dtype=torch.float32)
+        model.save_pretrained(root / name)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<|endoftext|>")
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def lora_data(job_data: dict[str, Any], pretrained: Path) -> dict[str, Any]:
+    """A job that trains an adapter over the weights of the tiny Llama."""
+    weights = str(pretrained / "llama")
+    job_data["model"] = {"weights": weights, "ops_implementation": {"preset": "eager"}}
+    job_data["data"]["tokenizer"] = weights
+    job_data["train"]["learning_rate"] = 0.01
+    job_data["lora"] = {"rank": 4, "alpha": 8}
+    return job_data
 
 
 @pytest.fixture

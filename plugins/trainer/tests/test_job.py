@@ -84,7 +84,9 @@ def test_weights_alone_name_a_model(job_data: dict[str, Any]) -> None:
         ("train", "warmup", 5, "train.warmup is 5 steps, but train.steps is 4"),
         ("model", "dtype", "float8", "model.dtype: must be 'float32', 'bfloat16' or 'float16', got 'float8' (text)"),
         ("model", "dtype", "float16", "model.dtype: float16 holds nothing below 6e-8, so weights"),
-        ("train", "bf16", "yes", "train.bf16: must be true or false, got 'yes' (text)"),
+        ("model", "dtype", "bfloat16", "model.dtype is bfloat16, but a job without train.precision trains float32"),
+        ("train", "bf16", True, "train.bf16: there is no such key; write train.precision: bf16_mixed"),
+        ("train", "precision", "bf32", "train.precision: must be 'bf16_mixed', 'bf16', 'fp16_mixed' or 'float32', got"),
         ("model", "path", 3, "model.path: must be text, got 3 (integer)"),
         ("model", "config_path", "config.json", "model.config_path: is another word for model.config, which is given"),
         ("model", "moe_implementation", "eager", "model.moe_implementation: there is no such key. A kernel is chosen"),
@@ -279,6 +281,7 @@ def test_set_may_write_a_section_that_is_not_there() -> None:
     [
         ("train.stps=3", UnknownNameError, "--set train.stps: there is no such key. Did you mean 'train.steps'?"),
         ("steps=3", UnknownNameError, "--set steps: there is no such key."),
+        ("train.bf16=true", UnknownNameError, "--set train.bf16: there is no such key; write train.precision"),
         ("model.confg=x", UnknownNameError, "--set model.confg: there is no such key. Did you mean 'model.config'?"),
         ("model.dtype.more=3", UnknownNameError, "--set model.dtype.more: model.dtype holds a value, not a section"),
         ("train.steps.more=3", UnknownNameError, "--set train.steps.more: train.steps holds a value, not a section"),

@@ -125,6 +125,14 @@ def test_two_processes_balance_experts_as_one(
     _assert_same(found, alone)
 
 
+def test_two_processes_train_an_adapter_as_one(lora_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
+    job = write_job(lora_data)
+    found, _ = _train(TWO, job, tmp_path / "run", "train.export=merged")
+    alone, _ = _train(ALONE, job, tmp_path / "single", "train.batch_size=4")
+    _assert_same(found, alone)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
 def test_two_processes_that_share_each_sequence_train_as_one(
     job_data: dict[str, Any], balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, is_moe: bool

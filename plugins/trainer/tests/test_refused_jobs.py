@@ -100,3 +100,9 @@ def test_a_start_that_fails_leaves_earlier_results_alone(
     with pytest.raises(RuntimeError, match="no memory"):
         train(job_data, f"train.output_dir={run}-new")
     assert not run.with_name("run-new").exists()
+
+
+def test_float16_on_a_cpu_is_refused(job_data: dict[str, Any], train: Train, run: Path) -> None:
+    with pytest.raises(HostError, match=r"accelerate scales losses on accelerators only.*bf16_mixed or float32"):
+        train(job_data, "train.precision=fp16_mixed")
+    assert not run.exists()

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+from veomni_core import Hardware
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
 from veomni_trainer.job.load import load_job
@@ -83,7 +84,7 @@ def test_sizes_that_do_not_fit_the_model_are_refused_by_plan_and_train_alike(
     data = request.getfixturevalue(fixture)
     data["train"] |= sizes
     with pytest.raises(ConfigError) as planned:
-        check_job(write_job(data))
+        check_job(write_job(data), Hardware.cpu())
     named = (f"{key} {sizes[key]}" for key in ("fsdp_size", "tp_size", "ep_size") if key in sizes)
     assert all(each in str(planned.value) for each in (message, *named))
     with pytest.raises(ConfigError) as trained:
@@ -106,7 +107,7 @@ def test_an_engine_that_is_too_old_is_named(
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
     moe_data["train"]["fsdp_size"] = 2
     with pytest.raises(HostError, match=rf"5\.21 or newer; this is transformers {transformers.__version__}"):
-        check_job(write_job(moe_data))
+        check_job(write_job(moe_data), Hardware.cpu())
 
 
 def test_a_plan_is_made_for_the_sizes(moe_data: dict[str, Any], write_job: WriteJob) -> None:

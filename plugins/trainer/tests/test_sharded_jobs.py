@@ -61,7 +61,9 @@ def two(jobs: Jobs) -> dict[int, list[str]]:
                 "moe, sp and ep", "moe", *fsdp, "train.ep_size=2", "train.sp_size=2", SDPA, ACCUMULATING, balance(1)
             ),
             jobs.case("refused", "llama", "train.fsdp_size=4"),
-            jobs.case("bf16", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO, "train.bf16=true", "train.steps=2"),
+            jobs.case(
+                "bf16", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO, "train.precision=bf16_mixed", "train.steps=2"
+            ),
             jobs.case("llama, on", "llama", *tp, "train.batch_size=4", HELD_OUT, continues=half, resume=True),
         ],
     )

@@ -25,13 +25,13 @@ def test_float32_weights_train_under_autocast_with_the_kernels_planned_for_it(
     moe_data: dict[str, Any], train: Train, run: Path, losses: Losses, caplog: pytest.LogCaptureFixture
 ) -> None:
     moe_data["model"]["ops_implementation"] = {"preset": "auto"}
-    assert train(moe_data, "train.bf16=true") is False
+    assert train(moe_data, "train.precision=bf16_mixed") is False
     receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
     assert receipt["autocast"] == "bfloat16" and not receipt["changed"]
     assert "does not run what was bound" not in caplog.text
     assert losses(run)[-1][1] < losses(run)[0][1]
     with pytest.raises(PlanMismatchError, match="autocast: bfloat16 -> off"):
-        train(moe_data, "train.bf16=false", "train.steps=8", resume=True)
+        train(moe_data, "train.precision=float32", "train.steps=8", resume=True)
 
 
 def test_a_job_for_the_cpu_gets_the_cpu_s_plan_beside_a_gpu(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.discover import discover
@@ -36,7 +37,7 @@ def plan_job(
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     sections = dict.fromkeys([*map(str, written), *(each.parts[0] for each in assignments)])
-    conditions = _conditions([name for name in sections if name != "model"], job, changes or [], registry)
+    conditions = _conditions([name for name in sections if name != "model"], job, changes or [], registry, target)
     data = assigned(written, assignments)
     if conditions.device and not hardware:
         target = registry.detect_hardware(conditions.device)
@@ -53,7 +54,8 @@ def plan_job(
             check_weights(Path(section.weights))
         else:
             assumed = (f"model.weights: {section.weights}",)
-    skeleton = build_skeleton(section.source, torch_dtype=section.dtype, trust_remote_code=section.trust_remote_code)
+    dtype = conditions.dtype or section.dtype or "bfloat16"
+    skeleton = build_skeleton(section.source, torch_dtype=dtype, trust_remote_code=section.trust_remote_code)
     if parallel:
         divided = get_parallel_plan(skeleton)
         print_json(divided.to_dict()) if json else print(divided.table())
@@ -69,7 +71,9 @@ def plan_job(
     print(plan.to_json() if json else plan.table())
 
 
-def _conditions(others: list[str], job: Path, changes: list[str], registry: Registry) -> JobConditions:
+def _conditions(
+    others: list[str], job: Path, changes: list[str], registry: Registry, target: Hardware
+) -> JobConditions:
     """The conditions under which a plugin's subcommand would run this job; raises what that subcommand would raise.
 
     A job with only a ``model`` section is not checked.
@@ -87,7 +91,7 @@ def _conditions(others: list[str], job: Path, changes: list[str], registry: Regi
     for verb in verbs:
         check = load_attribute(verb.job_check)
         try:
-            return (check(job, changes=changes) if changes else check(job)) or JobConditions()
+            return (check(job, target, changes=changes) if changes else check(job, target)) or JobConditions()
         except VeOmniError as error:
             problems[verb.name] = error
     if not verbs:

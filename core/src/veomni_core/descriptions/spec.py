@@ -103,16 +103,19 @@ class JobConditions:
         distributed_config: how transformers' engine will shard the model, as fields of its ``DistributedConfig``
             (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
 
+        dtype: the dtype of the weights; ``None`` for the job's ``model.dtype``.
+
     Example:
-        >>> def check(path, changes=()):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
-        ...     return JobConditions(autocast="bfloat16")
-        >>> check("job.yaml").autocast
+        >>> def check(path, hardware, changes=()):  # named by a CommandSpec's job_check, for a job in bfloat16
+        ...     return JobConditions(autocast="bfloat16", dtype="float32")
+        >>> check("job.yaml", Hardware.named("h200")).autocast
         'bfloat16'
     """
 
     device: str | None = None
     autocast: str | None = None
     distributed_config: Mapping[str, Any] | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,10 @@ class CommandSpec:
             has one. Imported only when it is used.
         help: one line for ``veomni --help``.
         job_check: for a subcommand that runs jobs, ``"module:attribute"`` of a function that takes the path of a job
-            file and raises what the subcommand would raise for that job. It may return the :class:`JobConditions` under
-            which the subcommand would plan. ``veomni plan`` calls it for jobs with sections besides ``model``, so that
-            it refuses the same jobs. ``veomni plan --set`` gives it the list ``changes`` too:
-            ``["train.steps=100"]``.
+            file and the :class:`Hardware` that is planned for, and raises what the subcommand would raise for that job.
+            It may return the :class:`JobConditions` under which the subcommand would plan. ``veomni plan`` calls it for
+            jobs with sections besides ``model``, so that it refuses the same jobs. ``veomni plan --set`` gives it the
+            list ``changes`` too: ``["train.steps=100"]``.
 
     Example:
         >>> CommandSpec("profile", "acme_profile.command:profile", help="times every kernel of a job").target

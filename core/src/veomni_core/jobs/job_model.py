@@ -26,8 +26,8 @@ class ModelSection:
     """A mapping with ``model_type`` and sizes, a path, or a Hub id; without it, the weights' own config."""
     weights: str | None = None
     """A folder of safetensors files. Without it, the weights are random."""
-    dtype: str = "bfloat16"
-    """The dtype of the weights."""
+    dtype: str | None = None
+    """The dtype of the weights. Without it, what the job's training says; in a job of a model alone, bfloat16."""
     ops_implementation: dict[str, Any] | None = None
     """Which kernels run."""
     trust_remote_code: bool = False
@@ -107,7 +107,7 @@ def model_section_of(job: Mapping[str, Any], source: str, folder: Path) -> Model
 _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("text or a mapping", lambda value: value is None or isinstance(value, (str, dict))),
     "weights": ("text", lambda value: value is None or isinstance(value, str)),
-    "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value in DTYPES),
+    "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value is None or value in DTYPES),
     "ops_implementation": ("a mapping", lambda value: value is None or isinstance(value, dict)),
     "trust_remote_code": ("true or false", lambda value: isinstance(value, bool)),
 }

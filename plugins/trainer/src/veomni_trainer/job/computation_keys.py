@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from veomni_trainer.job.precision import PrecisionName
 from veomni_trainer.job.section import Section
 
 
@@ -12,8 +13,9 @@ class ComputationKeys(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is an accelerator where there is one."""
-    bf16: bool = False
-    """Whether float32 weights train under autocast to bfloat16."""
+    precision: PrecisionName | None = None
+    """In which dtypes weights are held and steps computed; by default ``bf16_mixed`` where an accelerator has bfloat16,
+    otherwise ``float32``."""
     gradient_checkpointing: bool = False
     """Whether activations are computed again in the backward instead of kept."""
     torch_compile: bool = False

@@ -24,7 +24,8 @@ class OutputKeys(Section):
     """How many of the newest checkpoints are kept."""
     on_bad_loss: Literal["stop", "warn"] = "stop"
     """What follows when a step's loss or gradient norm is not finite. Such a step is never saved."""
-    export: bool = False
-    """Whether the last checkpoint's weights are also written as plain safetensors."""
+    export: bool | Literal["merged"] = False
+    """Whether the last checkpoint's weights are also written as plain safetensors; of LoRA the adapter, or with
+    ``merged`` the weights with the adapter in them."""
     expert_loads: bool | None = None
     """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""

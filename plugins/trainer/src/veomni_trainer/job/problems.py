@@ -14,6 +14,13 @@ from veomni_core.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 from veomni_core.jobs.jobfile import job_file_error, shown
 
 _QUOTED = re.compile(r"'([^']*)'")
+_ELSEWHERE = {
+    "lora.r": "write lora.rank",
+    "lora.lora_alpha": "write lora.alpha",
+    "lora.lora_dropout": "write lora.dropout",
+    "train.bf16": "write train.precision: bf16_mixed (float32 weights under autocast to bfloat16), bf16 (all in "
+    "bfloat16), fp16_mixed or float32",
+}
 _WANTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
@@ -33,6 +40,11 @@ def explain_problems(error: ValidationError, root: type[BaseModel], source: str)
             if problem not in problems.setdefault(path, []):
                 problems[path].append(problem)
     return job_file_error(source, {path: _join(found) for path, found in problems.items()})
+
+
+def no_such_key(path: str, suggestion: str) -> str:
+    """What to say of the unknown key at ``path``: what to write for it, or else ``suggestion``."""
+    return f"there is no such key; {_ELSEWHERE[path]}" if path in _ELSEWHERE else f"there is no such key. {suggestion}"
 
 
 def keys_of(section: type) -> dict[str, Any]:
@@ -75,7 +87,7 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
             hint = suggest(name, keys_of(section)) or suggest(name, known_paths(root))
-            return [(unknown, f"there is no such key. {hint or did_you_mean(name, keys_of(section))}")]
+            return [(unknown, no_such_key(unknown, hint or did_you_mean(name, keys_of(section))))]
     path = ".".join(parts)
     if detail["type"] == "missing":
         return [(path, "is missing")]

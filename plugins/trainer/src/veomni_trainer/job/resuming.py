@@ -36,18 +36,24 @@ KEYS: Mapping[str, OnResume] = {
     "model.ops_implementation": _COMPARED,  # the plan
     "model.trust_remote_code": _APPLIED,
     "data": _COMPARED,  # the sequences
+    "lora": _COMPARED,  # the adapter
     "train.output_dir": _APPLIED,
     "train.steps": _APPLIED,
+    "train.epochs": _APPLIED,
     "train.batch_size": _COMPARED,  # the sequences of a step, here and below
     "train.gradient_accumulation": _COMPARED,
     "train.learning_rate": _APPLIED,
+    "train.optimizer": _REFUSED,
+    "train.parameter_groups": _REFUSED,
     "train.schedule": _APPLIED,
+    "train.schedule_options": _APPLIED,
+    "train.early_stop": _APPLIED,
     "train.warmup": _APPLIED,
     "train.weight_decay": _APPLIED,
     "train.max_grad_norm": _APPLIED,
     "train.seed": _REFUSED,
     "train.device": _APPLIED,
-    "train.bf16": _COMPARED,  # the plan
+    "train.precision": _REFUSED,
     "train.gradient_checkpointing": _APPLIED,
     "train.torch_compile": _APPLIED,
     "train.verify": _APPLIED,
@@ -69,6 +75,9 @@ KEYS: Mapping[str, OnResume] = {
 
 _WHY: Mapping[str, str] = {
     "model.dtype": "the optimizer's state is in the dtype of the weights",
+    "train.precision": "weights and the optimizer's state are in its dtype",
+    "train.optimizer": "the optimizer's state is of its kind",
+    "train.parameter_groups": "the optimizer's state is stored group by group",
     "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
     "train.fsdp": "weights and optimizer are stored otherwise with and without it",
 }
@@ -83,11 +92,16 @@ class ChangedKey:
     now: Any
 
     @property
-    def on_resume(self) -> OnResume:
-        """What becomes of the change."""
+    def key(self) -> str:
+        """The key of :data:`KEYS` that the path is under."""
         parts = self.path.split(".")
         prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next(KEYS[prefix] for prefix in prefixes if prefix in KEYS)
+        return next(prefix for prefix in prefixes if prefix in KEYS)
+
+    @property
+    def on_resume(self) -> OnResume:
+        """What becomes of the change."""
+        return KEYS[self.key]
 
     def __str__(self) -> str:
         return f"{self.path}: {self.before} -> {self.now}"
@@ -115,7 +129,7 @@ def refuse_changes(checkpoint: Path, changes: list[ChangedKey]) -> None:
     """Raise ConfigError if one of ``changes`` can't be made to a run that is resumed."""
     refused = [change for change in changes if change.on_resume is OnResume.REFUSED]
     if refused:
-        listed = "\n".join(f"  - {change} ({_WHY[change.path]})" for change in refused)
+        listed = "\n".join(f"  - {change} ({_WHY[change.key]})" for change in refused)
         raise ConfigError(
             f"--resume: a run can't go on with another value of these keys than {checkpoint} was trained with:\n"
             f"{listed}\nRestore them, or start a new run from its weights, with model.weights: {checkpoint}"

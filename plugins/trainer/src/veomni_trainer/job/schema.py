@@ -11,8 +11,12 @@ from pydantic import BeforeValidator, model_validator
 
 from veomni_core.jobs.job_model import ModelSection, read_model_section
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.job.lora_section import LoraSection
+from veomni_trainer.job.precision import check_dtype
 from veomni_trainer.job.section import Section
 from veomni_trainer.job.train_section import TrainSection
+
+_SHARDED_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch")  # None: the default, which is one of the others
 
 
 class Job(Section):
@@ -21,24 +25,18 @@ class Job(Section):
     model: Annotated[ModelSection, BeforeValidator(read_model_section)]
     data: DataSection
     train: TrainSection
+    lora: LoraSection | None = None
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> Self:
-        if self.model.dtype == "float16":
-            raise ValueError(
-                "model.dtype: float16 holds nothing below 6e-8, so weights, gradients and optimizer states in it lose "
-                "small updates; write bfloat16 or float32"
-            )
-        if self.train.bf16 and self.model.dtype != "float32":
-            raise ValueError(
-                f"train.bf16 computes in bfloat16 on float32 weights, but model.dtype is {self.model.dtype}; write "
-                "model.dtype: float32, or leave train.bf16 out"
-            )
+        check_dtype(self.model.dtype, self.train.precision, freezes_weights=self.lora is not None)
         if self.train.validate_every is not None and not self.data.validates:
             raise ValueError(
                 "train.validate_every needs sequences to validate on; set data.validation_fraction or validation_files"
             )
-        if self.train.warmup > self.train.steps:
+        if self.train.early_stop and self.train.validate_every is None:
+            raise ValueError("train.early_stop goes by the validation loss; set train.validate_every")
+        if self.train.steps is not None and self.train.warmup > self.train.steps:
             raise ValueError(
                 f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}; lower train.warmup"
             )
@@ -47,6 +45,24 @@ class Job(Section):
                 f"train.sp_size: {self.train.sp_size} processes can't share data.sequence_length "
                 f"{self.data.sequence_length} equally; write a multiple of {self.train.sp_size}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_weights(self) -> Self:
+        train = self.train
+        if self.lora is None:
+            if train.export == "merged":
+                raise ValueError("train.export: merged adds an adapter to its weights; write true, or a section lora")
+            return self
+        if self.model.weights is None:
+            raise ValueError("lora trains an adapter over weights that stay as they are; name them as model.weights")
+        if train.is_sharded or train.fsdp or train.sp_size > 1:
+            raise ValueError(
+                "lora is not tested over models or sequences that processes share; write 1 for fsdp_size, tp_size and "
+                "sp_size, and fsdp: false. Several processes can train it, each with its own copy of the model"
+            )
+        if self.lora.quantization and train.precision == "fp16_mixed":
+            raise ValueError("lora.quantization is not tested under train.precision: fp16_mixed; write bf16_mixed")
         return self
 
     @model_validator(mode="after")
@@ -73,6 +89,21 @@ class Job(Section):
                 f"train.sp_size {train.sp_size} and tp_size {tp} can't be combined: both divide the attention's heads "
                 "among processes. Write 1 for one of them"
             )
+        if train.precision == "fp16_mixed" and (train.is_sharded or train.fsdp):
+            raise ValueError(
+                "train.precision: fp16_mixed scales the loss by what overflows in one process, and a sharded model's "
+                "gradients lie in several; write bf16_mixed, bf16 or float32"
+            )
+        if train.is_sharded or train.fsdp:
+            if train.parameter_groups:
+                raise ValueError(
+                    "train.parameter_groups: a sharded model's parameters can't be divided into groups yet"
+                )
+            if train.optimizer_name not in _SHARDED_OPTIMIZERS:
+                raise ValueError(
+                    f"train.optimizer: {train.optimizer_name} is not tested on sharded models; write "
+                    f"{' or '.join(map(str, _SHARDED_OPTIMIZERS[1:]))}"
+                )
         if train.export and (train.save_every == "never" or train.fsdp):
             raise ValueError(
                 "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "

@@ -18,6 +18,8 @@ from veomni_trainer.loop.bad_steps import BadSteps
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak
+from veomni_trainer.loop.optimizers import optimizer_for
+from veomni_trainer.loop.parameter_groups import divide
 from veomni_trainer.loop.resuming_trainer import ResumingTrainer
 from veomni_trainer.output.metrics import Row
 
@@ -51,6 +53,7 @@ class JobTrainer(ResumingTrainer):
             eval_dataset=corpus.validation if len(corpus.validation) else None,
             # The last one reads the other callbacks' decisions, and bad_steps those of all before it.
             callbacks=[*callbacks, self.bad_steps, _StepCallback(self)],
+            optimizer_cls_and_kwargs=optimizer_for(train, model),
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
@@ -64,6 +67,13 @@ class JobTrainer(ResumingTrainer):
         self.bad_steps.start_step()
         if self._loads:
             self._loads.start_step()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            trained: Any = self.model if model is None else model
+            divide(super().create_optimizer(model), trained, self._train.parameter_groups)
+        assert self.optimizer is not None
+        return self.optimizer
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         shared = self._train.ranks_per_batch

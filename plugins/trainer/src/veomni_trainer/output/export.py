@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from veomni_core.build import build_skeleton
 from veomni_core.errors import CheckpointError, ConfigError
+from veomni_trainer.output.adapters import copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.files import publish_folder
 from veomni_trainer.output.shards import is_sharded
 
@@ -24,22 +25,33 @@ _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER = "tokenizer_config.json"  # every tokenizer that a checkpoint holds has one
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, trust_remote_code: bool = False) -> None:
+def export_checkpoint(
+    checkpoint: Path, folder: Path, trust_remote_code: bool = False, merges_adapter: bool = False
+) -> None:
     """Write the weights of ``checkpoint`` to ``folder``, which appears whole or not at all.
 
-    Their config and tokenizer are written too. Shards are joined region by region from memory-mapped files, and
-    written layer by layer.
+    Their config and tokenizer are written too. Of an adapter, the adapter alone; or with ``merges_adapter``, the
+    weights under it with the adapter added. Shards are joined region by region from memory-mapped files, and written
+    layer by layer.
 
     Raises:
-        ConfigError: ``folder`` exists, or the model comes with code and ``trust_remote_code`` is false.
+        ConfigError: ``folder`` exists, there is no adapter to merge, or the model comes with code and
+            ``trust_remote_code`` is false.
         CheckpointError: ``checkpoint`` holds no weights that can be exported, or they are damaged.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that doesn't, for the exported weights")
+    if merges_adapter and not is_adapter(checkpoint):
+        raise ConfigError(f"{checkpoint} holds whole weights and no adapter that could be merged; leave --merge out")
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         staging.mkdir(parents=True)
-        _write(checkpoint, staging, trust_remote_code)
+        if merges_adapter:
+            merge_adapter(checkpoint, staging, trust_remote_code)
+        elif is_adapter(checkpoint):
+            copy_adapter(checkpoint, staging)
+        else:
+            _write(checkpoint, staging, trust_remote_code)
         publish_folder(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -165,7 +165,8 @@ class RunFolder:
         folders = [path for _, path in self._checkpoint_folders()]
         folders += self.path.glob(f"checkpoint-*{_SET_ASIDE}*")
         eager = self.compared("eager")
-        folders += [self.exported] if (self.exported / "config.json").exists() else []
+        written = (self.exported / name for name in ("config.json", "adapter_config.json"))
+        folders += [self.exported] if any(path.exists() for path in written) else []
         return [*files, *folders, *([eager.path] if eager.metrics.exists() else [])]
 
 

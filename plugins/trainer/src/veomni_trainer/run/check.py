@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from veomni_core import JobConditions
+from veomni_core import Hardware, JobConditions
+from veomni_core.errors import HostError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.optimizers import check_optimizer
+from veomni_trainer.loop.schedules import check_schedule
+from veomni_trainer.setup.adapter import check_packages
+from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
 
-def check_job(path: Path, changes: Sequence[str] = ()) -> JobConditions:
+def check_job(path: Path, hardware: Hardware, changes: Sequence[str] = ()) -> JobConditions:
     """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
 
-    ``changes`` are the values of ``--set``.
+    ``changes`` are the values of ``--set``. What the job leaves to the machine is the default on ``hardware``.
 
     Reads the job file, the model's config and the tokenizer; of a sharded job also the model's modules. Doesn't
     check what depends on the machine that trains: the text files, the devices and the output folder.
@@ -23,11 +28,20 @@ def check_job(path: Path, changes: Sequence[str] = ()) -> JobConditions:
     Raises:
         VeOmniError: the job must be corrected.
     """
-    return check_loaded(load_job(path, changes))
+    return check_loaded(load_job(path, changes), hardware)
 
 
-def check_loaded(job: Job) -> JobConditions:
+def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
     """The same for a job that was read already."""
+    on_cpu = hardware.detected and job.train.device == "cpu"
+    job = with_machine_defaults(job, Hardware.cpu() if on_cpu else hardware)
     ops_config(job)
+    check_schedule(job.train)
+    try:
+        check_optimizer(job.train)
+    except HostError:
+        if hardware.detected:  # the machine that has the named hardware may have the optimizer's package
+            raise
+    check_packages(job, to_train=hardware.detected)
     check_model(job, job_tokenizer(job))
     return conditions(job)

@@ -98,6 +98,9 @@ def export(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Whether code that comes with the model may run.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a LoRA run: the weights with the adapter in them, not the adapter.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
     from veomni_trainer.output.export import export_checkpoint
@@ -105,5 +108,5 @@ def export(
 
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
-    export_checkpoint(checkpoint, folder, trust_remote_code)
+    export_checkpoint(checkpoint, folder, trust_remote_code, merge)
     print(f"{checkpoint} -> {folder}")

@@ -18,11 +18,13 @@ from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.run.start import check_enough
+from veomni_trainer.run.start import check_enough, steps_of
 from veomni_trainer.run.starting_point import StartingPoint, starting_point
 from veomni_trainer.setup.arguments import device_of
+from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
+from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
 _PARTS = {
@@ -55,6 +57,11 @@ class DryRun:
     device_bytes: int
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return steps_of(self.corpus, self.job.train, self.processes)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all processes."""
         train = self.job.train
@@ -64,7 +71,7 @@ class DryRun:
     @property
     def epochs(self) -> float:
         """How often the whole job sees each training sequence."""
-        return self.job.train.steps * self.tokens_per_step / (len(self.corpus.training) * self.job.data.sequence_length)
+        return self.steps * self.tokens_per_step / (len(self.corpus.training) * self.job.data.sequence_length)
 
     def describe(self) -> str:
         """The text for the terminal."""
@@ -75,7 +82,7 @@ class DryRun:
             self.corpus.describe(),
             f"model: {self.parameters / 1e6:,.1f} M parameters, on {self.device}{processes}",
             self.plan.table(),
-            f"train: {begins}; {train.steps:,} steps of {self.tokens_per_step:,} tokens, {self.epochs:.2g} epochs; "
+            f"train: {begins}; {self.steps:,} steps of {self.tokens_per_step:,} tokens, {self.epochs:.2g} epochs; "
             f"writes to {train.output_dir}",
             self._memory_table(),
             "Nothing was written. Leave out --dry-run to train.",
@@ -85,7 +92,7 @@ class DryRun:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
         return {
-            "steps": self.job.train.steps,
+            "steps": self.steps,
             "resumes": str(self.point.checkpoint) if self.point.checkpoint else None,
             "tokens_per_step": self.tokens_per_step,
             "epochs": self.epochs,
@@ -126,6 +133,7 @@ def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--dry-run looks at one process of the job; start it without torchrun")
     transformers.utils.logging.set_verbosity_error()
+    job = for_this_machine(job)
     ops = ops_config(job)
     point = starting_point(job, RunFolder(Path(job.train.output_dir)), resume, overwrite)
     tokenizer = job_tokenizer(job)
@@ -137,7 +145,7 @@ def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -
     corpus = read_corpus(job.data, tokenizer)
     check_enough(corpus, job.train, processes)
     config = model_config(job, tokenizer)
-    skeleton = build_skeleton(config, torch_dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code)
+    skeleton = build_skeleton(config, torch_dtype=weights_dtype(job), trust_remote_code=job.model.trust_remote_code)
     plan = make_plan(
         skeleton,
         ops,

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from veomni_core.errors import HostError
 from veomni_trainer.loop.checkpoints import CheckpointCallback
+from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.trainer import JobTrainer
@@ -47,8 +48,8 @@ def fit(start: Start) -> Ending:
         start.arguments,
         start.point,
     )
-    loads = ExpertLoads(start.model, binding, train, arguments.process_index) if train.measures_loads else None
-    progress = Progress(train.steps, point.step)
+    loads = ExpertLoads(start.base, binding, train, arguments.process_index) if train.measures_loads else None
+    progress = Progress(start.steps, point.step)
     readings = [reading.to_dict() for reading in start.corpus.readings]
     record = RunRecord(folder, binding, start.origin.job, readings, point.step, progress)
     interrupt = InterruptCallback()
@@ -56,7 +57,7 @@ def fit(start: Start) -> Ending:
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        callbacks = [record, interrupt, saver]
+        callbacks = [record, interrupt, *([EarlyStop(train)] if train.early_stop else []), saver]
         trainer = JobTrainer(start.model, arguments, start.corpus, record.on_row, callbacks, train, loads)
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)

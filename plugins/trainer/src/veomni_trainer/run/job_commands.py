@@ -28,6 +28,7 @@ def init(
     if job.exists():
         raise ConfigError(f"{job} exists; name a file that doesn't, or edit that one")
 
+    from veomni_core import discover
     from veomni_core.jobs.jobfile import parse_yaml
     from veomni_trainer.job.load import parse_job
     from veomni_trainer.job.new_job import NewJob
@@ -43,7 +44,7 @@ def init(
     )
     text = answers.to_yaml(job.name)
     # Nothing is written that `veomni train` would refuse.
-    check_loaded(parse_job(parse_yaml(text), str(job), job.parent))
+    check_loaded(parse_job(parse_yaml(text), str(job), job.parent), discover().detect_hardware())
     job.parent.mkdir(parents=True, exist_ok=True)
     with job.open("x", encoding="utf-8") as stream:
         stream.write(text)

@@ -14,6 +14,7 @@ from torch import distributed
 
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
@@ -23,7 +24,8 @@ from veomni_trainer.run.eager import train_eager
 from veomni_trainer.run.fit import Ending, fit
 from veomni_trainer.run.saying import is_main_process, say
 from veomni_trainer.run.start import prepare
-from veomni_trainer.run.starting_point import starting_point
+from veomni_trainer.run.starting_point import StartingPoint, starting_point
+from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.waiting import naming_lost_processes
 
 
@@ -56,6 +58,7 @@ def run_job(
         )
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    job = for_this_machine(job)
     folder = RunFolder(Path(job.train.output_dir))
     with locked(folder.path) if is_main_process() else nullcontext():
         return _run(job, folder, compare, resume, overwrite, accept_plan_change)
@@ -80,7 +83,8 @@ def _run(
     if is_main_process():
         if job.train.export and not (interrupted or ending.bad_step):
             shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
-            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
+            merges = job.train.export == "merged"
+            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
             print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         say(describe_run(folder))
@@ -107,11 +111,32 @@ def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:
 def _train(job: Job, folder: RunFolder, resume: bool | Path, overwrite: bool, accept_plan_change: bool) -> Ending:
     """Train unless the run is complete. Frees the model when it returns."""
     point = starting_point(job, folder, resume, overwrite)
-    if point.step == job.train.steps:
-        stands = f"it stands at step {point.step} of {job.train.steps}"
-        say(f"{folder.path} is complete: {stands}. Raise train.steps to go on.")
+    if _is_complete(job, folder, point, job.train.steps):
         return Ending()
-    return fit(prepare(job, folder, point, accept_plan_change))
+    start = prepare(job, folder, point, accept_plan_change)
+    if _is_complete(job, folder, point, start.steps):  # a job in epochs, whose steps depend on its data
+        return Ending()
+    return fit(start)
+
+
+def _is_complete(job: Job, folder: RunFolder, point: StartingPoint, steps: int | None) -> bool:
+    """Whether nothing is left to train; says so if that is the case."""
+    length = "steps" if job.train.epochs is None else "epochs"
+    if point.checkpoint is None or steps is None:
+        return False
+    if point.step > steps:
+        asked = f"train.{length} is {getattr(job.train, length)}"
+        raise ConfigError(f"{asked}, but {point.checkpoint} is already past that. Raise train.{length}")
+    if point.step == steps:
+        say(f"{folder.path} is complete: it stands at step {point.step} of {steps}. Raise train.{length} to go on.")
+    elif has_stopped(point.checkpoint, job.train):
+        say(
+            f"{folder.path} is complete: it stopped early at step {point.step}. "
+            "Raise train.early_stop.patience to go on."
+        )
+    else:
+        return False
+    return True
 
 
 def _let_go() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
@@ -15,9 +17,12 @@ from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
+from veomni_trainer.loop.optimizers import check_optimizer
+from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.saying import say
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
+from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
 from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.model import build_model, check_model, ops_config
 from veomni_trainer.setup.room import check_room
@@ -27,18 +32,26 @@ from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 
 @dataclass(frozen=True)
 class Start:
-    """A training that can begin: its data, its bound model with weights, and transformers' arguments."""
+    """A training that can begin: its data, its model with weights, and transformers' arguments.
+
+    ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
+    """
 
     job: Job
     folder: RunFolder
     corpus: Corpus
-    model: PreTrainedModel
+    model: PreTrainedModel | PeftModel
+    base: PreTrainedModel
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
+    steps: int
     origin: Origin
 
 
@@ -50,8 +63,12 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     """
     ops = ops_config(job)
     tokenizer = job_tokenizer(job)
-    if job.train.is_sharded:
+    check_schedule(job.train)
+    check_optimizer(job.train)
+    check_packages(job, to_train=True)
+    if job.train.is_sharded or job.train.parameter_groups or job.lora:
         check_model(job, tokenizer)
+    if job.train.is_sharded:
         check_started(job.train)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
@@ -60,6 +77,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         check_sequences(point.checkpoint, sequences)
     group = sequence_parallel_group(job.train.sp_size, arguments)
     check_enough(corpus, job.train, arguments.world_size)
+    check_validates(job, arguments.device, len(corpus.validation) > 0)
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
@@ -68,11 +86,12 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     assert binding is not None
     limit_waiting(job.train.timeout)
     arguments.ddp_find_unused_parameters = may_leave_parameters_unused(model, binding.plan, job.train)
-    check_room(job.train, folder, model)
     if group is not None:
         apply_ulysses(model, group)
+    trained = with_adapter(model, job, point.checkpoint) if job.lora else model
+    check_room(job.train, folder, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
-    say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
+    say(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
     for what in (*binding.receipt.verification.kernels, *binding.receipt.verification.sites):
         say(f"verified: {what}")
     for change in accepted:
@@ -80,13 +99,26 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     if point.checkpoint:
         say(describe_resumption(job, folder, point))
     origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
-    return Start(job, folder, corpus, model, binding, arguments, point, origin)
+    steps = steps_of(corpus, job.train, arguments.world_size)
+    return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin)
+
+
+def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:
+    """The job's last step; of a job in epochs as ``Trainer`` counts it, where an epoch's last step may be smaller."""
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None
+    batches = len(corpus.training) // _sequences_per_batch(train, processes)
+    return math.ceil(train.epochs * math.ceil(batches / train.gradient_accumulation))
+
+
+def _sequences_per_batch(train: TrainSection, processes: int) -> int:
+    return train.batch_size * max(processes // train.ranks_per_batch, 1)
 
 
 def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
     """Raise JobFileError unless ``corpus`` has sequences enough for one step of so many processes."""
-    groups = max(processes // train.ranks_per_batch, 1)
-    needed = train.batch_size * groups * train.gradient_accumulation
+    needed = _sequences_per_batch(train, processes) * train.gradient_accumulation
     if len(corpus.training) < needed:
         raise JobFileError(
             f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
@@ -95,7 +127,11 @@ def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
         )
 
 
-def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str:
+def _describe_model(model: PreTrainedModel | PeftModel, arguments: TrainingArguments) -> str:
     count, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapter = f" ({trained / 1e6:,.1f} M of them trained)" if trained < count else ""
     processes = f", {arguments.world_size} processes" if arguments.world_size > 1 else ""
-    return f"{model.config.model_type}, {count / 1e6:,.1f} M parameters, {dtype} on {arguments.device}{processes}"
+    return (
+        f"{model.config.model_type}, {count / 1e6:,.1f} M parameters{adapter}, {dtype} on {arguments.device}{processes}"
+    )

@@ -7,12 +7,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from veomni_core.errors import CheckpointError, ConfigError
+from veomni_core.errors import CheckpointError
 from veomni_trainer.job.resuming import OnResume, changed_keys, refuse_changes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
+from veomni_trainer.setup.adapter import check_resumed
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
 
@@ -32,8 +33,7 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
         resume: whether to go on from the newest complete checkpoint; or the checkpoint to go on from.
 
     Raises:
-        ConfigError: the folder holds an earlier run, or one that is already past the job's last step; or the job
-            has values that a run can't go on with.
+        ConfigError: the folder holds an earlier run, or the job has values that a run can't go on with.
         CheckpointError: there is no checkpoint to resume, it is damaged, or the job's processes can't go on from it.
     """
     if resume is False:
@@ -41,9 +41,8 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
             folder.check_free()
         return StartingPoint()
     step, checkpoint = folder.last_checkpoint() if resume is True else folder.checkpoint(resume)
-    if step > job.train.steps:
-        raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is already past that. Raise train.steps")
     _refuse_damage(folder, step, checkpoint)
+    check_resumed(job, checkpoint)
     if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")

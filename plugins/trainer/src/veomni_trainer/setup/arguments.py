@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core.errors import HostError
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.setup.precision import check_precision
 
 
 def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     """The arguments. Under torchrun this also joins the process group, so that ranks can compare their plans.
 
     Raises:
-        HostError: the requested device is not available, or FSDP is requested where it can't run.
+        HostError: the requested device is not available, or the precision or FSDP can't run on it.
     """
     on_cpu = device_of(train).type == "cpu"
     if train.is_sharded and on_cpu and torch.accelerator.is_available():
@@ -38,19 +38,20 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
             "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
             "sharding it, without a warning. Write train.fsdp: false"
         )
-    if train.bf16 and not on_cpu and not is_torch_bf16_gpu_available():
-        raise HostError("train.bf16 needs an accelerator that computes in bfloat16. Write train.bf16: false")
+    check_precision(train.precision, on_cpu)
     arguments = TrainingArguments(
         output_dir=str(staging),
-        max_steps=train.steps,
+        max_steps=train.steps or -1,
+        num_train_epochs=train.epochs or 1.0,
         per_device_train_batch_size=train.batch_size,
         per_device_eval_batch_size=train.batch_size,
         gradient_accumulation_steps=train.gradient_accumulation,
         learning_rate=train.learning_rate,
-        lr_scheduler_type="constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        lr_scheduler_type=train.scheduler_type,
+        lr_scheduler_kwargs=train.schedule_options,
         warmup_steps=train.warmup,
         weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
+        max_grad_norm=train.max_grad_norm or 0.0,
         seed=train.seed,
         data_seed=train.seed,
         use_cpu=on_cpu,
@@ -61,13 +62,15 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out
         save_strategy="no",  # veomni_trainer.loop.checkpoints decides when
         eval_strategy="no",
+        metric_for_best_model="loss" if train.early_stop else None,
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
         # Each process divides by its own number of labels. All processes have the same number, since batches are full
         # and no label is ignored. If Trainer divided by the labels of all processes, it would then multiply the loss by
         # the number of processes, and with it the experts' load-balancing loss, which it had not divided.
         average_tokens_across_devices=False,
-        bf16=train.bf16,
+        bf16=train.precision == "bf16_mixed",
+        fp16=train.precision == "fp16_mixed",
         torch_compile=train.torch_compile,
         report_to="none",
         disable_tqdm=True,

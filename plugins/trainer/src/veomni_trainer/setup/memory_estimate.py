@@ -13,9 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import OpsConfig, build_foundation_model
 from veomni_core.sites.engine.parallel_plan import get_parallel_plan
+from veomni_trainer.job.parameter_bytes import parameter_bytes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.setup.adapter import check_adapter, with_adapter
 from veomni_trainer.setup.model import conditions
+from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.step_memory import StepMemory, layers_of, step_memory
 
 
@@ -57,21 +60,6 @@ class MemoryEstimate:
         return asdict(self) | {"total": self.total}
 
 
-@dataclass(frozen=True)
-class ParameterBytes:
-    """Bytes that training holds for each parameter: the weight, its gradient, and the optimizer's states."""
-
-    weight: int
-    gradient: int
-    optimizer: int
-
-
-def parameter_bytes(job: Job) -> ParameterBytes:
-    """Of the job's precision, with AdamW's two states."""
-    size = 4 if job.model.dtype == "float32" else 2
-    return ParameterBytes(size, size, 2 * size)
-
-
 def estimate_memory(job: Job, ops: OpsConfig, skeleton: PreTrainedModel, device: torch.device) -> MemoryEstimate:
     """Add up the weights' share of one process, and measure what one micro-step keeps on ``device``.
 
@@ -99,13 +87,14 @@ def estimate_memory(job: Job, ops: OpsConfig, skeleton: PreTrainedModel, device:
         # Of several layers of a kind the last one: the first keeps what all of them share, such as rotary angles.
         of_kind = dict(zip(kinds, kept.layers, strict=False))
         activations = sum(kept.layers) + sum(of_kind[kind] for kind in kinds[depth:])
-    elements = _elements(skeleton, job.train)
-    state = parameter_bytes(job)
-    weights = elements * state.weight + sum(buffer.nbytes for buffer in skeleton.buffers())
+    whole: nn.Module = check_adapter(job, skeleton) if job.lora else skeleton
+    assert job.train.precision and job.train.optimizer_name  # the machine's defaults are filled in
+    state = parameter_bytes(job.train.precision, job.train.optimizer_name)
+    trained = _elements(whole, skeleton, job.train, trained=True)
     return MemoryEstimate(
-        weights=weights,
-        gradients=elements * state.gradient,
-        optimizer=elements * state.optimizer,
+        weights=_weight_bytes(job, whole, skeleton) + sum(buffer.nbytes for buffer in skeleton.buffers()),
+        gradients=int(trained * state.gradient),
+        optimizer=int(trained * state.optimizer),
         activations=activations,
         logits=rest,
         brief=kept.brief,
@@ -124,18 +113,19 @@ def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, dev
     model = build_foundation_model(
         _shortened(config, depth),
         ops_implementation=ops,
-        torch_dtype=job.model.dtype,
+        torch_dtype=weights_dtype(job),
         init_device=str(device),
         autocast=under.autocast,
         device=under.device,
         trust_remote_code=job.model.trust_remote_code,
         agree=False,
     )
-    model.train()
+    trained: nn.Module = with_adapter(model, job) if job.lora else model
+    trained.train()
     shape = (job.train.batch_size, job.data.sequence_length // job.train.sp_size)
     ids = torch.randint(config.get_text_config().vocab_size, shape, device=device)
     autocast = getattr(torch, under.autocast) if isinstance(under.autocast, str) else under.autocast
-    return step_memory(model, {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
+    return step_memory(trained, {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
 
 
 def _shortened(config: PretrainedConfig, depth: int) -> PretrainedConfig:
@@ -156,15 +146,29 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return modules, tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
 
 
-def _elements(skeleton: PreTrainedModel, train: TrainSection) -> int:
-    """How many elements of the parameters one process holds."""
+def _weight_bytes(job: Job, whole: nn.Module, skeleton: PreTrainedModel) -> int:
+    """The bytes of one process's weights. Linear layers that are quantized take half a byte for each weight."""
+    size = 4 if weights_dtype(job) == "float32" else 2
+    trained = _elements(whole, skeleton, job.train, trained=True)
+    frozen = _elements(whole, skeleton, job.train, trained=False)
+    quantized = 0
+    if job.lora and job.lora.quantization:
+        head = skeleton.get_output_embeddings()
+        linears = (module for module in skeleton.modules() if isinstance(module, nn.Linear) and module is not head)
+        quantized = sum(linear.weight.numel() for linear in linears)
+    return (trained + frozen - quantized) * size + quantized // 2
+
+
+def _elements(whole: nn.Module, skeleton: PreTrainedModel, train: TrainSection, *, trained: bool) -> int:
+    """How many elements of the parameters that are trained, or are not, one process holds."""
+    named = [(name, p) for name, p in whole.named_parameters() if p.requires_grad == trained]
     if not train.is_sharded:
-        return sum(parameter.numel() for parameter in skeleton.parameters())
+        return sum(parameter.numel() for _, parameter in named)
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
     plan = get_parallel_plan(skeleton)
     total = 0
-    for name, parameter in skeleton.named_parameters():
+    for name, parameter in named:
         path = replace_layer_number_by_wildcard(name)
         if train.ep_size > 1 and path in plan.extra_parallel_plan["ep"]:
             divisor = train.fsdp_size * train.tp_size
@@ -179,4 +183,4 @@ def _micro_batch_elements(job: Job) -> int:
 
 
 def _activation_bytes(job: Job) -> int:
-    return 4 if job.model.dtype == "float32" and not job.train.bf16 else 2
+    return 4 if weights_dtype(job) == "float32" and precision_of(job).autocast is None else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,8 +14,11 @@ from veomni_core.build import build_skeleton as unbound_skeleton
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
+from veomni_trainer.setup.adapter import check_adapter, quantization_config
+from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
 
 _VOCABULARY_STEP = 64
@@ -30,10 +34,11 @@ def ops_config(job: Job) -> OpsConfig:
 
 
 def conditions(job: Job) -> JobConditions:
-    """The conditions, besides the model, that the job's plan depends on: device, autocast and sizes."""
+    """The conditions, besides the model, that the job's plan depends on: device, precision and sizes."""
     return JobConditions(
         device="cpu" if job.train.device == "cpu" else None,
-        autocast="bfloat16" if job.train.bf16 else None,
+        autocast=precision_of(job).autocast,
+        dtype=weights_dtype(job),
         distributed_config=distributed_config(job.train),
     )
 
@@ -46,8 +51,14 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
+    if not job.train.is_sharded and not job.train.parameter_groups and not job.lora:
+        return
+    skeleton: Any = unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code)
     if job.train.is_sharded:
-        check_sharding(job.train, unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code))
+        check_sharding(job.train, skeleton)
+    if job.lora:
+        skeleton = check_adapter(job, skeleton)
+    check_groups(job.train.parameter_groups, [name for name, p in skeleton.named_parameters() if p.requires_grad])
 
 
 def build_model(
@@ -55,14 +66,16 @@ def build_model(
 ) -> PreTrainedModel:
     """The job's model on ``device``, bound to its kernels.
 
-    The weights are those of ``checkpoint``, otherwise those that the job names, otherwise random.
+    The weights are those of ``checkpoint`` (unless it holds an adapter over the job's), otherwise those that the job
+    names, otherwise random.
 
     Raises:
         ConfigError: the config doesn't fit the data, or has a key that its model doesn't know.
         VeOmniError: the core finds an error in config, kernels or weights.
     """
     try:
-        return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights, verify=job.train.verify)
+        weights = job.model.weights if job.lora else checkpoint or job.model.weights
+        return _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify)
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{checkpoint or job.model.weights} does not fit this model: {reason(error)}") from error
 
@@ -84,11 +97,12 @@ def _build(
         model_config(job, tokenizer),
         weights,
         ops_implementation=ops,
-        torch_dtype=job.model.dtype,
+        torch_dtype=weights_dtype(job),
         init_device=device,
         autocast=under.autocast,
         device=under.device,
         distributed_config=under.distributed_config if device != "meta" else None,
+        quantization_config=quantization_config(job) if device != "meta" else None,
         trust_remote_code=job.model.trust_remote_code,
         verify=verify,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from transformers import PreTrainedModel
 
 from veomni_core.errors import HostError
@@ -9,13 +11,20 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.disk import free_bytes
 from veomni_trainer.output.folder import RunFolder
 
-
-def checkpoint_bytes(model: PreTrainedModel) -> int:
-    """About how large a checkpoint is: the weights, and two states of the optimizer for each that is trained."""
-    return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in model.parameters())
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
-def check_room(train: TrainSection, folder: RunFolder, model: PreTrainedModel) -> None:
+def checkpoint_bytes(model: PreTrainedModel | PeftModel) -> int:
+    """About how large a checkpoint is: the weights, and two states of the optimizer for each that is trained.
+
+    Of an adapter it holds the trained weights alone.
+    """
+    frozen = 0 if hasattr(model, "peft_config") else 1
+    return sum(p.numel() * p.element_size() * (3 if p.requires_grad else frozen) for p in model.parameters())
+
+
+def check_room(train: TrainSection, folder: RunFolder, model: PreTrainedModel | PeftModel) -> None:
     """Raise HostError if the job writes checkpoints, and the disk has no room for one."""
     needed, free = checkpoint_bytes(model), free_bytes(folder.path)
     if train.save_every != "never" and free < needed:

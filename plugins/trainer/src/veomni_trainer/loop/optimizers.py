@@ -1,0 +1,102 @@
+"""The optimizers that a job can name: transformers' own, and Muon; and what they can be told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer
+from transformers.training_args import OptimizerNames
+
+from veomni_core.errors import ConfigError, HostError, UnknownNameError, did_you_mean
+from veomni_trainer.job.optimization_keys import OptimizationKeys
+from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
+
+MUON = "muon"
+_REFUSED = {  # by the start of the name
+    "galore": "needs a choice of modules, and optimizes layer by layer",
+    "apollo": "needs a choice of modules, and optimizes layer by layer",
+    "lomo": "updates weights during the backward, before gradients are accumulated or clipped",
+    "adalomo": "updates weights during the backward, before gradients are accumulated or clipped",
+    "schedule_free": "trains other weights than it evaluates and saves, so a resumed run would not go on exactly",
+    "adamw_anyprecision": "is part of torchdistx, which is no longer maintained",
+    "adamw_torch_xla": "needs torch_xla, for which there is no device here",
+}
+_ELSEWHERE = {"lr": "train.learning_rate", "weight_decay": "train.weight_decay", "params": "train.parameter_groups"}
+
+
+def optimizer_names() -> list[str]:
+    """Every name that ``train.optimizer`` takes."""
+    return sorted([MUON, *(name.value for name in OptimizerNames if _refusal(name.value) is None)])
+
+
+def check_optimizer(train: OptimizationKeys) -> None:
+    """Check, without a model, that the job's optimizer exists, can be used here and takes the options it is given.
+
+    Raises:
+        ConfigError: there is no such optimizer or option, or the trainer can't train with it.
+        HostError: the optimizer needs a package that isn't installed.
+    """
+    _described(train)
+
+
+def optimizer_for(train: OptimizationKeys, model: nn.Module) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimizer's class and its arguments, as transformers' ``Trainer`` takes them.
+
+    Raises:
+        VeOmniError: as :func:`check_optimizer`.
+    """
+    kind, arguments = _described(train)
+    if kind is MuonWithAdamW:
+        arguments["matrices"] = hidden_matrices(model)
+    return kind, arguments
+
+
+def _described(train: OptimizationKeys) -> tuple[type[Optimizer], dict[str, Any]]:
+    name, options = train.optimizer_name, train.optimizer_options
+    assert name is not None
+    if name == MUON:
+        kind, arguments = MuonWithAdamW, {"lr": train.learning_rate}
+    else:
+        kind, arguments = _of_transformers(name, train.learning_rate)
+    _check_options(name, kind, options)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return kind, arguments | values
+
+
+def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
+    if why := _refusal(name):
+        raise ConfigError(f"train.optimizer: {name} {why}. Write another one, such as adamw_torch_fused or muon")
+    if name not in optimizer_names():
+        raise UnknownNameError(f"train.optimizer: {name!r} is unknown. {did_you_mean(name, optimizer_names())}")
+    defaults = SimpleNamespace(  # those fields of TrainingArguments that are read, with its defaults
+        optim=OptimizerNames(name),
+        optim_args=None,
+        learning_rate=learning_rate,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+    )
+    try:
+        return Trainer.get_optimizer_cls_and_kwargs(defaults)  # type: ignore[arg-type]
+    except (ImportError, ValueError) as error:
+        raise HostError(f"train.optimizer: {name} can't be used here: {error}") from error
+
+
+def _check_options(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    known = {key for key in inspect.signature(kind).parameters if key not in _ELSEWHERE} - {"matrices"}
+    for option in options:
+        if option in _ELSEWHERE:
+            raise ConfigError(f"train.optimizer.{option}: write {_ELSEWHERE[option]}")
+        if option not in known:
+            raise UnknownNameError(
+                f"train.optimizer.{option}: {name} has no such option. {did_you_mean(option, known)}"
+            )
+
+
+def _refusal(name: str) -> str | None:
+    return next((why for start, why in _REFUSED.items() if name.startswith(start)), None)

@@ -1,0 +1,181 @@
+"""Puts a job's LoRA adapter over its bound model, by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import BitsAndBytesConfig, PreTrainedModel, set_seed
+
+from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
+from veomni_trainer.job.lora_section import LoraSection
+from veomni_trainer.job.schema import Job
+from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter
+from veomni_trainer.setup.precision import precision_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+_BOTH = (  # the keys that PEFT has under the same names
+    *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
+    *("use_rslora", "use_dora", "init_lora_weights"),
+)
+_PLACES = ("target_modules", "target_parameters", "modules_to_save")
+
+
+def check_packages(job: Job, *, to_train: bool) -> None:
+    """Raise HostError if a package that the job's section ``lora`` needs is not installed.
+
+    PEFT is needed to check the job; bitsandbytes only ``to_train``.
+    """
+    if job.lora is None:
+        return
+    needed = [("lora", "peft", "lora")]
+    if job.lora.quantization and to_train:
+        needed.append((f"lora.quantization: {job.lora.quantization}", "bitsandbytes", "qlora"))
+    for key, package, extra in needed:
+        if find_spec(package) is None:
+            raise HostError(f"{key} needs {package}, which is not installed: pip install 'veomni-trainer[{extra}]'")
+
+
+def check_validates(job: Job, device: torch.device, validates: bool) -> None:
+    """Raise HostError where a validation would change the quantized weights that training goes on with."""
+    if validates and device.type == "cpu" and job.lora is not None and job.lora.quantization:
+        raise HostError(
+            f"lora.quantization: {job.lora.quantization} can't be validated on a CPU: bitsandbytes repacks the weights "
+            "in a forward without gradients, and training would go on with those. Hold out no sequences, or train on "
+            "an accelerator"
+        )
+
+
+def quantization_config(job: Job) -> BitsAndBytesConfig | None:
+    """How bitsandbytes holds the frozen linears; ``None`` if the job quantizes nothing."""
+    kind = job.lora.quantization if job.lora else None
+    if kind is None:
+        return None
+    precision = precision_of(job)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_compute_dtype=getattr(torch, precision.autocast or precision.weights),
+        bnb_4bit_use_double_quant=True,
+    )
+
+
+def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = None) -> Any:
+    """``model`` with its weights frozen, under the adapter of ``checkpoint``, or under a new one of the job's seed.
+
+    Raises:
+        ConfigError: the adapter names modules or parameters that the model doesn't have.
+        CheckpointError: the checkpoint's adapter is another one than the job's, or can't be read.
+    """
+    assert job.lora is not None
+    from peft import get_peft_model
+
+    set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
+    try:
+        # In float32 where the weights are (or autocast computes), also over frozen weights of 16 bits.
+        adapted = get_peft_model(model, _config(job.lora), autocast_adapter_dtype=job.train.precision != "bf16")
+    except ValueError as error:
+        raise ConfigError(f"lora: {error}") from error
+    if checkpoint is not None:
+        _load(adapted, checkpoint)
+    return adapted
+
+
+def check_adapter(job: Job, skeleton: PreTrainedModel) -> PeftModel:
+    """Check that the job's adapter fits the model ``skeleton`` on the meta device, and return the two together.
+
+    Raises:
+        ConfigError: the adapter names modules or parameters that the model doesn't have.
+    """
+    assert job.lora is not None
+    names = {
+        "target_modules": [name for name, _ in skeleton.named_modules() if name],
+        "target_parameters": [name for name, _ in skeleton.named_parameters()],
+    }
+    names["modules_to_save"] = names["target_modules"]
+    for key in _PLACES:
+        wanted = getattr(job.lora, key)
+        for name in wanted if isinstance(wanted, list) else ():
+            _check_name(key, name, names[key])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's about tensors without values
+        return with_adapter(skeleton, job)  # type: ignore[no-any-return]
+
+
+def check_resumed(job: Job, checkpoint: Path) -> None:
+    """Raise CheckpointError unless ``checkpoint`` holds an adapter exactly if the job trains one."""
+    if is_adapter(checkpoint) == (job.lora is not None):
+        return
+    if job.lora is None:
+        raise CheckpointError(
+            f"{checkpoint} holds a LoRA adapter; resume with the section lora that it was trained with"
+        )
+    raise CheckpointError(
+        f"{checkpoint} holds whole weights and no adapter; resume without the section lora, or name the checkpoint as "
+        "model.weights of a new job"
+    )
+
+
+def _load(adapted: PeftModel, checkpoint: Path) -> None:
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    config: Any = adapted.peft_config["default"]
+    _check_same(config, checkpoint)
+    try:
+        result: Any = set_peft_model_state_dict(adapted, load_peft_weights(str(checkpoint), device="cpu"))
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint}: its adapter can't be read: {error}") from error
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if wrong := sorted([*trained.intersection(result.missing_keys), *result.unexpected_keys]):
+        raise CheckpointError(f"{checkpoint}: its adapter does not fit the job's at {wrong[0]}")
+
+
+def _config(lora: LoraSection) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        **{key: getattr(lora, key) for key in _BOTH},
+    )
+
+
+def _check_name(key: str, name: str, known: Iterable[str]) -> None:
+    if any(path == name or path.endswith(f".{name}") for path in known):
+        return
+    ends = {".".join(path.split(".")[-parts:]) for path in known for parts in (1, name.count(".") + 1)}
+    raise ConfigError(
+        f"lora.{key}: the model has no {name!r}. {did_you_mean(name, (end for end in ends if not end.isdigit()))}"
+    )
+
+
+def _check_same(config: LoraConfig, checkpoint: Path) -> None:
+    from peft import LoraConfig
+
+    try:
+        before = LoraConfig.from_pretrained(str(checkpoint))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint / ADAPTER_CONFIG} can't be read: {error}") from error
+    keys = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
+    changed = [
+        f"{key} {_plain(getattr(before, key))} -> {_plain(getattr(config, key))}"
+        for key in keys
+        if _plain(getattr(before, key)) != _plain(getattr(config, key))
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} was trained with another adapter: {', '.join(changed)}. Restore the job's section lora"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, list, tuple)) else value

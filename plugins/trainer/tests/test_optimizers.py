@@ -1,0 +1,310 @@
+"""Optimizers, schedules and groups of parameters: what a job can name, what is refused, and what a step does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from veomni_core import Hardware
+from veomni_core.errors import ConfigError, HostError, JobFileError, VeOmniError
+from veomni_trainer.job.load import dump_job, parse_job
+from veomni_trainer.job.parameter_bytes import parameter_bytes
+from veomni_trainer.job.precision import PRECISIONS, PrecisionName
+from veomni_trainer.loop import optimizers
+from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
+from veomni_trainer.loop.optimizers import check_optimizer, optimizer_for, optimizer_names
+from veomni_trainer.loop.schedules import check_schedule, schedule_names
+from veomni_trainer.run.check import check_job
+from veomni_trainer.setup.machine_defaults import with_machine_defaults
+
+Train = Callable[..., bool]
+Losses = Callable[[Path], list[tuple[int, float]]]
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt optimizer": ({"optimizer": "adamw_torhc"}, "'adamw_torhc' is unknown. Did you mean 'adamw_torch'?"),
+    "an optimizer of its own loop": (
+        {"optimizer": "lomo"},
+        "train.optimizer: lomo updates weights during the backward",
+    ),
+    "an unknown option": (
+        {"optimizer": {"name": "adamw_torch", "beta": [0.9, 0.95]}},
+        "train.optimizer.beta: adamw_torch has no such option. Did you mean 'betas'?",
+    ),
+    "an option that is a key": (
+        {"optimizer": {"name": "muon", "lr": 1e-3}},
+        "train.optimizer.lr: write train.learning_rate",
+    ),
+    "options of nothing": ({"optimizer": {"betas": [0.9, 0.95]}}, "a mapping needs the optimizer's name"),
+    "a misspelt schedule": ({"schedule": "cosin"}, "train.schedule: 'cosin' is unknown. Did you mean 'cosine'?"),
+    "a schedule without steps": ({"schedule": "greedy"}, "greedy goes by the validation loss instead of the steps"),
+    "an unknown option of a schedule": (
+        {"schedule": "polynomial", "schedule_options": {"pover": 2}},
+        "train.schedule_options.pover: polynomial has no such option. Did you mean 'power'?",
+    ),
+    "an option that is missing": (
+        {"schedule": "warmup_stable_decay"},
+        "train.schedule_options: warmup_stable_decay can't be made of them",
+    ),
+    "both lengths": ({"epochs": 1}, "train: needs either steps or epochs, and not both"),
+    "a warm-up of half a step": ({"warmup": 1.5}, "train.warmup: must be an integer or less than 1, got 1.5"),
+    "a glob of nothing": (
+        {"parameter_groups": [{"match": "model.nrm.weight", "weight_decay": 0}]},
+        "'model.nrm.weight': no trained parameter has such a name. Did you mean 'model.norm.weight'?",
+    ),
+    "a glob that comes too late": (
+        {"parameter_groups": [{"match": "*", "weight_decay": 0}, {"match": "*norm*", "weight_decay": 0.1}]},
+        "train.parameter_groups.1: match: '*norm*': every parameter that it matches, such as model.layers.0.",
+    ),
+    "a group without a change": ({"parameter_groups": [{"match": "*"}]}, "train.parameter_groups.0: changes nothing"),
+    "a misspelt key of a group": (
+        {"parameter_groups": [{"match": "*", "weight_dcay": 0}]},
+        "train.parameter_groups.0.weight_dcay: there is no such key. Did you mean 'weight_decay'?",
+    ),
+    "an early stop without validation": ({"early_stop": {"patience": 2}}, "set train.validate_every"),
+    "an optimizer that is not tested on shards": (
+        {"fsdp_size": 2, "optimizer": "muon"},
+        "train.optimizer: muon is not tested on sharded models; write adamw_torch_fused or adamw_torch",
+    ),
+    "groups of shards": (
+        {"fsdp_size": 2, "parameter_groups": [{"match": "*", "weight_decay": 0}]},
+        "train.parameter_groups: a sharded model's parameters can't be divided into groups yet",
+    ),
+    "loss scaling over shards": ({"fsdp_size": 2, "precision": "fp16_mixed"}, "gradients lie in several"),
+}
+
+
+@pytest.mark.parametrize("keys, message", REFUSED.values(), ids=REFUSED)
+def test_plan_and_train_refuse_alike(
+    job_data: dict[str, Any],
+    write_job: Callable[[dict[str, Any]], Path],
+    train: Train,
+    run: Path,
+    keys: dict[str, Any],
+    message: str,
+) -> None:
+    job_data["train"] |= keys
+    with pytest.raises(VeOmniError) as planned:
+        check_job(write_job(job_data), Hardware.cpu())
+    assert message in str(planned.value)
+    with pytest.raises(ConfigError) as trained:
+        train(job_data)
+    assert str(trained.value) == str(planned.value)
+    assert not run.exists()
+
+
+def test_a_job_needs_a_length(job_data: dict[str, Any]) -> None:
+    del job_data["train"]["steps"]
+    with pytest.raises(JobFileError, match="train: needs either steps or epochs"):
+        parse_job(job_data)
+
+
+def test_a_package_that_is_missing_is_named_where_the_job_trains(
+    job_data: dict[str, Any],
+    write_job: Callable[[dict[str, Any]], Path],
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
+    job_data["train"]["optimizer"] = "adamw_8bit"
+    with pytest.raises(
+        HostError, match=r"train\.optimizer: adamw_8bit can't be used here: You need to install `bitsan"
+    ):
+        train(job_data)
+    check_job(write_job(job_data), Hardware.named("h200"))  # the machine that has one may have the package
+
+
+@pytest.mark.parametrize(
+    "schedule", [name for name in schedule_names() if name not in ("cosine_with_min_lr", "warmup_stable_decay")]
+)
+def test_every_schedule_with_defaults_is_taken(job_data: dict[str, Any], schedule: str) -> None:
+    job_data["train"]["schedule"] = schedule
+    if schedule == "cosine_warmup_with_min_lr":
+        job_data["train"]["schedule_options"] = {"min_lr_rate": 0.1}
+    check_schedule(parse_job(job_data).train)
+
+
+def test_switched_off_survives_the_dump(job_data: dict[str, Any], tmp_path: Path) -> None:
+    job_data["train"] |= {"max_grad_norm": None, "parameter_groups": [{"match": "*", "weight_decay": 0}]}
+    job = parse_job(job_data)
+    assert job.train.max_grad_norm is False
+    assert parse_job(yaml.safe_load(dump_job(job))) == job
+
+
+def test_the_machine_decides_what_a_job_leaves_out(job_data: dict[str, Any]) -> None:
+    def defaults(name: str) -> tuple[Any, Any]:
+        hardware = Hardware("npu") if name == "npu" else Hardware.named(name)
+        train = with_machine_defaults(parse_job(job_data), hardware).train
+        return train.precision, train.optimizer
+
+    assert defaults("h200") == defaults("mi300x") == ("bf16_mixed", "adamw_torch_fused")
+    assert defaults("t4") == defaults("cpu") == ("float32", "adamw_torch_fused")
+    assert defaults("npu") == ("bf16_mixed", "adamw_torch")
+    job_data["train"] |= {"precision": "bf16", "optimizer": "sgd"}
+    assert defaults("h200") == ("bf16", "sgd")
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    """With matrices that are large enough for states of 8 bits."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+
+
+def stepped(kind: Any, arguments: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer after a step on ones."""
+    optimizer: torch.optim.Optimizer = kind([{"params": parameters, "weight_decay": 0.1}], **arguments)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", optimizer_names())
+def test_a_parameter_costs_what_its_optimizer_keeps(
+    job_data: dict[str, Any], llama: LlamaForCausalLM, name: str, precision: PrecisionName
+) -> None:
+    if "bit" in name or "bnb" in name or "ademamix" in name:
+        pytest.importorskip("bitsandbytes")
+    if name.startswith("paged"):
+        pytest.skip("pages of an accelerator's memory")
+    job_data["train"] |= {"optimizer": name}
+    try:
+        kind, arguments = optimizer_for(parse_job(job_data).train, llama)
+    except HostError as error:
+        pytest.skip(str(error))
+    weight = torch.nn.Parameter(torch.ones(128, 64, dtype=getattr(torch, PRECISIONS[precision].weights)))
+    if name == "muon":
+        arguments["matrices"] = {id(weight)}
+    state = stepped(kind, arguments, [weight]).state[weight]
+    kept = sum(value.nbytes for key, value in state.items() if torch.is_tensor(value) and "map" not in key)
+    cost = parameter_bytes(precision, name)
+    assert kept / weight.numel() == pytest.approx(cost.optimizer, abs=0.15)
+    assert cost.weight == cost.gradient == weight.element_size() and cost.autocast == 0
+
+
+def test_a_parameter_under_autocast_costs_its_copy_too() -> None:
+    assert parameter_bytes("bf16_mixed", "adamw_torch_fused").total == 4 + 4 + 8 + 2
+    assert parameter_bytes("bf16", "adamw_torch_fused").total == 2 + 2 + 4
+    assert parameter_bytes("fp16_mixed", "lion_8bit").total == pytest.approx(4 + 4 + 1 + 4 / 256 + 2)
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest(llama: LlamaForCausalLM, job_data: dict[str, Any]) -> None:
+    job_data["train"] |= {"optimizer": {"name": "muon", "momentum": 0.9, "betas": [0.8, 0.9]}}
+    kind, arguments = optimizer_for(parse_job(job_data).train, llama)
+    names = {name for name, weight in llama.named_parameters() if id(weight) in hidden_matrices(llama)}
+    assert {name.split(".")[-2] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+
+    def trained(optimizers: Callable[[LlamaForCausalLM], list[torch.optim.Optimizer]]) -> dict[str, torch.Tensor]:
+        model = LlamaForCausalLM(llama.config)
+        model.load_state_dict(llama.state_dict())
+        parts = optimizers(model)
+        ids = torch.arange(48).view(2, 24)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            for part in parts:
+                part.step()
+                part.zero_grad()
+        return model.state_dict()
+
+    def together(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+        _, arguments = optimizer_for(parse_job(job_data).train, model)
+        first = MuonWithAdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], **arguments)
+        second = MuonWithAdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], **arguments)
+        second.load_state_dict(first.state_dict())  # as a resumed run does
+        return [second]
+
+    def apart(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+        matrices = [weight for name, weight in model.named_parameters() if name in names]
+        others = [weight for name, weight in model.named_parameters() if name not in names]
+        scale = "match_rms_adamw"
+        return [
+            torch.optim.Muon(matrices, 1e-3, momentum=0.9, weight_decay=0.1, adjust_lr_fn=scale),
+            torch.optim.AdamW(others, 1e-3, betas=(0.8, 0.9), weight_decay=0.1),
+        ]
+
+    assert kind is MuonWithAdamW and arguments["momentum"] == 0.9
+    torch.testing.assert_close(trained(together), trained(apart), rtol=0, atol=0)
+
+
+def test_a_run_with_muon_and_groups_is_resumed_exactly(
+    job_data: dict[str, Any], train: Train, losses: Losses, run: Path
+) -> None:
+    groups = [{"match": "*.layers.0.*", "learning_rate": 1e-4}, {"match": "*norm.weight", "weight_decay": 0.05}]
+    job_data["train"] |= {"optimizer": "muon", "parameter_groups": groups, "save_every": 2, "keep_checkpoints": 9}
+    train(job_data)
+    whole = losses(run)
+    saved = torch.load(run / "checkpoint-4" / "optimizer.pt", weights_only=True)["param_groups"]
+    said = {(group["algorithm"], group.get("match"), group["initial_lr"], group["weight_decay"]) for group in saved}
+    assert said == {
+        ("muon", None, 1e-3, 0.1),
+        ("muon", None, 1e-3, 0.0),
+        ("muon", "*.layers.0.*", 1e-4, 0.1),
+        ("adamw", None, 1e-3, 0.1),
+        ("adamw", None, 1e-3, 0.0),
+        ("adamw", "*.layers.0.*", 1e-4, 0.0),
+        ("adamw", "*norm.weight", 1e-3, 0.05),
+    }
+    shutil.rmtree(run / "checkpoint-4")
+    train(job_data, resume=True)
+    assert losses(run) == whole
+
+
+def test_epochs_pass_over_the_sequences(
+    job_data: dict[str, Any], train: Train, losses: Losses, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del job_data["train"]["steps"]
+    job_data["train"] |= {"epochs": 1.5, "batch_size": 50, "gradient_accumulation": 2, "warmup": 0.3}
+    train(job_data)  # 168 sequences: 3 batches, so 2 steps, an epoch
+    assert [step for step, _ in losses(run)] == [1, 2, 3]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["learning_rate"] for row in rows[:2]] == [0.0, 1e-3]
+    assert "step 3/3" in capsys.readouterr().out
+    train(job_data, resume=True)
+    assert "is complete: it stands at step 3 of 3. Raise train.epochs to go on." in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"train\.epochs is 0\.5, but .*checkpoint-3 is already past that"):
+        train(job_data, "train.epochs=0.5", resume=True)
+
+
+def test_training_stops_where_validation_no_longer_improves_and_a_resumed_one_at_the_same_step(
+    job_data: dict[str, Any], train: Train, losses: Losses, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_data["data"]["validation_fraction"] = 0.05
+    job_data["train"] |= {
+        **{"steps": 20, "validate_every": 2, "save_every": 4, "keep_checkpoints": 9, "learning_rate": 1e-9},
+        "early_stop": {"patience": 3, "min_improvement": 0.01},
+    }
+    train(job_data)
+    whole = losses(run)
+    assert whole[-1][0] == 8  # the first validation is the best, and three more are no better
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
+    train(job_data, resume=True)
+    assert "it stopped early at step 8. Raise train.early_stop.patience to go on." in capsys.readouterr().out
+    shutil.rmtree(run / "checkpoint-8")
+    train(job_data, resume=True)
+    assert losses(run) == whole
+
+
+def test_every_name_of_transformers_is_taken_or_refused_with_a_reason(job_data: dict[str, Any]) -> None:
+    refused = {}
+    for name in optimizers.OptimizerNames:
+        job_data["train"]["optimizer"] = name.value
+        try:
+            check_optimizer(parse_job(job_data).train)
+        except VeOmniError as error:
+            refused[name.value] = str(error)
+    reasons = ("can't be used here: ", "Write another one, such as adamw_torch_fused")
+    assert all(any(reason in message for reason in reasons) for message in refused.values())
+    assert "adamw_torch" not in refused and "lomo" in refused
