@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from veomni_core.cli.app import build_app
+from veomni_core.descriptions.hardware import NAMED
 from veomni_core.discovery.discover import discover
 from veomni_core.planning.config import OpsConfig
 
@@ -138,3 +139,9 @@ def test_the_readme_s_claim_about_coverage_is_the_page_s():
     assert f"in {settled.group(1)} every norm, rotary embedding and gated MLP is proven or refused" in claim
     for op in ("cross_entropy_loss", "moe_experts"):
         assert f"{bound[op]} of {types[op]}" in claim
+
+
+def test_the_command_line_s_page_names_all_hardware():
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    plugins = [name for device in discover().devices.values() for name in device.named]
+    assert not [name for name in (*NAMED, *plugins) if f"`{name}`" not in page]

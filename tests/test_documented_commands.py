@@ -66,10 +66,14 @@ def problem(command: str) -> str:
 
 def _problem_of_veomni(words: list[str]) -> str:
     verb, *rest = words
+    if verb.startswith("-"):
+        return (
+            "" if verb in {option for parameter in VEOMNI.params for option in parameter.opts} else f"no option {verb}"
+        )
     found = VEOMNI.get_command(None, verb)
     if found is None:
         return f"no verb {verb!r}"
-    options = {option for parameter in found.params for option in parameter.opts} | {"--help"}
+    options = {option for parameter in found.params for option in parameter.opts} | {"-h", "--help"}
     unknown = [word for word in rest if word.startswith("--") and word.strip("[]").partition("=")[0] not in options]
     if unknown:
         return f"veomni {verb} has no option {unknown}"
@@ -96,6 +100,7 @@ def test_commands_are_found_in_pages():
     [
         ("veomni verfy veomni-torch", "no verb 'verfy'"),
         ("veomni verify fused_quack --device cuda", "no plugin ['fused_quack']"),
+        ("veomni --versoin", "no option --versoin"),
         ("veomni plan job.yaml --hardwear h200", "veomni plan has no option ['--hardwear']"),
         ("make benchmark", "no target ['benchmark']"),
         ("python benchmarks/nothing.py", "no file ['benchmarks/nothing.py']"),

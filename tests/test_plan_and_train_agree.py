@@ -184,17 +184,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ask(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], str]:
+def ask(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What a verb says of a job: nothing where it takes it."""
     monkeypatch.chdir(folder)
 
-    def run(verb: str, data: dict[str, Any]) -> str:
+    def run(verb: str, data: dict[str, Any], *options: str) -> str:
         data = deepcopy(data)
         if isinstance(data.get("train"), dict):
             data["train"]["output_dir"] = str(tmp_path / "run")
         path = folder / "beside" / "job.yaml"
         path.write_text(yaml.safe_dump(data), encoding="utf-8")
-        result = CliRunner().invoke(build_app(), [verb, str(path)])
+        result = CliRunner().invoke(build_app(), [verb, str(path), *options])
         assert isinstance(result.exception, (VeOmniError, type(None))), result.exception
         assert (result.exit_code == 0) == (result.exception is None)
         return str(result.exception or "")
@@ -214,6 +214,41 @@ def test_both_take_a_good_job(ask, job):
     assert (ask("plan", job), ask("train", job)) == ("", "")
 
 
+CHANGES = {
+    "a kernel": ("model.ops_implementation.rms_norm_implementation=torch", ""),
+    "another model": ("model={config: llama, dtype: float32, ops_implementation: {preset: auto}}", ""),
+    "a list": ("data.files=[text.txt, text.txt]", ""),
+    "a config of the working directory": ("model.config=here/config.json", ""),
+    "no such key": ("train.lr=1", "--set train.lr: there is no such key. Did you mean 'train.learning_rate'?"),
+    "no such section": ("trian.steps=1", "--set trian.steps: there is no such key. Did you mean 'train.steps'?"),
+    "through a value": ("data.files.first=a.txt", "--set data.files.first: data.files holds a value, not a section"),
+    "no value": ("train.steps", "--set train.steps: write it as path=value"),
+    "no YAML": ("data.files=[a", "--set data.files, line 1"),
+    "a wrong type": ("train.steps=many", "train.steps: must be an integer, got 'many' (text)"),
+    "a dtype": ("model.dtype=fp8", "model.dtype: must be 'float32', 'bfloat16' or 'float16'"),
+    "sections that contradict each other": ("train.warmup=5", "train.warmup is 5 steps, but train.steps is 1"),
+    "a kernel for other hardware": ("model.ops_implementation.rms_norm_implementation=npu", "npu can't run here"),
+    "a device": ("train.device=gpu", "got 'gpu' (text). Did you mean 'cuda'?"),
+}
+
+
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+def test_both_take_and_refuse_the_same_changes(ask, change, message):
+    refused = ask("plan", JOB, "--set", change)
+    assert message in refused and bool(message) == bool(refused)
+    assert ask("train", JOB, "--set", change) == refused
+
+
+def test_a_change_to_a_job_of_a_model_alone(ask):
+    alone = {"model": JOB["model"]}
+    assert ask("plan", alone, "--set", "model.dtype=bfloat16") == ""
+    assert "model.lr: there is no such key" in ask("plan", alone, "--set", "model.lr=1")
+    steps = ("--set", "train.steps=1")
+    assert "data: is missing" in ask("plan", alone, *steps) and ask("plan", alone, *steps) == ask(
+        "train", alone, *steps
+    )
+
+
 @pytest.fixture
 def planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The plan of a job as JSON, on a machine that has a GPU."""
@@ -230,6 +265,7 @@ def planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
 
 
 def test_plan_goes_by_the_job_s_device_and_precision(planned):
+    assert planned(JOB, "--set", "train.bf16=true", "--set", "train.device=auto")["autocast"] == "bfloat16"
     assert planned(changed(train__bf16=True))["autocast"] == "bfloat16"
     assert planned(JOB)["autocast"] is None
     assert planned(JOB)["hardware"]["device_type"] == "cpu"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+
+from veomni_core.cli.doctor import describe_versions
 
 SLOW = "import time\ntime.sleep(60)\n"
 KERNEL_PLUGIN = """
@@ -89,6 +93,38 @@ def test_doctor_reports_a_detection_that_answers_with_something_else(veomni, ins
 def test_doctor_is_content_with_healthy_plugins(veomni, install_healthy):
     install_healthy("good-plugin", "good")
     assert "good-plugin" in veomni("doctor")
+
+
+def test_doctor_prints_the_versions_that_a_bug_report_needs(veomni):
+    found = json.loads(veomni("doctor", "--json"))
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    assert found["versions"] | versions == found["versions"]
+    assert found["versions"]["python"] == platform.python_version()
+    assert {"cuda", "rocm", "driver"} < {*found["versions"]} and found["torch_problem"] == ""
+
+
+def test_doctor_describes_versions():
+    cpu = {
+        "python": "3.12.1",
+        "torch": "2.9.0+cpu",
+        "transformers": "5.2.0",
+        "cuda": None,
+        "rocm": None,
+        "driver": None,
+    }
+    built = "Python 3.12.1, torch 2.9.0+cpu (built without CUDA or ROCm), transformers 5.2.0, no GPU driver found"
+    assert describe_versions(cpu) == built
+    gpu = {**cpu, "torch": "2.9.0", "cuda": "12.8", "driver": "570.86.10"}
+    assert "torch 2.9.0 (CUDA 12.8), transformers 5.2.0, GPU driver 570.86.10" in describe_versions(gpu)
+
+
+def test_doctor_goes_on_without_torch_and_says_what_is_wrong_with_it(veomni, tmp_path):
+    broken = tmp_path / "site-packages" / "torch"  # where the command looks first
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.99 is not here')")
+    text = " ".join(veomni("doctor", code=1).split())
+    assert "torch can't be imported: its process ended with code 1: ImportError: libcudart.so.99 is not here" in text
+    assert "hardware: cpu" in text and "veomni-liger" in text
 
 
 def test_doctor_isolates_each_plugin(veomni, install, install_healthy, install_absent):

@@ -22,6 +22,14 @@ from veomni_core.errors import SpecError, UnknownNameError
         ("sm75", "cuda", 75),
         ("sm_120", "cuda", 120),
         ("mi300x", "rocm", None),
+        ("a10g", "cuda", 86),
+        ("l4", "cuda", 89),
+        ("rtx4090", "cuda", 89),
+        ("gb200", "cuda", 100),
+        ("b300", "cuda", 103),
+        ("rtx5090", "cuda", 120),
+        ("mi355x", "rocm", None),
+        ("mps", "mps", None),
     ],
 )
 def test_named(name, device, capability):

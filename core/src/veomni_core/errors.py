@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from veomni_core.synonyms import SYNONYMS
+
+_FEW = 4  # more suggestions than these are none
+
 
 class VeOmniError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -99,7 +103,7 @@ class BoundModelPickleError(BindingError, TypeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that suggests the nearest name in ``known``, or lists all of them.
+    """A sentence that suggests the nearest names in ``known``, or lists all of them.
 
     Example:
         >>> did_you_mean("egaer", ["auto", "eager"])
@@ -108,7 +112,47 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         'Known: auto, eager.'
     """
     options = sorted(set(known))
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    return f"Known: {', '.join(options)}." if options else "There are none."
+    return suggest(name, options) or (f"Known: {', '.join(options)}." if options else "There are none.")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence that suggests the nearest names in ``known``; empty if none is near.
+
+    A name is near that means the same, that has ``name`` as one of its words, or that is spelt alike.
+
+    Args:
+        name: what was written.
+        known: what may be written: plain names, or dotted paths.
+
+    Example:
+        >>> suggest("lr", ["train.learning_rate", "train.steps"])
+        "Did you mean 'train.learning_rate'?"
+        >>> suggest("liger", ["chunk_loss", "eager", "liger_kernel"])
+        "Did you mean 'liger_kernel'?"
+        >>> suggest("fa2", ["auto", "eager"])
+        ''
+    """
+    near = _nearest(name, sorted(set(known)))
+    return f"Did you mean {_either(near)}?" if near else ""
+
+
+def _nearest(name: str, known: list[str]) -> list[str]:
+    word = _plain(name)
+    last = {each: _plain(each.rpartition(".")[2]) for each in known}
+    meanings = (word, *SYNONYMS.get(word, ()))
+    if same := [each for meaning in meanings for each in known if last[each] == meaning and each != name]:
+        return same
+    within = [each for each in known if f"_{word}_" in f"_{last[each]}_"]
+    if within:
+        return sorted(within, key=len) if len(within) <= _FEW else []
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+
+
+def _plain(name: str) -> str:
+    """The last part of a dotted path, in the spelling that names are compared in."""
+    return name.rpartition(".")[2].strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def _either(names: list[str]) -> str:
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} or {last}" if first else last

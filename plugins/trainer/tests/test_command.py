@@ -64,7 +64,7 @@ def test_describing_the_plugin_imports_nothing_heavy() -> None:
 def test_the_verb_is_there_and_explains_itself() -> None:
     result = _veomni("train", "--help")
     assert result.returncode == 0
-    for option in ("--set", "--compare", "--resume", "--overwrite", "--accept-plan-change"):
+    for option in ("--set", "--compare", "--resume", "--overwrite", "--accept-plan-change", "--json"):
         assert option in result.stdout
 
 
@@ -104,6 +104,47 @@ def test_a_compared_run_lies_on_the_eager_one(
     assert "Side by side" in (run / "report.html").read_text(encoding="utf-8")
     receipt = json.loads((run / "eager" / "receipt.json").read_text(encoding="utf-8"))
     assert {op["asked"] for op in receipt["ops"]} == {"eager"}
+
+
+def test_json_is_all_of_standard_output(job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
+    job_data["train"] |= {"steps": 2, "export": True}
+    result = _veomni("train", write_job(job_data), "--json", "--compare", "eager")
+    assert result.returncode == 0, result.stderr
+    answer, run = json.loads(result.stdout), tmp_path / "run"
+    assert answer == {
+        **json.loads((run / "summary.json").read_text(encoding="utf-8")),
+        "interrupted": False,
+        "paths": {
+            "output_dir": str(run),
+            **{name: str(run / f"{name}.json") for name in ("plan", "receipt", "summary")},
+            "job": str(run / "job.yaml"),
+            "metrics": str(run / "metrics.jsonl"),
+            "report": str(run / "report.html"),
+            "checkpoint": str(run / "checkpoint-2"),
+            "weights": str(run / "model"),
+            "eager": str(run / "eager"),
+        },
+    }
+    for said in ("Bound on cpu", "step 2/2", "The same job, all-eager", "Against eager:", "report: "):
+        assert said in result.stderr
+
+
+def test_a_dry_run_is_told_as_json_too(job_data: dict[str, Any], write_job: WriteJob) -> None:
+    result = CliRunner().invoke(build_app(), ["train", str(write_job(job_data)), "--dry-run", "--json"])
+    answer = json.loads(result.stdout)
+    assert (answer["steps"], answer["tokens_per_step"], answer["resumes"]) == (4, 64, None)
+
+
+def test_json_says_what_is_not_there(
+    job_data: dict[str, Any], write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job_data["train"] |= {"steps": 1, "save_every": "never"}
+    result = CliRunner().invoke(build_app(), ["train", str(write_job(job_data)), "--json"])
+    answer = json.loads(result.stdout)
+    assert [name for name, path in answer["paths"].items() if path is None] == ["checkpoint", "weights", "eager"]
+    monkeypatch.setenv("RANK", "1")
+    other = CliRunner().invoke(build_app(), ["train", str(write_job(job_data)), "--json", "--overwrite"])
+    assert (other.exit_code, other.stdout) == (0, "")
 
 
 def test_an_eager_run_that_fails_leaves_the_job_s_own_results(

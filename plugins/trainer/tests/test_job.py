@@ -165,6 +165,53 @@ def test_a_source_takes_what_it_leaves_out_from_data(
     assert (held_out.files, held_out.bad_lines) == (str(tmp_path / "text" / "b.txt"), "skip")
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        ("train", "lr", "'learning_rate'"),
+        ("train", "bs", "'batch_size'"),
+        ("train", "batch", "'batch_size'"),
+        ("train", "per_device_train_batch_size", "'batch_size'"),
+        ("train", "num_train_epochs", "'steps'"),
+        ("train", "max_steps", "'steps'"),
+        ("train", "wd", "'weight_decay'"),
+        ("train", "gradient_accumulation_steps", "'gradient_accumulation'"),
+        ("train", "tokenizer_path", "'data.tokenizer'"),
+        ("train", "max_seq_length", "'data.sequence_length'"),
+        ("data", "lr", "'train.learning_rate'"),
+        (None, "output_dir", "'train.output_dir'"),
+        ("model", "torch_dtype", "'dtype'"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_by_ours(
+    job_data: dict[str, Any], section: str | None, key: str, hint: str
+) -> None:
+    (job_data[section] if section else job_data)[key] = 1
+    with pytest.raises(JobFileError) as caught:
+        parse_job(job_data, "job.yaml")
+    assert f"{key}: there is no such key. Did you mean {hint}?" in str(caught.value)
+    path = f"{section}.{key}" if section else key
+    with pytest.raises(UnknownNameError) as refused:
+        apply_overrides(job_data, [f"{path}=1"])
+    assert hint.strip("'") in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "hint"),
+    [
+        ("train", "device", "gpu", "'cuda'"),
+        ("model", "dtype", "bf16", "'bfloat16'"),
+        ("train", "schedule", "cosin", "'cosine'"),
+    ],
+)
+def test_a_value_of_another_name_is_answered_by_ours(
+    job_data: dict[str, Any], section: str, key: str, value: str, hint: str
+) -> None:
+    job_data[section][key] = value
+    with pytest.raises(JobFileError, match=f"got '{value}' \\(text\\). Did you mean {hint}\\?"):
+        parse_job(job_data)
+
+
 def test_every_problem_is_in_one_message(job_data: dict[str, Any]) -> None:
     job_data["trian"] = {}
     job_data["train"] = [1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,3 +33,17 @@ def test_progress_is_a_line_now_and_then_in_a_log_and_a_bar_on_a_terminal(capsys
     shown = terminal.file.getvalue()
     assert "4/5" in shown
     assert "validation loss 1.5000" in shown
+
+
+def test_all_that_a_job_prints_keeps_to_the_terminals_width(
+    job_data: dict[str, Any],
+    train: Callable[..., bool],
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    train(job_data, "train.steps=1", "train.save_every=never")
+    printed = capsys.readouterr().out
+    assert {"attn_implementation", "tokens/s", str(run / "report.html")} <= {*printed.split()}
+    assert all(len(line) <= 60 or len(line.split()) == 1 for line in printed.splitlines())

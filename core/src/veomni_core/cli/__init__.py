@@ -14,7 +14,7 @@ def main() -> None:
     from veomni_core.cli.app import build_app
 
     try:
-        build_app()()
+        build_app()(prog_name="veomni")
     except VeOmniError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(exit_code(error))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from importlib.metadata import distribution, entry_points
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from veomni_core.descriptions.hookspecs import ENTRY_POINT_GROUP
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec
 from veomni_core.discovery.discover import discover
+from veomni_core.errors import did_you_mean
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
     CommandSpec("explain", "veomni_core.cli.explain:explain", "Why each kernel of an op would or would not run here."),
@@ -34,9 +38,13 @@ class _Verbs(TyperGroup):
         spec = builtin.get(cmd_name) or self._verbs().get(cmd_name)
         return _command(spec) if spec else None
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        self.format_usage(ctx, formatter)
-        self.format_help_text(ctx, formatter)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verb = args[0]
+        if not verb.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, verb) is None:
+            ctx.fail(f"No such command {verb!r}. {did_you_mean(verb, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, spec.help) for name, spec in self._verbs().items()])
 
@@ -51,7 +59,7 @@ def build_app() -> typer.Typer:
         name="veomni",
         cls=_Verbs,
         help="Kernel plugins for LLM training: found, checked, chosen and bound by config.",
-        add_completion=False,
+        context_settings=_HELP,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -60,15 +68,33 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of veomni-core and of every plugin.",
+            is_eager=True,
+            callback=_versions,
+        ),
+    ] = False,
+) -> None:
     """Kernel plugins for LLM training: found, checked, chosen and bound by config."""
+
+
+def _versions(wanted: bool) -> None:
+    """Print a line for each distribution of the project that is installed, whether its plugin loads or not."""
+    if wanted:
+        plugins = [point.dist for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist]
+        print(*sorted({f"{each.name} {each.version}" for each in (distribution("veomni-core"), *plugins)}), sep="\n")
+        raise typer.Exit
 
 
 def _command(spec: CommandSpec) -> Any:
     verb: Any = load_attribute(spec.target)
     if not isinstance(verb, typer.Typer):
         function, verb = verb, typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb.command(name=spec.name, help=spec.help or None)(function)
+        verb.command(name=spec.name, help=spec.help or None, context_settings=_HELP)(function)
     command = get_command(verb)
     command.name = spec.name
     return command

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.discovery.discover import discover
-from veomni_core.tables import render_table
+from veomni_core.tables import fit, render_table
+
+if TYPE_CHECKING:
+    from veomni_core.coverage import ModelCoverage
 
 
 def coverage(
@@ -30,7 +34,14 @@ def coverage(
     if json:
         account = {"summary": summarise(models), "claims": [asdict(claim) for claim in claims(models)]}
         print_json({**account, "models": [asdict(model) for model in models]})
-        return
+    else:
+        show_coverage(models)
+
+
+def show_coverage(models: Sequence[ModelCoverage]) -> None:
+    """Print what was counted over ``models``."""
+    from veomni_core.coverage import claims, summarise
+
     rows = [(op, *map(str, count.values())) for op, count in summarise(models).items()]
     built = [model for model in models if not model.problem]
     title = f"{len(built)} of {len(models)} model types"
@@ -39,4 +50,4 @@ def coverage(
         render_table(("model types", "reached", "of"), [(c.text, str(c.reached), str(c.types)) for c in claims(built)])
     )
     seconds = sum(model.find_seconds for model in models), sum(model.build_seconds for model in models)
-    print(f"{seconds[0]:.1f} s to find, prove and plan, after {seconds[1]:.1f} s to build")
+    print(fit(f"{seconds[0]:.1f} s to find, prove and plan, after {seconds[1]:.1f} s to build"))

@@ -2,52 +2,93 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
-import subprocess
-import sys
-from collections.abc import Iterable
+import platform
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
+from veomni_core.cli.doctor_processes import examine_plugin, examine_torch
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.discover import discover
-from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.tables import render_table
+from veomni_core.discovery.registry import Registry
+from veomni_core.tables import fit, render_table
+
+_PROCESSES = 4  # so many load at a time, even on fewer cores: a plugin that hangs then delays no other
 
 
 def doctor(
-    timeout: Annotated[float, typer.Option(help="Seconds that one plugin may take to load.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one plugin, or torch, may take to load.")] = 60.0,
     json: AsJson = False,
 ) -> None:
     """Say what each plugin imports, how long it takes, whether it initialises CUDA; exit 1 if one fails or conflicts.
 
-    Each plugin is loaded in a separate process. The plugins that load are then loaded together, as in a job: plugins
-    may conflict, and a kernel may be for another plugin's op.
+    Each plugin is loaded in a separate process, several at a time, and so is torch. The plugins that load are then
+    loaded together, as in a job: plugins may conflict, and a kernel may be for another plugin's op.
     """
-    # With autoload off in this process, a plugin that hangs or crashes does so only in its separate process.
-    installed = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": ""})
-    alone = [_examine(record, timeout) for record in installed.plugins if record.name != "veomni-core"]
-    loaded = ",".join(report["name"] for report in alone if report["status"] == "loaded")
-    registry = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": loaded})
-    hardware = registry.detect_hardware()
-    reports = [_together(report, registry, hardware) for report in alone]
-    conflicts = registry.describe_conflicts()
-    gains = _gains(registry)
+    found = examine(timeout)
     if json:
-        found = {"hardware": hardware.describe(), "plugins": reports, "conflicts": list(conflicts), "gains": gains}
         print_json(found)
     else:
-        print(f"hardware: {hardware.describe()}, count {hardware.count}\n")
-        print(_table(reports))
-        for conflict in conflicts:
-            print(f"conflict: {conflict}")
-        for gain in gains:
-            print(f"pip install {gain['distribution']}: {', '.join(gain['values'])}")
-    if conflicts or any(report["status"] == "failed" or report["devices"] for report in reports):
+        show_examination(found)
+    failed = any(report["status"] == "failed" or report["devices"] for report in found["plugins"])
+    if failed or found["conflicts"] or found["torch_problem"]:
         raise typer.Exit(1)
+
+
+def examine(timeout: float) -> dict[str, Any]:
+    """What ``veomni doctor`` finds, as plain data. ``timeout`` is for each plugin, and for torch."""
+    # With autoload off in this process, a plugin that hangs or crashes does so only in its separate process.
+    installed = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": ""})
+    plugins = [record for record in installed.plugins if record.name != "veomni-core"]
+    with ThreadPoolExecutor(max(_PROCESSES, os.cpu_count() or 1)) as pool:
+        asked_of_torch = pool.submit(examine_torch, timeout)  # the slowest, so it starts first
+        alone = list(pool.map(lambda record: examine_plugin(record, timeout), plugins))
+        of_torch, torch_problem = asked_of_torch.result()
+    loaded = ",".join(report["name"] for report in alone if report["status"] == "loaded")
+    registry = discover({**os.environ, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD": "1", "VEOMNI_PLUGINS": loaded})
+    seen_by_torch = Hardware(**of_torch.pop("hardware")) if of_torch else Hardware.cpu()
+    hardware = registry.detect_plugin_device() or seen_by_torch
+    versions = {"python": platform.python_version(), "torch": version("torch"), "transformers": version("transformers")}
+    return {
+        "versions": {**versions, "cuda": None, "rocm": None, "driver": None, **of_torch},
+        "torch_problem": torch_problem,
+        "hardware": hardware.describe(),
+        "count": hardware.count,
+        "plugins": [_together(report, registry, hardware) for report in alone],
+        "conflicts": list(registry.describe_conflicts()),
+        "gains": _gains(registry),
+    }
+
+
+def show_examination(found: Mapping[str, Any]) -> None:
+    """Print what :func:`examine` found."""
+    print(fit(describe_versions(found["versions"])))
+    if found["torch_problem"]:
+        print(fit(f"torch can't be imported: {found['torch_problem']}"))
+    print(fit(f"hardware: {found['hardware']}, count {found['count']}\n"))
+    print(_table(found["plugins"]))
+    for conflict in found["conflicts"]:
+        print(fit(f"conflict: {conflict}"))
+    for gain in found["gains"]:
+        print(fit(f"pip install {gain['distribution']}: {', '.join(gain['values'])}"))
+
+
+def describe_versions(versions: Mapping[str, str | None]) -> str:
+    """``Python 3.11.9, torch 2.9.0 (CUDA 12.8), transformers 5.2.0, GPU driver 570.86.10``."""
+    built_for = [f"{name} {versions[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if versions[key]]
+    return ", ".join(
+        (
+            f"Python {versions['python']}",
+            f"torch {versions['torch']} ({', '.join(built_for) or 'built without CUDA or ROCm'})",
+            f"transformers {versions['transformers']}",
+            f"GPU driver {versions['driver']}" if versions["driver"] else "no GPU driver found",
+        )
+    )
 
 
 def _together(report: dict[str, Any], registry: Registry, hardware: Hardware) -> dict[str, Any]:
@@ -82,39 +123,6 @@ def _table(reports: Iterable[dict[str, Any]]) -> str:
         )
     columns = ("plugin", "state", "seconds", "imports", "initialises CUDA", "kernels that run here")
     return render_table(columns, rows, "Plugins")
-
-
-def _examine(record: PluginRecord, timeout: float) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "VEOMNI_PLUGINS": record.name,
-        "VEOMNI_PLUGINS_BLOCK": "",
-        # Stops torch from loading device libraries by itself: a broken one then affects only its own plugin's process.
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    environment.pop("VEOMNI_PLUGINS_STRICT", None)
-    report = {
-        "name": record.name,
-        "distribution": str(record),
-        "status": "failed",
-        "problem": "",
-        "seconds": timeout,
-        "imports": [],
-        "initialises_cuda": False,
-        "devices": [],
-        "left_out": [],
-        "kernels": 0,
-        "usable": 0,
-    }
-    command = [sys.executable, "-m", "veomni_core.cli.doctor_probe", record.name]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {**report, "problem": f"did not load within {timeout:g} s"}
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {**report, "problem": f"its process ended with code {done.returncode}: {last}"}
-    return {**report, **json_module.loads(done.stdout.splitlines()[-1])}
 
 
 def _gains(registry: Registry) -> list[dict[str, Any]]:

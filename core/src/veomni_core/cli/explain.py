@@ -7,22 +7,27 @@ from typing import Annotated, Any
 
 import typer
 
+from veomni_core.cli.completion import complete_op
+from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
-from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.discover import discover
-from veomni_core.discovery.registry import Registry
 from veomni_core.planning.selection import Selection
-from veomni_core.tables import render_table
+from veomni_core.tables import fit, render_table
 
 
 def explain(
-    op: Annotated[str, typer.Argument(help="An op (rms_norm) or its config field (rms_norm_implementation).")],
+    op: Annotated[
+        str,
+        typer.Argument(
+            help="An op (rms_norm) or its config field (rms_norm_implementation).", autocompletion=complete_op
+        ),
+    ],
     hardware: HardwareName = None,
     json: AsJson = False,
 ) -> None:
     """For every kernel of an op, say whether it runs here and why not; then what `auto` takes."""
     registry = discover()
-    spec = _op(registry, op)
+    spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     selection = Selection(registry, target, {})
     rows: list[dict[str, Any]] = [
@@ -70,12 +75,12 @@ def explain(
     print(render_table(("variant", "kernel", "plugin", "preference", "runs here"), table, title))
     for row in rows:
         for option in row["options"]:
-            print(f"option of {row['kernel']} for {row['variant']}: {_option(option)}")
+            print(fit(f"option of {row['kernel']} for {row['variant']}: {_option(option)}"))
     for variant, verdict in auto.items():
-        print(f"auto takes {verdict.kernel} for {variant}: {verdict.reason}")
+        print(fit(f"auto takes {verdict.kernel} for {variant}: {verdict.reason}"))
     for name, distribution in spec.published.items():
         if distribution and name in absent:
-            print(f"pip install {distribution} would add {name}, if its own requirements are met")
+            print(fit(f"pip install {distribution} would add {name}, if its own requirements are met"))
 
 
 def _option(option: dict[str, Any]) -> str:
@@ -83,8 +88,3 @@ def _option(option: dict[str, Any]) -> str:
     limits += [f"at least {option['minimum']:g}"] if option["minimum"] is not None else []
     facts = [f"{option['name']}={option['default']!r}", *limits, option["description"]]
     return ", ".join(filter(None, facts))
-
-
-def _op(registry: Registry, name: str) -> OpSpec:
-    by_field = {op.config_field: op for op in registry.ops.values()}
-    return by_field[name] if name in by_field else registry.op(name)

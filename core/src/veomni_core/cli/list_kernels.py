@@ -7,7 +7,7 @@ from typing import Any
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.tables import render_table
+from veomni_core.tables import fit, render_table
 
 
 def list_kernels(json: AsJson = False) -> None:
@@ -30,7 +30,7 @@ def list_kernels(json: AsJson = False) -> None:
             )
         )
         for conflict in registry.describe_conflicts():
-            print(f"conflict: {conflict}")
+            print(fit(f"conflict: {conflict}"))
         print(
             render_table(
                 ("op", "field", "variant", "kernels"),

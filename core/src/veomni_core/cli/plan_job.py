@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from veomni_core.cli.output import AsJson, HardwareName, print_json
+from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError, VeOmniError
+from veomni_core.jobs.assignments import assigned, read_assignments
 from veomni_core.jobs.job_model import model_section_of
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.config import OpsConfig
 
 
 def plan_job(
-    job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
+    job: JobPath,
+    changes: Changes = None,
     hardware: HardwareName = None,
     parallel: Annotated[
         bool, typer.Option("--parallel", help="Print which parameters tensor and expert parallelism can divide.")
@@ -30,11 +31,13 @@ def plan_job(
     json: AsJson = False,
 ) -> None:
     """Check the job, build its model on the meta device, find its sites, and print the plan."""
-    data = load_yaml(job)
+    written, assignments = load_yaml(job), read_assignments(changes or ())
     registry = discover()
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    conditions = _conditions(data, job, registry)
+    sections = dict.fromkeys([*map(str, written), *(each.parts[0] for each in assignments)])
+    conditions = _conditions([name for name in sections if name != "model"], job, changes or [], registry)
+    data = assigned(written, assignments)
     if conditions.device and not hardware:
         target = registry.detect_hardware(conditions.device)
     section = model_section_of(data, str(job), job.parent)
@@ -66,19 +69,25 @@ def plan_job(
     print(plan.to_json() if json else plan.table())
 
 
-def _conditions(data: Mapping[str, Any], job: Path, registry: Registry) -> JobConditions:
+def _conditions(others: list[str], job: Path, changes: list[str], registry: Registry) -> JobConditions:
     """The conditions under which a plugin's subcommand would run this job; raises what that subcommand would raise.
 
     A job with only a ``model`` section is not checked.
+
+    Args:
+        others: the job's sections besides ``model``.
+        job: its file.
+        changes: the values of ``--set``.
+        registry: where the subcommands are found.
     """
-    others = [str(name) for name in data if name != "model"]
     if not others:
         return JobConditions()
     problems: dict[str, VeOmniError] = {}
     verbs = [command for command in registry.commands.values() if command.job_check]
     for verb in verbs:
+        check = load_attribute(verb.job_check)
         try:
-            return load_attribute(verb.job_check)(job) or JobConditions()
+            return (check(job, changes=changes) if changes else check(job)) or JobConditions()
         except VeOmniError as error:
             problems[verb.name] = error
     if not verbs:

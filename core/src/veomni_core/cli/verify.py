@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import typer
 
+from veomni_core.cli.completion import complete_device, complete_dtype, complete_kernel, complete_op, complete_plugin
+from veomni_core.cli.names import check_device, find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, SKIPPED, Row, verify_kernel
-from veomni_core.descriptions.hardware import Hardware, canonical_device
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import HostError, PluginError
+from veomni_core.errors import HostError, PluginError, UnknownNameError, suggest
 from veomni_core.tables import render_table
 
 
 def verify(
-    plugin: Annotated[str, typer.Argument(help="A plugin's name or its distribution's.")],
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: what is found here.")] = None,
-    kernel: Annotated[str | None, typer.Option(help="Only kernels of this name, or op/variant:name.")] = None,
-    op: Annotated[str | None, typer.Option(help="Only kernels of this op, or of this config field.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.")] = None,
+    plugin: Annotated[
+        str, typer.Argument(help="A plugin's name or its distribution's.", autocompletion=complete_plugin)
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, cuda:1, ...; default: what is found here.", autocompletion=complete_device),
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="Only kernels of this name, or op/variant:name.", autocompletion=complete_kernel)
+    ] = None,
+    op: Annotated[
+        str | None, typer.Option(help="Only kernels of this op, or of this config field.", autocompletion=complete_op)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.", autocompletion=complete_dtype)
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one kernel may take.")] = 600.0,
     jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     json: AsJson = False,
@@ -32,12 +46,17 @@ def verify(
     if not record.healthy:
         raise PluginError(f"{record} {record.status}: {record.problem}")
     if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; write one of {', '.join(DTYPES)}", param_hint="--dtype")
+        one_of = ", ".join(DTYPES)
+        raise UnknownNameError(f"--dtype: {dtype!r} is not a dtype; write one of {one_of}. {suggest(dtype, DTYPES)}")
+    if device is not None:
+        check_device(registry, device)
 
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     hardware, device = _chosen(registry.detect_hardware(), device)
-    ops = {name for name, spec in registry.ops.items() if op in (None, name, spec.config_field)}
-    asked = [spec for spec in record.kernels if spec.op_name in ops and kernel in (None, spec.name, str(spec))]
+    wanted = find_op(registry, op).name if op else None
+    asked = [
+        spec for spec in record.kernels if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
+    ]
 
     def rows_of(spec: KernelSpec) -> list[Row]:
         if unmet := spec.hardware.unmet(hardware):
@@ -54,12 +73,17 @@ def verify(
         results = [row.to_dict() for row in rows]
         print_json({"plugin": str(record), "device": device, "results": results, "nothing_ran": nothing})
     else:
-        table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
-        print(render_table(("kernel", "dtype", "result", "detail"), table, f"{record} on {device}"))
+        show_results(rows, f"{record} on {device}")
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def show_results(rows: Iterable[Row], title: str) -> None:
+    """Print a line per kernel and dtype."""
+    table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
+    print(render_table(("kernel", "dtype", "result", "detail"), table, title))
 
 
 def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
@@ -75,7 +99,6 @@ def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
     if asked is None:
         return found, found.device_type
     kind, _, index = asked.partition(":")
-    kind = canonical_device(kind)
     if kind == "cpu":
         return Hardware("cpu", name="CPU", detected=True), "cpu"
     here = {"cuda", "rocm"} if found.device_type == "rocm" else {found.device_type}

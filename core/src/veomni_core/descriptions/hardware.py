@@ -107,16 +107,25 @@ class Hardware:
         return f"{self.device_type}{capability}" + (f" ({self.name})" if self.name else "")
 
 
+# Compute capabilities as in NVIDIA's table of CUDA GPUs.
 NAMED: Mapping[str, Hardware] = {
     "cpu": Hardware("cpu", name="cpu"),
     "v100": Hardware("cuda", 70, name="NVIDIA V100"),
     "t4": Hardware("cuda", 75, name="NVIDIA T4"),
     "a100": Hardware("cuda", 80, name="NVIDIA A100"),
+    "a10g": Hardware("cuda", 86, name="NVIDIA A10G"),
+    "l4": Hardware("cuda", 89, name="NVIDIA L4"),
     "l40s": Hardware("cuda", 89, name="NVIDIA L40S"),
+    "rtx4090": Hardware("cuda", 89, name="NVIDIA GeForce RTX 4090"),
     "h100": Hardware("cuda", 90, name="NVIDIA H100"),
     "h200": Hardware("cuda", 90, name="NVIDIA H200"),
     "b200": Hardware("cuda", 100, name="NVIDIA B200"),
+    "gb200": Hardware("cuda", 100, name="NVIDIA GB200"),
+    "b300": Hardware("cuda", 103, name="NVIDIA B300"),
+    "rtx5090": Hardware("cuda", 120, name="NVIDIA GeForce RTX 5090"),
     "mi300x": Hardware("rocm", name="AMD Instinct MI300X"),
+    "mi355x": Hardware("rocm", name="AMD Instinct MI355X"),
+    "mps": Hardware("mps", name="Apple silicon"),
 }
 
 

@@ -104,7 +104,7 @@ class JobConditions:
             (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
 
     Example:
-        >>> def check(path):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
+        >>> def check(path, changes=()):  # named by a CommandSpec's job_check, for a job with `train: {bf16: true}`
         ...     return JobConditions(autocast="bfloat16")
         >>> check("job.yaml").autocast
         'bfloat16'
@@ -127,7 +127,8 @@ class CommandSpec:
         job_check: for a subcommand that runs jobs, ``"module:attribute"`` of a function that takes the path of a job
             file and raises what the subcommand would raise for that job. It may return the :class:`JobConditions` under
             which the subcommand would plan. ``veomni plan`` calls it for jobs with sections besides ``model``, so that
-            it refuses the same jobs.
+            it refuses the same jobs. ``veomni plan --set`` gives it the list ``changes`` too:
+            ``["train.steps=100"]``.
 
     Example:
         >>> CommandSpec("profile", "acme_profile.command:profile", help="times every kernel of a job").target

@@ -237,19 +237,20 @@ class Registry:
         """
         if device_type == "cpu":
             return Hardware.cpu()
-        found = self._detect_accelerator()
+        found = self.detect_plugin_device() or Hardware.detect()
         if device_type not in (None, found.torch_device_type):
             raise HostError(f"device {device_type} was requested, but this machine has {found.describe()}")
         return found
 
-    def _detect_accelerator(self) -> Hardware:
+    def detect_plugin_device(self) -> Hardware | None:
+        """The device of this machine that a plugin detects, or ``None``; without asking torch for others."""
         for device in self.devices.values():
             found, problem = detect(device)
             if problem:  # a broken plugin must not affect the others
                 logger.warning("device type %s counts as absent: %s", device.device_type, problem)
             if found is not None:
                 return found
-        return Hardware.detect()
+        return None
 
     def _names(self, op: str) -> set[str]:
         return {kernel.name for kernel in self._kernels.get(op, ())}

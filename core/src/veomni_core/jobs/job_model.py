@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from veomni_core.errors import did_you_mean
+from veomni_core.errors import did_you_mean, suggest
 from veomni_core.jobs.jobfile import beside_job, job_file_error, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,7 +77,7 @@ def read_model_section(value: Any) -> ModelSection:
             section[name] = item
             wanted, accepts = _WANTED[name]
             if not accepts(item):
-                problems[f"model.{key}"] = f"must be {wanted}, got {shown(item)}"
+                problems[f"model.{key}"] = f"must be {wanted}, got {shown(item)}{_hint(name, item)}"
     if section.get("config") is None and section.get("weights") is None:
         problems["model"] = "needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder)"
     if problems:
@@ -111,6 +111,11 @@ _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "ops_implementation": ("a mapping", lambda value: value is None or isinstance(value, dict)),
     "trust_remote_code": ("true or false", lambda value: isinstance(value, bool)),
 }
+
+
+def _hint(name: str, item: Any) -> str:
+    hint = suggest(item, DTYPES) if name == "dtype" and isinstance(item, str) else ""
+    return hint and f". {hint}"
 
 
 def _unknown(key: str) -> str:

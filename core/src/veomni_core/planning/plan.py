@@ -14,7 +14,7 @@ from veomni_core.descriptions.kernel_option import KernelOption
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.planning.decisions import OpDecision, SiteDecision
-from veomni_core.tables import render_table
+from veomni_core.tables import fit, render_table
 
 DECLARED = "declared, not proven"
 
@@ -151,7 +151,7 @@ class Plan:
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]
-        return "\n".join([table, *notes])
+        return "\n".join([table, *map(fit, notes)])
 
     def _identity(self) -> dict[str, dict[str, str]]:
         autocast = {"autocast": {"dtype": self.autocast}} if self.autocast else {}

@@ -1,13 +1,12 @@
-"""``--set a.b=c``: changes single values of a job from the command line, as if its YAML contained them."""
+"""``--set a.b=c`` for a training job: only paths that a job may have."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
-from veomni_core.jobs.jobfile import parse_yaml, shown
+from veomni_core.errors import UnknownNameError, did_you_mean
+from veomni_core.jobs.assignments import Assignment, assigned, read_assignments
 from veomni_trainer.job.problems import is_free_mapping, keys_of, known_paths, section_at
 from veomni_trainer.job.schema import Job
 
@@ -20,19 +19,14 @@ def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict
         ConfigError: an assignment has no ``=``, or its path goes through a value that isn't a mapping.
         JobFileError: a value isn't valid YAML.
     """
-    job = copy.deepcopy(dict(data))
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        path = path.strip()
-        if not equals or not path:
-            raise ConfigError(f"--set {assignment}: write it as path=value, e.g. --set train.steps=100")
-        parts = path.split(".")
-        _check_path(path, parts)
-        _write(job, path, parts, parse_yaml(text, f"--set {path}"))
-    return job
+    read = read_assignments(assignments)
+    for assignment in read:
+        _check_path(assignment)
+    return assigned(data, read)
 
 
-def _check_path(path: str, parts: list[str]) -> None:
+def _check_path(assignment: Assignment) -> None:
+    path, parts = assignment.path, assignment.parts
     for depth in range(1, len(parts) + 1):
         parent = section_at(Job, parts[: depth - 1])
         if parent is None:
@@ -41,15 +35,3 @@ def _check_path(path: str, parts: list[str]) -> None:
             raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
         if parts[depth - 1] not in keys_of(parent):
             raise UnknownNameError(f"--set {path}: there is no such key. {did_you_mean(path, known_paths(Job))}")
-
-
-def _write(job: dict[str, Any], path: str, parts: list[str], value: Any) -> None:
-    target = job
-    for depth, part in enumerate(parts[:-1], start=1):
-        if target.get(part) is None:
-            target[part] = {}
-        if not isinstance(target[part], dict):
-            where = ".".join(parts[:depth])
-            raise ConfigError(f"--set {path}: {where} is not a mapping in this job, but {shown(target[part])}")
-        target = target[part]
-    target[parts[-1]] = value

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from veomni_core.errors import JobFileError, did_you_mean
+from veomni_core.errors import JobFileError, did_you_mean, suggest
 from veomni_core.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 from veomni_core.jobs.jobfile import job_file_error, shown
 
+_QUOTED = re.compile(r"'([^']*)'")
 _WANTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
@@ -72,7 +74,8 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
             section = _section_in(annotation) or _section_in_list(annotation)
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
-            return [(unknown, f"there is no such key. {did_you_mean(name, keys_of(section))}")]
+            hint = suggest(name, keys_of(section)) or suggest(name, known_paths(root))
+            return [(unknown, f"there is no such key. {hint or did_you_mean(name, keys_of(section))}")]
     path = ".".join(parts)
     if detail["type"] == "missing":
         return [(path, "is missing")]
@@ -80,7 +83,14 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
         error = detail["ctx"]["error"]
         return error.problems.items() if isinstance(error, ModelSectionError) else [(path, str(error))]
     wanted = _WANTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
-    return [(path, f"must be {wanted}, got {shown(detail['input'])}")]
+    return [(path, f"must be {wanted}, got {shown(detail['input'])}{_hint(detail)}")]
+
+
+def _hint(detail: ErrorDetails) -> str:
+    """The one of the allowed texts that was probably meant, as a sentence."""
+    allowed = _QUOTED.findall(detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
+    hint = suggest(str(detail["input"]), allowed)
+    return hint and f". {hint}"
 
 
 def _join(problems: list[str]) -> str:

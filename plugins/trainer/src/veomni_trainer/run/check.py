@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from veomni_core import JobConditions
@@ -11,8 +12,10 @@ from veomni_trainer.setup.model import check_model, conditions, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
 
-def check_job(path: Path) -> JobConditions:
+def check_job(path: Path, changes: Sequence[str] = ()) -> JobConditions:
     """Raise the error that `train` would raise for the job in ``path``, or return the conditions that it plans under.
+
+    ``changes`` are the values of ``--set``.
 
     Reads the job file, the model's config and the tokenizer; of a sharded job also the model's modules. Doesn't
     check what depends on the machine that trains: the text files, the devices and the output folder.
@@ -20,7 +23,7 @@ def check_job(path: Path) -> JobConditions:
     Raises:
         VeOmniError: the job must be corrected.
     """
-    return check_loaded(load_job(path))
+    return check_loaded(load_job(path, changes))
 
 
 def check_loaded(job: Job) -> JobConditions:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from veomni_core.cli.output import Changes, JobPath, print_json
 from veomni_core.errors import ConfigError, did_you_mean
+from veomni_core.tables import fit
 from veomni_trainer.loop.signals import INTERRUPTED
 
 _COMPARABLE = ("eager",)
@@ -28,11 +32,8 @@ class _OptionalValues(TyperCommand):
 
 @train_command.command(cls=_OptionalValues)
 def train(
-    job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Change one value of the job, e.g. train.steps=100."),
-    ] = None,
+    job: JobPath,
+    changes: Changes = None,
     compare: Annotated[
         str | None,
         typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
@@ -48,6 +49,12 @@ def train(
     ] = False,
     accept_plan_change: Annotated[
         bool, typer.Option("--accept-plan-change", help="Resume even if other kernels would run than before.")
+    ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the summary and paths (or the dry run) as JSON; the rest goes to standard error."
+        ),
     ] = False,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Say what the job would do, and the memory that it needs; train nothing.")
@@ -66,12 +73,22 @@ def train(
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
-        print(dry_run(loaded, resume=start, overwrite=overwrite).describe())
+        found = dry_run(loaded, resume=start, overwrite=overwrite)
+        print_json(found.to_dict()) if json else print(fit(found.describe()))
         return
 
+    from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.run.outcome import outcome
     from veomni_trainer.run.run_job import run_job
+    from veomni_trainer.run.saying import is_main_process
 
-    if run_job(loaded, compare=compare, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change):
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        interrupted = run_job(
+            loaded, compare=compare, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change
+        )
+    if json and is_main_process():
+        print_json(outcome(RunFolder(Path(loaded.train.output_dir)), interrupted))
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 

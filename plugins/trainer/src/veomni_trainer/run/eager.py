@@ -10,6 +10,7 @@ from veomni_trainer.loop.signals import receiving
 from veomni_trainer.output.folder import RunFolder
 
 _ALL_EAGER = "{preset: eager}"
+_STANDARD_ERROR = 2  # its file descriptor
 
 
 def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
@@ -24,7 +25,9 @@ def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
     command += ["--set", f"train.output_dir={json.dumps(str(eager.path))}"]
     command += ["--resume"] if eager.checkpoints() else ["--overwrite"]
     command += ["--accept-plan-change"] if accept_plan_change else []
+    # Where this process prints to standard error (under --json), so does the child.
+    output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
     # In its own process group, the child doesn't get the terminal's Ctrl-C. This process forwards each signal, once.
-    child = subprocess.Popen(command, process_group=0)
+    child = subprocess.Popen(command, process_group=0, stdout=output)
     with receiving(lambda number, _: child.send_signal(number)):
         return child.wait()

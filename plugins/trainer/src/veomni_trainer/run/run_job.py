@@ -85,7 +85,7 @@ def _run(
                 export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
                 print(f"weights: {folder.exported}", flush=True)
             write_report(folder)
-        print(describe_run(folder), flush=True)
+        say(describe_run(folder))
     if ending.bad_step and is_main_process():  # alone: torchrun ends all others with the first one that fails
         raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
     if interrupted:

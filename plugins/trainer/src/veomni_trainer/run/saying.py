@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from veomni_core.tables import fit
+
 
 def is_main_process() -> bool:
     """Whether this process speaks and writes for the job."""
@@ -11,6 +13,6 @@ def is_main_process() -> bool:
 
 
 def say(text: str) -> None:
-    """Print ``text`` in the first process."""
+    """Print ``text`` in the first process, broken between words where a line is longer than the terminal."""
     if is_main_process():
-        print(text, flush=True)
+        print(fit(text), flush=True)

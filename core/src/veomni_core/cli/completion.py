@@ -1,0 +1,61 @@
+"""What the shell completes: names of what is installed, and job files. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from veomni_core.descriptions.hardware import NAMED
+from veomni_core.descriptions.kernel_spec import DTYPES
+from veomni_core.discovery.discover import discover
+
+_JOBS = (".yaml", ".yml")
+
+
+def complete_op(incomplete: str) -> list[str]:
+    """The ops and their config fields."""
+    ops = discover().ops.values()
+    return _begin_with(incomplete, (name for op in ops for name in (op.name, op.config_field)))
+
+
+def complete_plugin(incomplete: str) -> list[str]:
+    """The installed plugins."""
+    return _begin_with(incomplete, (record.name for record in discover().plugins))
+
+
+def complete_kernel(incomplete: str) -> list[str]:
+    """The kernels of all plugins: which of them the command line names isn't known before it is complete."""
+    return _begin_with(incomplete, (spec.name for record in discover().plugins for spec in record.kernels))
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """The hardware that can be named, of the core and of plugins."""
+    devices = discover().devices.values()
+    return _begin_with(incomplete, [*NAMED, *(name for device in devices for name in device.named)])
+
+
+def complete_device(incomplete: str) -> list[str]:
+    """The types of devices."""
+    return _begin_with(incomplete, ["cpu", "cuda", *discover().devices])
+
+
+def complete_dtype(incomplete: str) -> list[str]:
+    """The dtypes that kernels are for."""
+    return _begin_with(incomplete, DTYPES)
+
+
+def complete_job(incomplete: str) -> list[str]:
+    """YAML files, and folders that may hold some."""
+    folder, _, name = incomplete.rpartition("/")
+    typed = f"{folder}/" if "/" in incomplete else ""
+    try:
+        found = sorted(Path(typed or ".").expanduser().iterdir())
+    except OSError:
+        return []
+    named = [path for path in found if path.name.startswith(name) and (name or not path.name.startswith("."))]
+    folders = [f"{typed}{path.name}/" for path in named if path.is_dir()]
+    return sorted([*folders, *(f"{typed}{path.name}" for path in named if path.suffix in _JOBS)])
+
+
+def _begin_with(incomplete: str, names: Iterable[str]) -> list[str]:
+    return sorted({name for name in names if name.startswith(incomplete)})

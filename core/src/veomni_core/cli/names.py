@@ -1,0 +1,30 @@
+"""Names that a command line gives, looked up; what isn't known is an error with the nearest name."""
+
+from __future__ import annotations
+
+from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.discovery.registry import Registry
+from veomni_core.errors import UnknownNameError, did_you_mean
+
+_DEVICES = ("cpu", "cuda", "rocm")
+
+
+def find_op(registry: Registry, name: str) -> OpSpec:
+    """The op called ``name``, or the one whose config field is ``name``.
+
+    Raises:
+        UnknownNameError: there is neither.
+    """
+    by_field = {op.config_field: op for op in registry.ops.values()}
+    return by_field[name] if name in by_field else registry.op(name)
+
+
+def check_device(registry: Registry, name: str) -> None:
+    """Refuse a ``--device`` whose type (``cuda`` of ``cuda:1``) neither the core nor a plugin knows.
+
+    Raises:
+        UnknownNameError: the type is unknown.
+    """
+    kind, known = name.partition(":")[0], (*_DEVICES, *registry.devices)
+    if kind not in known:
+        raise UnknownNameError(f"--device {name}: there is no device type {kind!r}. {did_you_mean(kind, known)}")
