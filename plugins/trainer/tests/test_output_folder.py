@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import pytest
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.output.lock import LOCK, locked
+from veomni_trainer.report import write
 
 Train = Callable[..., bool]
 
@@ -116,3 +118,17 @@ def test_a_disk_that_fills_up_leaves_earlier_checkpoints_whole(
     assert not [*run.glob(".incomplete"), *run.glob("checkpoint-4")]
     train(job_data, resume=True)
     assert len(losses(run)) == 4
+
+
+def test_a_report_that_cannot_be_written_is_said_and_written_later(
+    job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
+
+    monkeypatch.setattr(write, "write_whole", full)
+    with pytest.raises(HostError, match=r"run can't be written: .*No space left.* bytes free\. The checkpoints in it"):
+        train(job_data)
+    monkeypatch.undo()
+    train(job_data, resume=True)
+    assert (run / "report.html").exists()

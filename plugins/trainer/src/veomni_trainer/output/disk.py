@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, HostError
 
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOTDIR)
 _SIGNS = ("PytorchStreamWriter", "No space left", "unexpected pos")  # torch raises RuntimeError where it can't write
@@ -42,3 +44,21 @@ def write_failure(error: BaseException) -> str:
     if isinstance(error, SafetensorError) or (isinstance(error, RuntimeError) and any(s in str(error) for s in _SIGNS)):
         return str(error).splitlines()[0]
     return ""
+
+
+@contextmanager
+def naming_failed_writes(folder: Path) -> Iterator[None]:
+    """Turn what Python raises where a file in ``folder`` can't be written into an error that names the folder.
+
+    Raises:
+        HostError: a file could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not (why := write_failure(error)):
+            raise
+        raise HostError(
+            f"{folder} can't be written: {why}. Its disk has {free_bytes(folder):,} bytes free. The checkpoints in it "
+            "are whole; when there is room, the same command with --resume writes the rest"
+        ) from error

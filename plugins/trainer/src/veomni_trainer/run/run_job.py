@@ -16,6 +16,7 @@ from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.lock import locked
@@ -81,12 +82,13 @@ def _run(
                 f"the eager run ended with exit code {code}, for the reason above; {folder.path} is complete"
             )
     if is_main_process():
-        if job.train.export and not (interrupted or ending.bad_step):
-            shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
-            merges = job.train.export == "merged"
-            export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
-            print(f"weights: {folder.exported}", flush=True)
-        write_report(folder)
+        with naming_failed_writes(folder.path):
+            if job.train.export and not (interrupted or ending.bad_step):
+                shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
+                merges = job.train.export == "merged"
+                export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
+                print(f"weights: {folder.exported}", flush=True)
+            write_report(folder)
         say(describe_run(folder))
     if ending.bad_step and is_main_process():  # alone: torchrun ends all others with the first one that fails
         raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
