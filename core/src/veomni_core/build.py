@@ -15,6 +15,7 @@ from veomni_core.binding.bind import apply_plan
 from veomni_core.binding.placement import device_type_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
+from veomni_core.jobs.config_errors import explained
 from veomni_core.jobs.model_config import ConfigSource, load_model_config
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.plan import Plan
@@ -116,7 +117,7 @@ def build_foundation_model(
         check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
-    skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
+    skeleton = _skeleton(config, dtype, trust_remote_code)
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
@@ -147,9 +148,23 @@ def build_foundation_model(
 def build_skeleton(
     config_path: ConfigSource, *, torch_dtype: str | torch.dtype = "bfloat16", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The unbound model on the meta device: all modules and shapes, no weight values."""
+    """The unbound model on the meta device: all modules and shapes, no weight values.
+
+    Raises:
+        ConfigError: no model can be built from the config; the message names its keys.
+    """
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    return _random_model(_model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code)
+    return _skeleton(config, _dtype(torch_dtype), trust_remote_code)
+
+
+def _skeleton(config: Any, dtype: torch.dtype, trust: bool) -> Any:
+    """On the meta device, an error of the model's constructor comes from its config: there is no memory to run out of.
+
+    So :func:`build_foundation_model` builds one before it builds the model.
+    """
+    written = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    with explained(f"no {config.model_type} can be built from it", written, "model.config"):
+        return _random_model(_model_class(config), config, dtype, torch.device("meta"), trust)
 
 
 def check_weights(path: Path) -> None:
