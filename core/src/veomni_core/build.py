@@ -55,8 +55,8 @@ def build_foundation_model(
         autocast: the dtype of the ``torch.autocast`` that training will use; ``None`` for training without it.
         init_device: the device on which the weights are created: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
             ``weights_path``), or a device with an index.
-        device: where the model will run. Without it, the machine's accelerator, since weights that are created on
-            the CPU are usually moved there.
+        device: where the model will run, if it will be moved. Without it, where its weights are created; for ``meta``
+            the machine's accelerator.
         training: False builds for evaluation only, as of :func:`veomni_core.bind`.
         attn_implementation: overrides that one field of ``ops_implementation``.
         distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
@@ -103,7 +103,7 @@ def build_foundation_model(
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     dtype, made_on = _dtype(torch_dtype), _device(init_device)
-    device_type = device_type_of(device)
+    device_type = device_type_of("cpu" if device is None and made_on.type == "cpu" else device)
     if made_on.type == "meta" and weights_path is not None:
         raise ConfigError(
             f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "

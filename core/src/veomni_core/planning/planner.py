@@ -33,7 +33,8 @@ def make_plan(
         model: the model; it may be on the meta device.
         config: the config, checked or as a mapping (``{"preset": "auto"}``).
         registry: the plugins to choose from, for a config that is a mapping (see :meth:`veomni_core.OpsConfig.of`).
-        hardware: the hardware to plan for, or its name (``"h200"``). Without it, the hardware of this machine.
+        hardware: the hardware to plan for, or its name (``"h200"``). Without it, the CPU for a model that is on it, and
+            else the hardware of this machine.
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype); ``None`` for training without it.
         training: False plans for evaluation only, where kernels without a backward can run too.
@@ -70,10 +71,14 @@ def make_plan(
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
     from veomni_core.sites.engine.layout import layout_for  # imports torch, as the next one does
     from veomni_core.sites.find import search
+    from veomni_core.sites.model_device import is_on_the_cpu
 
     config = OpsConfig.of(config, registry)
     layout = None if distributed_config is None else layout_for(model, distributed_config)
     found = search(model, config.registry, layout)
+    # The engine puts the parts of a whole model on the accelerator.
+    if hardware is None and layout is None and is_on_the_cpu(model):
+        hardware = config.registry.detect_hardware("cpu")
     return _plan(found.sites, found.failed_rules, config, hardware, autocast, training)
 
 
