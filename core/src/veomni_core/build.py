@@ -36,6 +36,7 @@ def build_foundation_model(
     init_device: str = "cuda",
     device: str | torch.device | None = None,
     training: bool = True,
+    verify: bool = False,
     attn_implementation: str | None = None,
     distributed_config: Any = None,
     config_kwargs: Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def build_foundation_model(
         device: where the model will run, if it will be moved. Without it, where its weights are created; for ``meta``
             the machine's accelerator.
         training: False builds for evaluation only, as of :func:`veomni_core.bind`.
+        verify: check every chosen kernel and every bound site before the model is returned, as of
+            :func:`veomni_core.bind`.
         attn_implementation: overrides that one field of ``ops_implementation``.
         distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
             mapping of its fields (``{"fsdp_size": 4, "ep_size": 2}``). Needs transformers 5.21 and as many processes
@@ -74,6 +77,7 @@ def build_foundation_model(
     Raises:
         MissingOpsImplementationError: ``ops_implementation`` is ``None``.
         ConfigError: another argument is wrong.
+        ConformanceError: ``verify`` found a kernel, or a site, that does not compute what it should.
         CheckpointError: the weights are missing or don't fit; the message names the keys.
         HostError: this machine has no such device; too few or too many processes run for ``distributed_config``, or
             this transformers has no engine; or the ranks don't agree on the plan.
@@ -138,6 +142,7 @@ def build_foundation_model(
         model,
         plan,
         ops.registry,
+        verify=verify,
         on_change=ops.on_change,
         training_logits=ops.training_logits,
         agree=False,  # the ranks have agreed above, before the weights were read

@@ -127,8 +127,8 @@ def bind(
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype), as with ``Trainer(bf16=True)``. Kernels that compute only in that dtype can then run over
             float32 weights.
-        device: where the model will run. Without it, where it is: a model on the CPU gets kernels of the CPU. If it will
-            be moved to the accelerator later, as ``Trainer`` does, say so: ``device="cuda"``. A model on the meta
+        device: where the model will run. Without it, where it is: a model on the CPU gets kernels of the CPU. If it
+            will be moved to the accelerator later, as ``Trainer`` does, say so: ``device="cuda"``. A model on the meta
             device is planned for the machine's accelerator.
         training: False binds for evaluation only, with kernels that have no backward too. Such a kernel raises where
             gradients are recorded.

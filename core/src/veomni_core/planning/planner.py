@@ -1,4 +1,4 @@
-"""Makes a plan. It depends on registry, config, hardware, autocast and sites, and on nothing else."""
+"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what failed ``veomni verify`` here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
+from veomni_core.planning.failed_checks import failed_checks
 from veomni_core.planning.plan import Plan, PlannedKernel
 from veomni_core.planning.plan_problems import raise_problems
 from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
@@ -120,7 +121,8 @@ def _plan(
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
-    selection = Selection(registry, hardware, config.profile, autocast, training)
+    failed = failed_checks() if hardware.detected else {}
+    selection = Selection(registry, hardware, config.profile, autocast, training, failed)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -129,7 +131,7 @@ def _plan(
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry))
     assumptions = () if hardware.detected else _assumptions(kernels, hardware)
-    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training)
+    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training, tuple(selection.passed_by))
 
 
 def _autocast_name(autocast: Any) -> str | None:
