@@ -5,7 +5,9 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 
 from __future__ import annotations
 
+import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -17,6 +19,12 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# No test reads or writes the developer's own record of kernels that failed `veomni verify`; subprocesses inherit it.
+_CACHES = tempfile.mkdtemp(prefix="veomni-cache-")
+os.environ["VEOMNI_CACHE"] = f"{_CACHES}/shared"
+_numbers = itertools.count()
 
 
 def _npu_is_here() -> bool:
@@ -47,6 +55,12 @@ def pytest_configure() -> None:
         from npu_sim.backend import start
 
         start()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test verifies is not remembered in the next."""
+    monkeypatch.setenv("VEOMNI_CACHE", f"{_CACHES}/{next(_numbers)}")
 
 
 _SIMULATED = pytest.param("simulated", marks=pytest.mark.npu_simulated)

@@ -58,7 +58,7 @@ EXAMPLES = list(_examples())
 def _a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variable of the machine decides what an example shows, and no example leaves a process group behind."""
     for name in list(os.environ):
-        if name.startswith("VEOMNI_") or name == "MODELING_BACKEND":
+        if (name.startswith("VEOMNI_") and name != "VEOMNI_CACHE") or name == "MODELING_BACKEND":
             monkeypatch.delenv(name)
     with torch.random.fork_rng(devices=[]):
         yield

@@ -46,7 +46,7 @@ def veomni_ops():
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the machine decides what a test sees."""
     for name in list(os.environ):
-        if name.startswith("VEOMNI_") or name in ("MODELING_BACKEND", "USE_GROUP_GEMM"):
+        if (name.startswith("VEOMNI_") and name != "VEOMNI_CACHE") or name in ("MODELING_BACKEND", "USE_GROUP_GEMM"):
             monkeypatch.delenv(name)
 
 

@@ -71,7 +71,7 @@ def test_the_attention_of_decoders_is_proven_for_every_kind_of_mask(family):
     found = site(build(family))
     assert found.variant == "standard" and not found.declared and not found.refuses
     assert "reference's values and gradients" in found.evidence
-    assert found.dtype == "float32" and found.detail["head_dim"][1] == 8
+    assert found.dtype == "float32" and found.sizes["value_head_dim"] == (8,)
 
 
 def test_encoders_decoders_and_what_crosses_are_proven():
@@ -192,10 +192,11 @@ def test_dtypes_and_head_widths_are_refused_at_planning():
 
 
 def test_a_model_that_can_not_be_run_in_small_is_bound_on_transformers_word_and_says_so():
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     found = site(XmodForCausalLM(XmodConfig(**small, vocab_size=64, is_decoder=True, languages=["en_XX", "de_DE"])))
     assert found.variant == "standard" and found.declared and not found.examined
     assert "declared by transformers (_supports_sdpa" in found.evidence and "could not be run" in found.evidence
+    assert found.dtype == "float32" and found.sizes["head_dim"] == (12,) and found.needs == ("odd_heads",)
 
 
 def test_finding_attention_changes_nothing():

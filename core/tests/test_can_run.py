@@ -106,11 +106,21 @@ def test_a_models_sizes():
     sizes = {site.op_name: site.sizes for site in find_sites(build("llama")) if site.op_name != "rotary_pos_emb"}
     config = build("llama").config
     assert sizes == {
-        "attention": {"head_dim": (config.head_dim,)},
+        "attention": {"head_dim": (config.head_dim,), "value_head_dim": (config.head_dim,)},
         "cross_entropy_loss": {"hidden": (config.hidden_size,), "vocabulary": (config.vocab_size,)},
         "rms_norm": {"width": (config.hidden_size,)},
         "swiglu_mlp": {"hidden": (config.hidden_size,), "intermediate": (config.intermediate_size,)},
     }
+
+
+def test_a_load_balancing_sites_facts():
+    (site,) = (each for each in find_sites(build("qwen3_moe")) if each.op_name == "load_balancing_loss")
+    assert site.dtype == "float32" and site.sizes == {"experts": (4,), "top_k": (2,)}
+
+
+def test_latent_attention_has_values_of_another_width():
+    (site,) = (each for each in find_sites(build("deepseek_v3")) if each.op_name == "attention")
+    assert site.sizes == {"head_dim": (16,), "value_head_dim": (8,)}
 
 
 @pytest.mark.parametrize(

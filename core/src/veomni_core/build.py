@@ -16,6 +16,7 @@ from veomni_core.binding.bind import apply_plan
 from veomni_core.binding.placement import device_type_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
+from veomni_core.jobs.config_errors import explained
 from veomni_core.jobs.model_config import ConfigSource, load_model_config
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.plan import Plan
@@ -36,6 +37,7 @@ def build_foundation_model(
     init_device: str = "cuda",
     device: str | torch.device | None = None,
     training: bool = True,
+    verify: bool = False,
     attn_implementation: str | None = None,
     distributed_config: Any = None,
     quantization_config: Any = None,
@@ -44,7 +46,6 @@ def build_foundation_model(
     agree: bool = True,
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
-    verify: bool = False,
 ) -> PreTrainedModel:
     """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
@@ -57,9 +58,11 @@ def build_foundation_model(
         autocast: the dtype of the ``torch.autocast`` that training will use; ``None`` for training without it.
         init_device: the device on which the weights are created: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
             ``weights_path``), or a device with an index.
-        device: where the model will run. Without it, the machine's accelerator, since weights that are created on
-            the CPU are usually moved there.
+        device: where the model will run, if it will be moved. Without it, where its weights are created; for ``meta``
+            the machine's accelerator.
         training: False builds for evaluation only, as of :func:`veomni_core.bind`.
+        verify: check every chosen kernel and every bound site before the model is returned, as of
+            :func:`veomni_core.bind`.
         attn_implementation: overrides that one field of ``ops_implementation``.
         distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
             mapping of its fields (``{"fsdp_size": 4, "ep_size": 2}``). Needs transformers 5.21 and as many processes
@@ -71,7 +74,6 @@ def build_foundation_model(
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
         group: the process group whose ranks build this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another to agree.
-        verify: first run every chosen kernel through its op's contract, and each site, as of :func:`veomni_core.bind`.
 
     Returns:
         The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
@@ -79,6 +81,7 @@ def build_foundation_model(
     Raises:
         MissingOpsImplementationError: ``ops_implementation`` is ``None``.
         ConfigError: another argument is wrong.
+        ConformanceError: ``verify`` found a kernel, or a site, that does not compute what it should.
         CheckpointError: the weights are missing, damaged, or don't fit; the message names the files or the keys.
         HostError: this machine has no such device; too few or too many processes run for ``distributed_config``, or
             this transformers has no engine; or the ranks don't agree on the plan.
@@ -108,7 +111,7 @@ def build_foundation_model(
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     dtype, made_on = _dtype(torch_dtype), _device(init_device)
-    device_type = device_type_of(device)
+    device_type = device_type_of("cpu" if device is None and made_on.type == "cpu" else device)
     if made_on.type == "meta" and weights_path is not None:
         raise ConfigError(
             f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "
@@ -127,7 +130,7 @@ def build_foundation_model(
         check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
-    skeleton = build_skeleton(config, torch_dtype=dtype, trust_remote_code=trust_remote_code)
+    skeleton = _skeleton(config, dtype, trust_remote_code)
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
@@ -160,9 +163,23 @@ def build_foundation_model(
 def build_skeleton(
     config_path: ConfigSource, *, torch_dtype: str | torch.dtype = "bfloat16", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The unbound model on the meta device: all modules and shapes, no weight values."""
+    """The unbound model on the meta device: all modules and shapes, no weight values.
+
+    Raises:
+        ConfigError: no model can be built from the config; the message names its keys.
+    """
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    return _random_model(_model_class(config), config, _dtype(torch_dtype), torch.device("meta"), trust_remote_code)
+    return _skeleton(config, _dtype(torch_dtype), trust_remote_code)
+
+
+def _skeleton(config: Any, dtype: torch.dtype, trust: bool) -> Any:
+    """On the meta device, an error of the model's constructor comes from its config: there is no memory to run out of.
+
+    So :func:`build_foundation_model` builds one before it builds the model.
+    """
+    written = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    with explained(f"no {config.model_type} can be built from it", written, "model.config"):
+        return _random_model(_model_class(config), config, dtype, torch.device("meta"), trust)
 
 
 def check_weights(path: Path) -> None:

@@ -122,7 +122,7 @@ def test_transformers_takes_for_flash_attention_what_is_one(name):
 
     with stand_ins.installed():
         importlib.import_module(f"veomni_flash_attn.{name}")
-    model = build("llama", dtype=torch.bfloat16)
+    model = build("llama", dtype=torch.bfloat16, head_dim=16)
     with bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry(anywhere=True)):
         assert is_flash_attention_requested(model.config) == (name in NAMES)
 

@@ -48,7 +48,7 @@ def test_under_autocast_heads_of_several_dtypes_take_its_dtype(monkeypatch):
 def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch):
     monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
     ids, bounds = tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
-    model = build("llama")
+    model = build("llama", head_dim=16)
     bind(model, {"preset": "eager", "attn_implementation": "flex_attention"}, registry=registry(anywhere=True))
     with torch.no_grad():
         packed = model(ids, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits

@@ -27,7 +27,7 @@ def plan(family, kernel, ours=None, hardware="h200", dtype=torch.bfloat16, autoc
 
 @pytest.mark.parametrize("kernel", [*NAMES, "flex_attention"])
 def test_an_h200_plans_each_by_the_name_of_the_seeds(kernel):
-    found = plan("llama", kernel)
+    found = plan("llama", kernel, head_dim=64)
     assert found.ops[0].chosen == (kernel,)
     assert found.from_json(found.to_json()) == found
 
@@ -73,6 +73,29 @@ def test_what_the_model_asks_for_in_every_call_is_refused_before_a_weight_is_loa
     with pytest.raises(KernelUnavailableError, match=reason):
         plan(family, kernel, **config)
     plan(family, "flash_attention_2" if "dropout" in reason else "flash_attention_4", **config)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "reason"),
+    [
+        *((name, {"head_dim": 20}, "takes heads of 8 to 256 in multiples of 8, this site has 20") for name in NAMES),
+        ("flash_attention_3", {"head_dim": 264}, "in multiples of 8, this site has 264"),
+        ("flex_attention", {"head_dim": 8}, "takes heads of at least 16, this site has 8"),
+    ],
+)
+def test_heads_that_a_library_does_not_take_are_refused_when_planning(kernel, config, reason):
+    with pytest.raises(KernelUnavailableError, match=reason):
+        plan("llama", kernel, **config)
+    assert kernel not in plan("llama", "auto", **config).ops[0].chosen
+
+
+def test_values_of_another_width_count_as_well():
+    with pytest.raises(KernelUnavailableError, match="in multiples of 8, this site has 12"):
+        plan("deepseek_v3", "flash_attention_3", v_head_dim=12)
+
+
+def test_float32_heads_of_20_are_planned_for_no_flash_attention():
+    assert not {*NAMES} & {*plan("llama", "auto", dtype=torch.float32, head_dim=20, hardware="h100").ops[0].chosen}
 
 
 def test_a_model_that_transformers_gives_no_flash_attention_is_given_none_here():

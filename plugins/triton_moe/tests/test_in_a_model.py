@@ -9,7 +9,7 @@ import torch
 
 from models import step
 from tiny_models import tiny_model
-from veomni_core import Hardware, HardwareRequirement, OpsConfig, bind, find_sites, plan_sites
+from veomni_core import Hardware, HardwareRequirement, OpsConfig, Site, bind, find_sites, plan_sites
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
@@ -58,3 +58,14 @@ def test_without_a_gpu_they_are_refused_and_for_an_h200_they_are_planned():
     }
     with pytest.raises(KernelUnavailableError, match="fused_triton can't run here: needs device type cuda"):
         plan_sites(find_sites(model, ours), config, hardware=Hardware.named("cpu"))
+
+
+@pytest.mark.parametrize(("experts", "dtype", "why"), [(8193, "bfloat16", "at most 8192 experts"), (8, "float64", "")])
+def test_a_load_balancing_loss_that_it_cannot_compute_is_refused_when_planning(experts, dtype, why):
+    site = Site("load_balancing_loss", "", "a rule", "standard", "proven", dtype, sizes={"experts": (experts,)})
+    ours = registry(anywhere=False)
+    config = {"preset": "eager", "load_balancing_loss_implementation": "triton"}
+    with pytest.raises(
+        KernelUnavailableError, match=why or "computes float32, bfloat16, float16, this site is float64"
+    ):
+        plan_sites([site], config, registry=ours, hardware="h100")

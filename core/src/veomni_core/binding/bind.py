@@ -10,7 +10,7 @@ from torch import nn
 
 from veomni_core.binding import hub_kernels
 from veomni_core.binding.evaluation import loaded
-from veomni_core.binding.placement import device_type_of, misplaced, placement_notes
+from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.binding.receipt import Receipt, Verification
 from veomni_core.binding.site_changes import Kernels, site_changes
@@ -73,7 +73,7 @@ class Binding(Transformation):
             self.verification,
             tuple((each.name, each.describe()) for each in applied),
             {path: "; ".join(all_reasons) for path, all_reasons in reasons.items()},
-            "" if model is None else misplaced(model, self.plan),
+            "" if model is None else misplaced(model, self.plan) or planned_elsewhere(model, self.plan),
         )
 
 
@@ -127,8 +127,9 @@ def bind(
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype), as with ``Trainer(bf16=True)``. Kernels that compute only in that dtype can then run over
             float32 weights.
-        device: where the model will run. Without it, the machine's accelerator, even while the model is still on the
-            CPU: trainers move it later.
+        device: where the model will run. Without it, where it is: a model on the CPU gets kernels of the CPU. If it
+            will be moved to the accelerator later, as ``Trainer`` does, say so: ``device="cuda"``. A model on the meta
+            device is planned for the machine's accelerator.
         training: False binds for evaluation only, with kernels that have no backward too. Such a kernel raises where
             gradients are recorded.
         verify: first run every chosen kernel through its op's contract, on the model's device and in its dtype, and
@@ -179,10 +180,12 @@ def bind(
     _make_ready(model)
 
     def make() -> Plan:
-        hardware = ops.registry.detect_hardware(device_type)
+        hardware = None if device_type is None else ops.registry.detect_hardware(device_type)
         return make_plan(model, ops, hardware=hardware, autocast=autocast, training=training)
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
+    if device is None:
+        _warn_of_an_idle_accelerator(plan, ops.registry)
     return _apply(model, plan, ops.registry, verify, settings)
 
 
@@ -286,6 +289,20 @@ def _release_copies(model: nn.Module) -> None:
         if any(bindings_in(module)):
             run_eager(module)
     hub_kernels.admit_again(model)
+
+
+def _warn_of_an_idle_accelerator(plan: Plan, registry: Registry) -> None:
+    """A model that is bound on the CPU and moved by a trainer would train without the accelerator's kernels."""
+    if plan.hardware.device_type == "cpu" and plan.kernels:
+        found = registry.detect_hardware()
+        if found.device_type != "cpu":
+            there = found.torch_device_type
+            logger.warning(
+                "the model is on the CPU, so it was bound to kernels of the CPU, and this machine has %s. If the model "
+                "will run there, bind it after it was moved, or pass device=%r; if it stays, pass device='cpu'",
+                found.describe(),
+                there,
+            )
 
 
 def _warn_of_sites_left_eager(plan: Plan) -> None:

@@ -1,8 +1,9 @@
 """Compares the device that a bound model is on with the devices that its kernels can run on.
 
-On a machine with a GPU, a model that is bound while it is on the CPU is planned for the GPU, since trainers move it
-there. If nobody moves it, its first forward fails with whatever error the kernel's library raises. The receipt says so
-beforehand, and a note on that error explains the cause.
+``bind(model, device="cuda")`` plans a model for the GPU while it is on the CPU, since trainers move it there. If nobody
+moves it, its first forward fails with whatever error the kernel's library raises. The receipt says so beforehand, and a
+note on that error explains the cause. A model that was planned for the CPU runs anywhere; the receipt says that it
+moved.
 """
 
 from __future__ import annotations
@@ -60,6 +61,18 @@ def misplaced(model: nn.Module, plan: Plan) -> str:
             f"bind(..., device={found!r})"
         )
     return ""
+
+
+def planned_elsewhere(model: nn.Module, plan: Plan) -> str:
+    """What to do about a plan for the CPU, once the model's parameters are on an accelerator; empty if they are not."""
+    here = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    if plan.hardware.device_type != "cpu" or not here or "cpu" in here:
+        return ""
+    found = " and ".join(sorted(here))
+    return (
+        f"the plan is for the CPU, and the model's parameters are on {found} now, so kernels of {found} were passed "
+        f"over. Undo the binding and bind again; or bind with device={found!r} from the start"
+    )
 
 
 def placement_notes(model: nn.Module, plan: Plan) -> Iterator[PlacementNote]:

@@ -82,6 +82,7 @@ class Receipt:
             "autocast": self.plan.autocast,
             "plan_sha256": self.plan.sha256,
             "assumptions": list(self.plan.assumptions),
+            "passed_by": list(self.plan.passed_by),
             "verified": list(self.verified),
             "verified_sites": list(self.verification.sites),
             "not_verified": list(self.verification.not_compared),
@@ -116,6 +117,8 @@ class Receipt:
             title += "".join(f"\nIn force: {name}: {description}" for name, description in self.transformations)
         if self.misplaced:
             title += f"\nNot on its device: {self.misplaced}"
+        for kernel in self.plan.passed_by:
+            title += f"\nPassed by: {kernel}"
         for what in self.verification.not_compared:
             title += f"\nNot verified: {what}"
         for path, what in self.changed.items():

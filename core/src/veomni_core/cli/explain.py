@@ -11,6 +11,7 @@ from veomni_core.cli.completion import complete_op
 from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.discovery.discover import discover
+from veomni_core.planning.failed_checks import failed_checks
 from veomni_core.planning.selection import Selection
 from veomni_core.tables import fit, render_table
 
@@ -29,7 +30,7 @@ def explain(
     registry = discover()
     spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    selection = Selection(registry, target, {})
+    selection = Selection(registry, target, {}, failed=failed_checks())
     rows: list[dict[str, Any]] = [
         {
             "variant": kernel.variant,
@@ -38,6 +39,7 @@ def explain(
             "preference": kernel.preference,
             "runs": not (reasons := selection.why_not(kernel)),
             "reasons": list(reasons),
+            "failed_verify": list(selection.failures(kernel)),
             "options": [asdict(option) for option in kernel.options],
             "assumes": [] if target.detected else list(kernel.hardware.chosen_for(target).packages),
         }
@@ -67,7 +69,7 @@ def explain(
             r["kernel"],
             r["plugin"],
             str(r["preference"]),
-            "yes" if r["runs"] else "no: " + "; ".join(r["reasons"]),
+            "; ".join(["yes" if r["runs"] else f"no: {'; '.join(r['reasons'])}", *r["failed_verify"]]),
         )
         for r in rows
     ] + [("", name, "-", "", f"no: {reason}") for name, reason in absent.items()]

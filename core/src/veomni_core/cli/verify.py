@@ -11,11 +11,13 @@ import typer
 from veomni_core.cli.completion import complete_device, complete_dtype, complete_kernel, complete_op, complete_plugin
 from veomni_core.cli.names import check_device, find_op
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, SKIPPED, Row, verify_kernel
+from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row, verify_kernel
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import HostError, PluginError, UnknownNameError, suggest
+from veomni_core.planning.failed_checks import CheckedKernel, remember
 from veomni_core.tables import render_table
 
 
@@ -68,6 +70,7 @@ def verify(
 
     with ThreadPoolExecutor(jobs) as pool:
         rows = [row for rows in pool.map(rows_of, asked) for row in rows]
+    _remember(rows, record, hardware)
     nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for spec in record.kernels])
     if json:
         results = [row.to_dict() for row in rows]
@@ -78,6 +81,19 @@ def verify(
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def _remember(rows: list[Row], record: PluginRecord, hardware: Hardware) -> None:
+    """Keep the failures for this machine's plans. A contract that failed, or a skipped kernel, says nothing."""
+    at = {
+        result: {
+            CheckedKernel.here(row.kernel, record.distribution, record.version, row.dtype, hardware): row.detail
+            for row in rows
+            if row.result == result
+        }
+        for result in (FAILED, OK)
+    }
+    remember({checked: (detail or ("",))[0] for checked, detail in at[FAILED].items()}, at[OK])
 
 
 def show_results(rows: Iterable[Row], title: str) -> None:

@@ -13,8 +13,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
+from veomni_core.jobs.config_errors import explained
+from veomni_core.jobs.config_values import refuse_unfit_pairs, refuse_values
 
 _NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
+_IN_THE_JOB = "model.config"
 ConfigSource = str | Path | Mapping[str, Any] | PretrainedConfig
 
 
@@ -31,18 +34,22 @@ def load_model_config(
     Raises:
         UnknownNameError: transformers doesn't know the model type, or a key of the mapping looks like a misspelt key
             of its config; the message suggests the nearest spelling.
-        ConfigError: the config needs remote code that is not allowed to run, or has no ``model_type``.
+        ConfigError: the config needs remote code that is not allowed to run, has no ``model_type``, or has values that
+            its class refuses or that no model can be built with; the message names the keys.
         JobFileError: the file is missing or is not JSON.
         HostError: the config can't be fetched from the Hub.
     """
     overrides = dict(overrides or {})
     if isinstance(source, PretrainedConfig):
         config = copy.deepcopy(source)
-        config.update(overrides)
+        refuse_values(overrides, type(source), "config_kwargs.")
+        with explained(f"{type(source).__name__} refuses it", overrides, "config_kwargs"):
+            config.update(overrides)
+        refuse_unfit_pairs(config, overrides, "config_kwargs.")
         return config
     if isinstance(source, Mapping):
         data = {**source, **overrides}
-        config = _from_mapping(data, "model.config", trust_remote_code)
+        config = _from_mapping(data, _IN_THE_JOB, trust_remote_code)
         _check_keys(data, type(config))
         return config
     path = Path(source)
@@ -67,14 +74,27 @@ def _from_mapping(
                 f"{where} asks to run code that comes with the model (auto_map). Pass trust_remote_code=True if you "
                 "have read that code and trust it"
             )
-        return _built_anew(AutoConfig.from_pretrained(folder, trust_remote_code=True), data)
+        with explained("its config can't be made", data, where):
+            stored = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        return _built_anew(stored, data, where)
     if model_type not in CONFIG_MAPPING:
         known = list(CONFIG_MAPPING.keys())
         nearest = did_you_mean(str(model_type), known)
         hint = nearest if nearest.startswith("Did") else f"transformers knows {len(known)} types"
         raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {hint}")
-    known_class = CONFIG_MAPPING[model_type]
-    return known_class.from_dict({key: value for key, value in data.items() if key != "model_type"})
+    return _made(CONFIG_MAPPING[model_type], {key: value for key, value in data.items() if key != "model_type"}, where)
+
+
+def _made(config_class: type[PretrainedConfig], data: Mapping[str, Any], where: str) -> PretrainedConfig:
+    from_transformers = config_class.__module__.startswith("transformers.")  # code that comes with a model may differ
+    prefix = f"{where}." if where == _IN_THE_JOB else f"{where}: "
+    if from_transformers:
+        refuse_values(data, config_class, prefix)
+    with explained(f"{config_class.__name__} refuses it", data, where):
+        config = config_class.from_dict(copy.deepcopy(dict(data)))  # it completes nested mappings in place
+    if from_transformers:
+        refuse_unfit_pairs(config, data, prefix)
+    return config
 
 
 def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
@@ -96,13 +116,13 @@ def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -
             )
 
 
-def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any]) -> PretrainedConfig:
+def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any], where: str) -> PretrainedConfig:
     """A new config of the class of ``stored`` from ``data``, so that its constructor sees the overridden settings.
 
     ``from_pretrained(**overrides)`` would set them only afterwards: values that the constructor derives from them would
     be those of the original settings.
     """
-    config = type(stored).from_dict(dict(data))
+    config = _made(type(stored), data, where)
     config.name_or_path = stored.name_or_path  # where transformers looks for code that is shipped with the model
     return config
 
@@ -137,4 +157,4 @@ def _from_hub(name: str, overrides: dict[str, Any], trust_remote_code: bool) -> 
         raise HostError(
             f"{name}: neither a local path nor a model that can be fetched from the Hub: {reason}"
         ) from error
-    return _built_anew(stored, {**data, **overrides}) if overrides else stored
+    return _built_anew(stored, {**data, **overrides}, name) if overrides else stored

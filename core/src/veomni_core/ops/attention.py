@@ -29,7 +29,8 @@ The kind of mask that transformers builds for a kernel is a feature too, one of 
 refuses the kernels that take them.
 
 Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
-:func:`refuse`. A site's ``sizes``: ``head_dim``, every width of its queries' and values' heads.
+:func:`refuse`. A site's ``sizes``: every width of its heads, ``head_dim`` of queries and keys, ``value_head_dim`` of
+values; empty where neither a call nor a config shows them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ value and the gradient of transformers' ``load_balancing_loss_func``. The other 
 name in transformers, each with its own arguments. Variants that take a tuple of logits return the number 0, as
 transformers does, if they get no tuple (``None``: the model collected no router logits) or an empty one (no layer has a
 router).
+
+A site's ``sizes``: ``experts``, and ``top_k``, how many a token is routed to; empty where the model states none. Its
+dtype is that of the model's weights.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ class Plan:
         failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
+        passed_by: kernels that were not chosen because they failed ``veomni verify`` on this machine, and how.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,6 +72,7 @@ class Plan:
     failed_rules: tuple[str, ...] = ()
     autocast: str | None = None
     training: bool = True
+    passed_by: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
@@ -94,6 +96,7 @@ class Plan:
             failed_rules=tuple(data.get("failed_rules", ())),
             autocast=data.get("autocast"),
             training=data.get("training", True),
+            passed_by=tuple(data.get("passed_by", ())),
         )
 
     @property
@@ -148,6 +151,7 @@ class Plan:
         title = f"Plan for {self.conditions}, sha256 {self.sha256[:12]}"
         table = render_table(("field", "asked", "op/variant, dtype", "kernel", "sites", "why"), rows, title)
         notes = [f"left out: {failure}" for failure in self.failed_rules]
+        notes += [f"passed by: {kernel}" for kernel in self.passed_by]
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]

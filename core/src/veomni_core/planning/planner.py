@@ -1,4 +1,4 @@
-"""Makes a plan. It depends on registry, config, hardware, autocast and sites, and on nothing else."""
+"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what failed ``veomni verify`` here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
+from veomni_core.planning.failed_checks import failed_checks
 from veomni_core.planning.plan import Plan, PlannedKernel
 from veomni_core.planning.plan_problems import raise_problems
 from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
@@ -33,7 +34,8 @@ def make_plan(
         model: the model; it may be on the meta device.
         config: the config, checked or as a mapping (``{"preset": "auto"}``).
         registry: the plugins to choose from, for a config that is a mapping (see :meth:`veomni_core.OpsConfig.of`).
-        hardware: the hardware to plan for, or its name (``"h200"``). Without it, the hardware of this machine.
+        hardware: the hardware to plan for, or its name (``"h200"``). Without it, the CPU for a model that is on it, and
+            else the hardware of this machine.
         autocast: the dtype of the ``torch.autocast`` that training will use (``"bfloat16"``, ``"float16"`` or the
             torch dtype); ``None`` for training without it.
         training: False plans for evaluation only, where kernels without a backward can run too.
@@ -70,10 +72,14 @@ def make_plan(
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
     from veomni_core.sites.engine.layout import layout_for  # imports torch, as the next one does
     from veomni_core.sites.find import search
+    from veomni_core.sites.model_device import is_on_the_cpu
 
     config = OpsConfig.of(config, registry)
     layout = None if distributed_config is None else layout_for(model, distributed_config)
     found = search(model, config.registry, layout)
+    # The engine puts the parts of a whole model on the accelerator.
+    if hardware is None and layout is None and is_on_the_cpu(model):
+        hardware = config.registry.detect_hardware("cpu")
     return _plan(found.sites, found.failed_rules, config, hardware, autocast, training)
 
 
@@ -115,7 +121,8 @@ def _plan(
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
-    selection = Selection(registry, hardware, config.profile, autocast, training)
+    failed = failed_checks() if hardware.detected else {}
+    selection = Selection(registry, hardware, config.profile, autocast, training, failed)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -124,7 +131,7 @@ def _plan(
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry))
     assumptions = () if hardware.detected else _assumptions(kernels, hardware)
-    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training)
+    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training, tuple(selection.passed_by))
 
 
 def _autocast_name(autocast: Any) -> str | None:

@@ -11,6 +11,7 @@ from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError
 from veomni_core.planning.choice import AUTO, Requested
+from veomni_core.planning.failed_checks import CheckedKernel, FailedCheck
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -52,9 +53,13 @@ class Selection:
         profile: Mapping[str, Mapping[str, float]],
         autocast: str | None = None,
         training: bool = True,
+        failed: Mapping[CheckedKernel, FailedCheck] | None = None,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
+        self._failed = failed or {}
+        self.passed_by: dict[str, None] = {}
+        """The kernels that :meth:`choose` passed by because they failed ``veomni verify`` here, and how."""
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
@@ -115,8 +120,25 @@ class Selection:
             return (*reasons, "has no backward, and training needs one")
         return reasons
 
+    def failures(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """How ``spec`` failed ``veomni verify`` on this machine, in one of ``dtypes`` or, without any, in any dtype."""
+        if not self._failed or not self._hardware.detected:
+            return ()
+        plugin = self._registry.plugin_of(spec)
+        checked = [
+            CheckedKernel.here(str(spec), plugin.distribution, plugin.version, dtype, self._hardware)
+            for dtype in spec.dtypes
+            if not dtypes or dtype in dtypes
+        ]
+        return tuple(str(self._failed[each]) for each in checked if each in self._failed)
+
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
+        failures = self.failures(spec, place.dtypes)
+        self.passed_by.update(dict.fromkeys(f"{spec} {failure}" for failure in failures))
+        return (*self._unmet_at(spec, place), *failures)
+
+    def _unmet_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         reasons = list(self.why_not(spec))
         if not set(place.dtypes) <= set(spec.dtypes):
             reasons.append(f"computes {', '.join(spec.dtypes)}, this site is {self._shown(spec, place.dtypes)}")
@@ -157,6 +179,7 @@ class Selection:
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         usable = [spec for spec in self._registry.kernels(op_name, place.variant) if not self._why_not_at(spec, place)]
+        passed_over = [*passed_over, *self._failed_alone(op_name, place)] if usable else passed_over
         by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in by_name if name in times]
@@ -170,6 +193,13 @@ class Selection:
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
         reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
         return Verdict(best, _after(passed_over, reason), as_asked=False)
+
+    def _failed_alone(self, op_name: str, place: _Place) -> Iterator[str]:
+        """The kernels that nothing but a failed ``veomni verify`` keeps from ``place``."""
+        for spec in self._registry.kernels(op_name, place.variant):
+            failures = self.failures(spec, place.dtypes)
+            if failures and not self._unmet_at(spec, place):
+                yield f"{spec.name} {' and '.join(failures)}"
 
     def _why_none(self, op_name: str, place: _Place) -> str:
         specs = self._registry.kernels(op_name, place.variant)

@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 
 from veomni_core.ops.attention import refuse
 from veomni_core.ops.autocast import cast_as_autocast
+from veomni_flash_attn.limits import MULTIPLE, WIDEST_HEAD
 from veomni_flash_attn.packing import packing
-
-_WIDEST = 256
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
     """Problems for any FlashAttention: it takes widths of 8 to 256 in multiples of 8, in bfloat16 or float16."""
     widths = (query.shape[-1], value.shape[-1])
     problems = []
-    if any(width % 8 or width > _WIDEST for width in widths):
+    if any(width % MULTIPLE or width > WIDEST_HEAD for width in widths):
         problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
     if query.dtype not in (torch.bfloat16, torch.float16):
         dtype = f"{query.dtype}".removeprefix("torch.")

@@ -48,6 +48,7 @@ def veomni_kernels() -> list[KernelSpec]:
                 *("dense_mask", *_COMPUTED, "softcap_by_lengths", "sinks"),
                 *("wide_heads", "odd_heads", "flex_attention_mask"),
             ),
+            can_run="veomni_flash_attn.limits:flex_attention",
         ),
     ]
 
@@ -59,6 +60,7 @@ def _kernel(
     preference: int,
     features: tuple[str, ...],
     dtypes: tuple[str, ...] = _HALVES,
+    can_run: str = "veomni_flash_attn.limits:flash_attention",
 ) -> KernelSpec:
     return KernelSpec(
         name=name,
@@ -71,4 +73,5 @@ def _kernel(
         deterministic=False,  # FlashAttention sums dQ by atomics; FlexAttention's determinism was not tested
         dtypes=dtypes,
         features=features,
+        can_run=can_run,
     )

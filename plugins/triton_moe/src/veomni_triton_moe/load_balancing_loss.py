@@ -17,11 +17,9 @@ from torch.autograd import Function
 
 from veomni_core.ops.autocast import as_softmax_takes
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_triton_moe.limits import MAX_EXPERTS
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
 from veomni_triton_moe.multiprocessors import multiprocessors
-
-# The top k are ranked by integers that hold an expert's number in the 13 bits that a float16 leaves unused in float32.
-MAX_EXPERTS = 2**13
 
 
 def standard(

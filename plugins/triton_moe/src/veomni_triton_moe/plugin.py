@@ -13,7 +13,9 @@ _MAX_TOKENS = KernelOption(
 )
 
 
-def _kernels(name: str, op_name: str, variants: Iterable[str], description: str) -> tuple[KernelSpec, ...]:
+def _kernels(
+    name: str, op_name: str, variants: Iterable[str], description: str, can_run: str = ""
+) -> tuple[KernelSpec, ...]:
     return KernelSpec.for_variants(
         variants,
         name=name,
@@ -23,6 +25,7 @@ def _kernels(name: str, op_name: str, variants: Iterable[str], description: str)
         description=description,
         expert_parallel=op_name == "moe_experts",
         preference=_PREFERENCE,
+        can_run=can_run,
     )
 
 
@@ -51,7 +54,13 @@ def veomni_kernels() -> list[KernelSpec]:
         *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
         *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
         *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
-        *_kernels("triton", "load_balancing_loss", ("standard",), "softmax, top-k and sums in one pass per layer"),
+        *_kernels(
+            "triton",
+            "load_balancing_loss",
+            ("standard",),
+            "softmax, top-k and sums in one pass per layer",
+            can_run="veomni_triton_moe.limits:load_balancing_loss",
+        ),
         KernelSpec(
             name="alltoall_dedup",
             op_name="token_dispatch",

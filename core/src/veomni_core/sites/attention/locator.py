@@ -69,9 +69,10 @@ def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proo
         "attention",
         owner,
         rule,
-        dtype=next(filter(None, map(probe.parameter_dtype, modules)), None),
+        # Some attention modules have no weights of their own: what they are given comes from their model's.
+        dtype=next(filter(None, map(probe.parameter_dtype, [*modules, model.get_submodule(owner), model])), None),
         own=interface_of(model.get_submodule(owner)),
-        sizes={"head_dim": tuple(sorted(set(proof.detail.get("head_dim", ()))))},
+        sizes={name: tuple(proof.detail.get(name, ())) for name in ("head_dim", "value_head_dim")},
     )
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from veomni_core.ops.attention import MASK_FEATURES
 from veomni_core.sites.attention.eager_proof import EagerProofs
+from veomni_core.sites.attention.head_widths import features_needed, head_widths
 from veomni_core.sites.attention.masks import difference
-from veomni_core.sites.attention.trace import AttentionCall, Trace, TracedModel, roots
+from veomni_core.sites.attention.trace import Trace, TracedModel, roots
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
 
@@ -25,8 +26,6 @@ _SUPPORTED = {
 # The interface that is run for each family. flex_attention gets the masks of sdpa wherever sdpa gets one, so that one
 # run stands for both.
 _RUN_AS = {"sdpa": "sdpa", "flash_attention": "flash_attention_2", "flex_attention": "sdpa"}
-# Other head dims need the features wide_heads (over 256) and odd_heads (no multiple of 8).
-_WIDEST_HEAD, _MULTIPLE = 256, 8
 _VARIANT = "standard"
 
 
@@ -53,7 +52,7 @@ def _run(
             runs.append(_Runs(traced, *root))
     for owner, paths in readers.items():
         reaching = [run for run in runs if run.reached(paths)]
-        yield owner, _proof(paths, reaching, refused[owner], proofs, runs, error)
+        yield owner, _proof(model, paths, reaching, refused[owner], proofs, runs, error)
 
 
 class _Runs:
@@ -79,6 +78,7 @@ class _Runs:
 
 
 def _proof(
+    model: nn.Module,
     paths: list[str],
     runs: list[_Runs],
     refused: dict[str, str],
@@ -89,7 +89,8 @@ def _proof(
     missed = set(paths) - {path for run in runs for path in run.reached(paths)}
     calls = [call for run in runs for trace in run.eager for call in trace.calls if call.path in paths]
     needs = ("dense_mask",) if MASK_FEATURES["flash_attention"] in refused else ()
-    proof = partial(Proof, detail={"head_dim": _widths(calls)}, refuses=refused, needs=(*needs, *_head_needs(calls)))
+    widths = head_widths(calls, map(model.get_submodule, sorted(missed)))
+    proof = partial(Proof, detail=widths, refuses=refused, needs=(*needs, *features_needed(widths)))
     for call in calls:
         if why := proofs.mismatch(call):
             return proof(None, f"{type(call.module).__name__}: {why}")
@@ -143,16 +144,3 @@ def _refused_by_transformers(model: Any, owner: str) -> Iterator[tuple[str, str]
                 who = type(model.get_submodule(owner)).__name__
                 yield MASK_FEATURES[family], f"transformers does not run {who}'s attention by {family} ({flag} = False)"
                 break
-
-
-def _widths(calls: list[AttentionCall]) -> list[int]:
-    """The largest head dim of the queries, and of the values."""
-    return [max(call.heads[each].shape[-1] for call in calls) for each in (0, 2)] if calls else []
-
-
-def _head_needs(calls: list[AttentionCall]) -> Iterator[str]:
-    widths = {heads.shape[-1] for call in calls for heads in call.heads}
-    if any(width > _WIDEST_HEAD for width in widths):
-        yield "wide_heads"
-    if any(width % _MULTIPLE for width in widths):
-        yield "odd_heads"

@@ -25,6 +25,10 @@ from veomni_core.sites.site import Kernel, Site
 
 _NAME = "load_balancing_loss_func"
 _EXPERTS, _TOP_K, _BATCH = 9, 2, 2
+_STATED_AS = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "top_k"),
+}
 _KEYS = 3  # product keys, whose 3 x 3 pairs are the experts
 
 
@@ -34,7 +38,8 @@ class LoadBalancingFunctions:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         for caller in callers(model, lambda name: name == _NAME):
             proof = Proof(None, caller.why_not) if caller.why_not else _prove(caller.functions[_NAME])
-            yield proof.site("load_balancing_loss", caller.path, rule)
+            dtype = probe.parameter_dtype(caller.module)
+            yield proof.site("load_balancing_loss", caller.path, rule, dtype=dtype, sizes=_sizes(caller.module))
 
     def sharded(self, site: Site, layout: EngineLayout) -> Site:
         """Every rank has the router's logits of all experts, for the tokens of its batch."""
@@ -42,6 +47,17 @@ class LoadBalancingFunctions:
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         return replaced(model.get_submodule(site.path), _NAME, kernel)
+
+
+def _sizes(module: Any) -> dict[str, tuple[int, ...]]:
+    """The number of experts and how many a token chooses, by the attributes of the module or of its config."""
+    config = getattr(module, "config", None)
+    holders = (module, config.get_text_config()) if config is not None else (module,)
+    sizes = {}
+    for size, names in _STATED_AS.items():
+        stated = (getattr(holder, name, None) for holder in holders for name in names)
+        sizes[size] = tuple([value for value in stated if type(value) is int][:1])
+    return sizes
 
 
 def _prove(function: Function) -> Proof:
