@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
 from veomni_core import apply_plan, bind, get_parallel_plan, make_plan
 
-_STEPS = 20
+STEPS = 20
 _EXPERTS = {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -108,7 +109,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 def _train_alone(weights: Path, batches: int) -> dict[str, Any]:
     model = type_of(weights).from_pretrained(weights, attn_implementation="eager").train()
     optimizer, losses, gradients = _optimizer(model), [], []
-    for step in range(_STEPS):
+    for step in range(STEPS):
         optimizer.zero_grad()
         total = torch.zeros(())
         for batch in range(batches):
@@ -117,7 +118,7 @@ def _train_alone(weights: Path, batches: int) -> dict[str, Any]:
             loss.backward()
             total += loss.detach()
         losses.append(total.item())
-        if step in (0, _STEPS - 1):
+        if step in (0, STEPS - 1):
             gradients.append(_gradients(model))
         optimizer.step()
     return {"losses": losses, "gradients": gradients, "weights": {n: p.detach() for n, p in model.named_parameters()}}
@@ -149,14 +150,17 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
     planned = make_plan(whole, EVERY_KERNEL, registry=registry, distributed_config=layout)
     calls.clear()
     optimizer, losses, gradients = _optimizer(model), [], []
-    for step in range(_STEPS):
+    for step in range(STEPS):
         optimizer.zero_grad()
         loss = _step(model, _ids(step, batch))
         torch.distributed.all_reduce(loss)
         losses.append(loss.item() / torch.distributed.get_world_size())
-        if step in (0, _STEPS - 1):
+        if step in (0, STEPS - 1):
             gradients.append(_gradients(model))
         optimizer.step()
+    calls_of_ops: Counter[str] = Counter()
+    for (op_name, *_), count in calls.items():
+        calls_of_ops[op_name] += count
     wanted, found = alone["gradients"], gradients
     norms = [
         [torch.stack([g.norm() for g in each.values()]).norm().item() for each in all_] for all_ in (wanted, found)
@@ -169,8 +173,8 @@ def _case(whole: PreTrainedModel, weights: Path, layout: dict[str, int], alone: 
         "logits_off": logits_off,
         "divided_as_planned": _divided(model) == _to_be_divided(whole, layout),
         "weights_off": _furthest({n: _whole(p) for n, p in model.named_parameters()}, alone["weights"]),
-        "called": sorted({op for op, *_ in calls}),
-        "bound": sorted({op.op_name for op in binding.plan.ops for d in op.sites if d.bound}),
+        "called": dict(calls_of_ops),
+        "bound": {op.op_name: bound for op in binding.plan.ops if (bound := sum(d.bound for d in op.sites))},
         "eager": sorted({f"{op.op_name}: {d.reason}" for op in binding.plan.ops for d in op.sites if not d.bound}),
         "changed": dict(binding.receipt.changed),
         "planned_differently": list(binding.plan.diff(planned)),

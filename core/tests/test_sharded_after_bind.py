@@ -1,10 +1,12 @@
-"""A bound model that transformers' engine shards afterwards runs on its kernels, or is refused."""
+"""Bound models that are sharded or changed after bind: they run their kernels or their own code, or are refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from distributed import run_ranks
+from models import build
+from sharded_models import FAMILIES
 
 pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
@@ -60,3 +62,50 @@ def test_a_bound_model_that_is_sharded_afterwards_runs_its_kernels_or_is_refused
         assert line.endswith(the_loss if "tp_size" in line else "{}"), line
     assert refused.startswith("model.layers.0.mlp.experts: num_experts was changed after bind")
     assert "undo() first and bind again after the change" in refused
+
+
+CHANGED_AFTER_BIND = """
+    import transformers
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from counting_kernels import calls, counting_registry
+    from models import build, tokens
+    from sharded_models import FAMILIES
+    from veomni_core import bind
+
+    transformers.logging.set_verbosity_error()
+    ids = tokens(2, 9, seed=torch.distributed.get_rank())
+
+    def sharded():
+        config = DistributedConfig(fsdp_size=2, ep_size=2)
+        kind = transformers.GptOssForCausalLM
+        return kind.from_pretrained({folder!r}, distributed_config=config, attn_implementation="eager").train()
+
+    def step(model):
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)]
+
+    def halve(model):
+        for layer in model.model.layers:
+            layer.mlp.experts.alpha = 0.5
+
+    engine, model = sharded(), sharded()
+    config = {{"preset": "eager", "moe_implementation": "one", "token_dispatch_implementation": "one"}}
+    registry = counting_registry("one", ops=("moe_experts", "token_dispatch"))
+    binding = bind(model, {{**config, "on_change": "eager"}}, registry=registry)
+    torch.testing.assert_close(step(model), step(engine), rtol=1e-5, atol=1e-7)
+    print(sorted((op, count) for (op, *_), count in calls.items()))
+    halve(engine), halve(model)  # the experts run gpt-oss's own code, which raises for a choice of another rank
+    calls.clear()
+    torch.testing.assert_close(step(model), step(engine), rtol=1e-5, atol=1e-7)
+    print(sorted((op, count) for (op, *_), count in calls.items()), *sorted(binding.receipt.changed))
+"""
+
+
+def test_experts_that_run_their_own_code_again_get_rows_from_the_dispatch_that_they_can_take(tmp_path):
+    build("gpt_oss", **FAMILIES["gpt_oss"]).save_pretrained(tmp_path)
+    bound, changed = "[('moe_experts', 2), ('token_dispatch', 2)]", "[('token_dispatch', 2)]"
+    paths = " ".join(f"model.layers.{number}.mlp.experts" for number in range(2))
+    for output in run_ranks(CHANGED_AFTER_BIND.format(folder=str(tmp_path))):
+        assert output.splitlines() == [bound, f"{changed} {paths}"]

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from distributed import run_ranks
-from sharded_models import FAMILIES, LAYOUTS, has_layout
+from sharded_models import FAMILIES, LAYOUTS, STEPS, has_layout
 
 pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
@@ -60,6 +60,7 @@ def test_every_kernel_ran_and_the_plan_was_known_before_there_were_ranks(process
     for rank in reported(processes)[family, name]:
         assert rank["planned_differently"] == []
         assert rank["divided_as_planned"], rank
-        assert set(rank["called"]) == set(rank["bound"]), rank
+        # Each site calls its kernel once in a step, so one that the engine's forward missed shows.
+        assert rank["called"] == {op: STEPS * sites for op, sites in rank["bound"].items()}, rank
         assert rank["same_bits_after_undo"]
         assert rank["globals_changed"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from veomni_core.descriptions.sharding import EngineLayout, Sharding, parts
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, HostError, KernelUnavailableError, SpecError
+from veomni_core.sites.engine.layout import distributed_config_of
 
 pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
@@ -144,6 +146,33 @@ def test_a_plugin_s_rule_without_sharded_binds_under_fsdp2_and_not_under_tensor_
 def test_sizes_that_do_not_fit_are_refused_before_there_are_ranks(layout, message):
     with pytest.raises(ConfigError, match=message):
         plan_of("qwen3_moe", **layout)
+
+
+def test_planning_leaves_the_model_s_own_plans_as_they_are_and_repeats_no_warning_of_the_engine(caplog, monkeypatch):
+    with torch.device("meta"):
+        model = build("qwen3_moe")
+    plans = {name: dict(vars(model)[name]) for name in ("_tp_plan", "_ep_plan", "_fsdp_plan")}
+    log = logging.getLogger("transformers.distributed.mixin")  # transformers' loggers don't propagate
+    log.addHandler(caplog.handler)
+    try:
+        for layout in (
+            {"tp_size": 2, "tp_plan": {"lm_head": "colwise"}},
+            {"fsdp_size": 2, "fsdp_plan": {"lm_head": "free_full_weight"}},
+            {"fsdp_size": 2, "ep_size": 2, "ep_plan": {"lm_head.weight": "grouped_gemm"}},
+        ):
+            make_plan(model, EVERY_KERNEL, registry=REGISTRY, hardware="cpu", distributed_config=layout)
+            assert {name: vars(model)[name] for name in plans} == plans, layout
+        with pytest.raises(ConfigError):
+            make_plan(model, {}, hardware="cpu", distributed_config={"tp_size": 2, "tp_plan": {"lm_head": "colwize"}})
+        assert {name: vars(model)[name] for name in plans} == plans
+        monkeypatch.setattr(type(model), "_tp_plan", vars(model).pop("_tp_plan"))
+        make_plan(model, {}, hardware="cpu", distributed_config={"tp_size": 2, "tp_plan": {"lm_head": "colwise"}})
+        assert "_tp_plan" not in vars(model)
+        assert caplog.messages == []
+        model._resolve_parallel_plans(distributed_config_of({"tp_size": 2}))  # as the engine does
+        assert "match nothing in Qwen3MoeForCausalLM" in caplog.text
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 def test_a_transformers_without_an_engine_is_named(monkeypatch):

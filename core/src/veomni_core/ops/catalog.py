@@ -161,8 +161,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("gated norm modules", "veomni_core.sites.norms.rms_norm_gated:GatedNormModules", order=10),
     SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps.locator:GatedMlpModules", order=10),
     SiteRule("experts modules", "veomni_core.sites.experts.locator:ExpertsModules", order=10, installs_eager=True),
-    # After the experts' rule: what it hands to the experts depends on whether a kernel is bound there.
-    SiteRule("expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=15),
+    SiteRule("expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=10),
     SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule(

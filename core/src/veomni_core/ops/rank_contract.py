@@ -48,9 +48,10 @@ class RankContract(Contract):
         whole: the whole computation in one process: from what each rank has to what each rank gets.
 
     Example:
+        >>> from torch.distributed.nn.functional import all_reduce
         >>> from veomni_core.ops.contract import no_samples
         >>> def total(x, group):  # a kernel: the sum over ranks
-        ...     raise NotImplementedError
+        ...     return all_reduce(x, group=group)
         >>> def rank_samples(device, dtype):
         ...     yield RankSample("two ranks", (Sample("", (torch.ones(3),)), Sample("", (torch.ones(3),))))
         >>> contract = RankContract(

@@ -16,6 +16,7 @@ and, where the model says it, ``top_k``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from veomni_core.ops.contract import Tolerance, compute_dtype, no_samples
+from veomni_core.ops.contract import compute_dtype, no_samples
 from veomni_core.ops.dispatch_samples import call, rank_samples, whole
 from veomni_core.ops.expert_ranks import ExpertRanks, Experts
+from veomni_core.ops.moe_experts import GRADIENTS, VALUES
 from veomni_core.ops.rank_contract import RankContract
+
+_Way = Callable[[Tensor], Tensor]
 
 
 def exchanged(
@@ -54,11 +58,13 @@ def exchanged(
         tensor([[3., 3.]])
     """
     share = _share_of(len(hidden), ranks)
-    rows, index, weights = (_Spread.apply(x, share) for x in (hidden, top_k_index, top_k_weights))
+    rows, index, weights = (
+        _Exchange.apply(x, share.spread, share.collect) for x in (hidden, top_k_index, top_k_weights)
+    )
     local = index - ranks.rank * ranks.local_experts
     elsewhere = (local < 0) | (local >= ranks.local_experts)
     partial = experts(rows, local.masked_fill(elsewhere, ranks.local_experts), weights.masked_fill(elsewhere, 0.0))
-    return _Collect.apply(partial.to(compute_dtype(hidden)), share).to(hidden.dtype)
+    return _Exchange.apply(partial.to(compute_dtype(hidden)), share.collect, share.spread).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,10 @@ class _Share:
         return everyone
 
     def collect(self, partial: Tensor) -> Tensor:
-        """This rank's rows of the sum over ranks."""
-        partial = partial.contiguous().clone()
-        dist.all_reduce(partial, group=self.group)
-        return partial[self.start : self.start + self.count].clone()
+        """This rank's rows of the sum over ranks, which is accumulated in float32."""
+        total = partial.to(compute_dtype(partial), copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total[self.start : self.start + self.count].to(partial.dtype, copy=True)
 
 
 def _share_of(count: int, ranks: ExpertRanks) -> _Share:
@@ -90,39 +96,18 @@ def _share_of(count: int, ranks: ExpertRanks) -> _Share:
     return _Share(ranks.group, sum(counts[: ranks.rank]), count, sum(counts))
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, share: _Share) -> Tensor:
-        ctx.share = share
-        return share.spread(mine)
+class _Exchange(torch.autograd.Function):
+    """``there(tensor)``, whose gradient comes ``back``."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        # In float32: each rank has a part of the gradient.
-        return ctx.share.collect(gradient.to(compute_dtype(gradient))).to(gradient.dtype), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, share: _Share) -> Tensor:
-        ctx.share = share
-        return share.collect(partial)
+    def forward(ctx: Any, tensor: Tensor, there: _Way, back: _Way) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.share.spread(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.back(gradient), None, None
 
-
-VALUES = {
-    "float32": Tolerance(element=1e-5, norm=2e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=6e-2, norm=1.5e-2),
-    "float16": Tolerance(element=8e-3, norm=2e-3),
-}
 
 CONTRACTS = {
     "exchanged": RankContract(

@@ -12,13 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.bound_subclass import binding_in
 from veomni_core.changes.captured_value_change import CapturedValueChange
 from veomni_core.changes.change import Change
 from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
-from veomni_core.sites.forwards.eager_experts import selects_eager
 from veomni_core.sites.forwards.expert_layouts import sizes_of
 from veomni_core.sites.proofs.probe import parameter_dtype
 from veomni_core.sites.site import Kernel, Site
@@ -45,9 +43,7 @@ class ExpertParallelModules:
         from veomni_core.sites.forwards.engine_dispatch import KernelDispatch
 
         module = model.get_submodule(site.path)
-        has_kernel = binding_in(module) is not None and not selects_eager(type(module).forward)
-        dispatch = KernelDispatch(_implementation(module), kernel, drops_choices=has_kernel)
-        yield CapturedValueChange(module, _CAPTURED, dispatch)
+        yield CapturedValueChange(module, _CAPTURED, KernelDispatch(_implementation(module), kernel))
 
 
 def _site(module: nn.Module, path: str, layout: EngineLayout, rule: str) -> Site:

@@ -6,7 +6,9 @@ The engine's ``DistributedConfig`` and the model's own plans decide it, so it is
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,8 @@ from veomni_core.sites.site import Site
 
 ENGINE_SINCE = "5.21"  # the first transformers with tensor, expert and FSDP2 parallelism in one DistributedConfig
 _MESHES = "_mesh_manager"  # where the engine keeps the meshes of a model that it has sharded
+_PLANS = ("_tp_plan", "_ep_plan", "_fsdp_plan")  # where a model keeps its own plans
+_ENGINE_LOGGER = "transformers.distributed.mixin"
 
 
 def refused(site: Site, styles: Mapping[str, str], why: str) -> Site:
@@ -94,7 +98,8 @@ def require_engine() -> None:
 
 def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
     try:
-        tp_styles, ep_styles, _ = model._resolve_parallel_plans(config)
+        with _left_alone(model):
+            tp_styles, ep_styles, _ = model._resolve_parallel_plans(config)
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"transformers can't shard {type(model).__name__} so: {error}") from error
     if config.pp_size > 1:
@@ -111,6 +116,28 @@ def _resolved(model: Any, config: Any, prefix: str) -> EngineLayout:
         ep_styles={under + path: style for path, style in ep_styles.items()},
         ep_implementation=config.ep_implementation,
     )
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Put the model's own plans back, into which the engine writes overrides, and silence what it says of them.
+
+    The engine warns of rules that match nothing whenever plans are read. It says so again when it shards the model.
+    """
+    kept = {name: vars(model)[name] for name in _PLANS if name in vars(model)}
+    log = logging.getLogger(_ENGINE_LOGGER)
+    log.addFilter(_is_no_unused_rule)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_unused_rule)
+        for name in _PLANS:
+            vars(model).pop(name, None)
+        vars(model).update(kept)
+
+
+def _is_no_unused_rule(record: logging.LogRecord) -> bool:
+    return "match nothing in" not in record.getMessage()
 
 
 def _refuse_misfits(model: Any, layout: EngineLayout) -> None:

@@ -15,7 +15,7 @@ from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.experts.proof import WEIGHTS, prove_experts
 from veomni_core.sites.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation
-from veomni_core.sites.forwards.expert_layouts import LAYOUTS, ExpertLayout, sizes_of
+from veomni_core.sites.forwards.expert_layouts import LAYOUTS, ExpertLayout, dropping_choices, sizes_of
 from veomni_core.sites.forwards.signatures import with_own_signature
 from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
@@ -83,6 +83,8 @@ class ExpertsModules(ModuleLocator):
         module = model.get_submodule(site.path)
         reading = self.readings.of(module)
         forward = with_own_signature(module, self.layouts[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
+        if EXPERT_PARALLEL in site.needs:
+            forward = dropping_choices(forward)
         yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
         for name, child in bypassed(module, reading, WEIGHTS):
             yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))

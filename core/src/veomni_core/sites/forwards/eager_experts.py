@@ -18,8 +18,3 @@ def eager_until_set(eager: Forward, dispatched: Forward, named_at_bind: str) -> 
 
     vars(forward)["named_at_bind"] = named_at_bind
     return forward
-
-
-def selects_eager(forward: Forward) -> bool:
-    """Whether ``forward`` was made by :func:`eager_until_set`."""
-    return "named_at_bind" in vars(forward)

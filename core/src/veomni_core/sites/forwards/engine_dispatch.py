@@ -14,6 +14,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from veomni_core.ops.contract import compute_dtype
 from veomni_core.ops.expert_ranks import ExpertRanks
+from veomni_core.sites.forwards.expert_layouts import drops_choices
 from veomni_core.sites.site import Kernel
 
 
@@ -25,19 +26,17 @@ class KernelDispatch(EPImplementation):
     engine's own implementation runs: its all-reduce needs no counts and can be captured in a CUDA graph.
 
     ``experts_forward`` is the engine's implementation's, until it is set here: kernels for experts and for this op may
-    be bound and unbound in any order.
+    be bound and unbound in any order. What it is in a step decides which rows it gets: kernels of ``moe_experts`` leave
+    out choices of other ranks' experts, while a model's own code need not (gpt-oss's raises).
 
     Args:
         engine: the implementation in whose place it stands.
         kernel: of the op ``token_dispatch``.
-        drops_choices: whether the experts' forward leaves out choices of other ranks' experts, as kernels of
-            ``moe_experts`` do. A model's own code need not (gpt-oss's raises), so it gets one row for each choice.
     """
 
-    def __init__(self, engine: Any, kernel: Kernel, drops_choices: bool) -> None:
+    def __init__(self, engine: Any, kernel: Kernel) -> None:
         # Not the engine's __init__: it would capture the module's forward, which calls this object.
         self.engine, self.kernel = engine, kernel
-        self._on_rows = self._on_shared_rows if drops_choices else self._on_rows_of_one_choice
         self.num_local_experts, self.shares_batch = engine.num_local_experts, engine.shares_batch
         self.ep_mesh, self.tp_mesh = engine.ep_mesh, engine.tp_mesh
         place = (self.ep_mesh.size(), self.ep_mesh.get_local_rank())
@@ -58,15 +57,16 @@ class KernelDispatch(EPImplementation):
         return self._gathered(self.kernel(*mine, self._experts, self.ranks), tokens)
 
     def _experts(self, rows: Tensor, local_index: Tensor, weights: Tensor) -> Tensor:
-        return self._on_rows(rows, local_index, weights) if len(rows) else self._on_no_row(rows, local_index)[:0]
+        if not len(rows):
+            return self._on_no_row(rows, local_index)[:0]
+        if drops_choices(self.experts_forward):
+            return self.experts_forward(rows, local_index, weights)  # type: ignore[no-any-return]
+        return self._on_rows_of_one_choice(rows, local_index, weights)
 
     def _on_no_row(self, rows: Tensor, local_index: Tensor) -> Tensor:
         """Zeros ``[1, H]``, through the experts: so backward and FSDP's reduction run on a rank without rows too."""
         row, index = rows.sum(dim=0, keepdim=True), local_index.new_zeros(1, 1)
         return 0 * self.experts_forward(row, index, torch.ones_like(index, dtype=rows.dtype))  # type: ignore[no-any-return]
-
-    def _on_shared_rows(self, rows: Tensor, local_index: Tensor, weights: Tensor) -> Tensor:
-        return self.experts_forward(rows, local_index, weights)  # type: ignore[no-any-return]
 
     def _on_rows_of_one_choice(self, rows: Tensor, local_index: Tensor, weights: Tensor) -> Tensor:
         """As the engine calls experts: a row for each choice of theirs, weighed afterwards."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from veomni_core.sites.site import Kernel
 
 Forward = Callable[..., Tensor]
+_DROPS_CHOICES = "_veomni_drops_choices"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,17 @@ def _clamped_interleaved(kernel: Kernel) -> Forward:
         return kernel(hidden_states, router_indices, routing_weights, *weights, *biases, self.alpha, self.limit, True)
 
     return forward
+
+
+def dropping_choices(forward: Forward) -> Forward:
+    """``forward``, marked as one that leaves out choices of experts which the module does not have."""
+    vars(forward)[_DROPS_CHOICES] = True
+    return forward
+
+
+def drops_choices(forward: Forward) -> bool:
+    """Whether ``forward``, a function or a method, was marked by :func:`dropping_choices`."""
+    return getattr(forward, _DROPS_CHOICES, False)
 
 
 LAYOUTS = {

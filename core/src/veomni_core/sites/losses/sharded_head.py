@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from types import FunctionType
 from typing import Any
 
 from torch import nn
+
+from veomni_core.changes.engine_forwards import engine_forward
 
 
 def why_not_sharded_by_words(head: Any) -> str:
@@ -36,8 +37,8 @@ def why_not_sharded_by_words(head: Any) -> str:
 
 def _installed_by_transformers(head: Any) -> dict[str, Any] | None:
     """What the engine's forward on the instance closes over: ``self``, which is its style, ``mesh`` and more."""
-    forward = vars(head).get("forward")
-    if not isinstance(forward, FunctionType) or forward.__module__ != "transformers.distributed.tensor_parallel":
+    forward = engine_forward(head)
+    if forward is None:
         return None
     captured = dict(inspect.getclosurevars(forward).nonlocals)
     known = {"self", "mesh", "module", "original_forward"} <= captured.keys() and captured["module"] is head
