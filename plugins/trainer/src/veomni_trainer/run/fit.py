@@ -34,10 +34,10 @@ def fit(start: Start) -> bool:
     )
     loads = ExpertLoads(start.model, binding, train, arguments.process_index) if train.measures_loads else None
     progress = Progress(train.steps, point.step)
-    readings = [reading.to_dict() for reading in start.corpus.readings]
-    record = RunRecord(folder, binding, dump_job(start.job), readings, point.step, progress)
+    read = [source.to_dict() for source in start.corpus.read]
+    record = RunRecord(folder, binding, dump_job(start.job), read, point.step, progress)
     interrupt = InterruptCallback()
-    saver = CheckpointCallback(folder, binding.plan, start.tokenizer, train, validates=len(start.corpus.validation) > 0)
+    saver = CheckpointCallback(folder, binding.plan, start.tokenizer, train, validates=bool(start.corpus.validation))
     is_new = not folder.path.exists()
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)

@@ -12,6 +12,7 @@ from veomni_core import Binding, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
+from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import changed_keys
 from veomni_trainer.job.schema import Job
@@ -21,7 +22,8 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.run.saying import say
 from veomni_trainer.setup.arguments import training_arguments
-from veomni_trainer.setup.model import build_model, check_model, ops_config
+from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
+from veomni_trainer.setup.packing import check_packing
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer
@@ -90,7 +92,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     if job.train.is_sharded:
         check_model(job, tokenizer)
         check_started(job.train)
-    corpus = read_corpus(job.data, tokenizer)
+    corpus = read_corpus(job.data, tokenizer, job.train.seed)
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)
     _check_enough(corpus, arguments, job.train)
@@ -103,6 +105,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     limit_waiting(job.train.timeout)
     if group is not None:
         apply_ulysses(model, group)
+    if job.data.packing:
+        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     say(f"{corpus.describe()}\nmodel: {_describe_model(model, arguments)}\n{binding.receipt.table()}")
     for change in accepted:
@@ -115,11 +119,15 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
 
 
 def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> None:
+    """A stream and a mixture start again where they end; a single source must have enough for a step."""
+    if corpus.is_mixed or isinstance(corpus.training, Stream):
+        return
     groups = max(arguments.world_size // train.ranks_per_batch, 1)
     needed = arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
-    if len(corpus.training) < needed:
+    sequences = sum(source.training for source in corpus.read)
+    if sequences < needed:
         raise JobFileError(
-            f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
+            f"data.files gives {sequences:,} sequences for training, and one step takes {needed:,} "
             "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
             "data.sequence_length"
         )
