@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from small_tokenizers import byte_level
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -116,6 +117,27 @@ BAD = {
         changed(model__config__vocab_size=100),
         "model.config.vocab_size is 100, but data.to",
     ),
+    "bytes for weights with a tokenizer": (
+        changed(model__weights="spoken", data__tokenizer="bytes"),
+        "comes with the tokenizer that its weights were trained with",
+    ),
+    "weights that speak an unknown language": (
+        changed(model__config=REMOVED, model__weights="wide"),
+        "wide has 1,000 embeddings and comes without a tokenizer",
+    ),
+    "no data to read": (changed(data__files=REMOVED), "data: needs files, or sources"),
+    "columns that contradict each other": (
+        changed(data__columns={"text": "a", "messages": "b"}),
+        "data.columns: names text and messages",
+    ),
+    "a misspelt key of a source": (
+        changed(data__files=REMOVED, data__sources=[{"fils": "text.txt"}]),
+        "data.sources.0.fils: there is no such key. Did you mean 'files'?",
+    ),
+    "no such template": (
+        changed(model__weights="spoken", data__chat_template="none.jinja"),
+        "data.chat_template: none.jinja can't be read as text",
+    ),
     "no such tokenizer": (changed(data__tokenizer="nowhere/tokenizer.json"), "data.tokenizer: there is no file"),
 }
 GOOD = {
@@ -125,6 +147,8 @@ GOOD = {
     "a config of the working directory": changed(model__config="here/config.json"),
     "autocast": changed(train__bf16=True),
     "a vocabulary from the tokenizer": changed(model__config__vocab_size=REMOVED),
+    "weights with a tokenizer": changed(model__weights="spoken"),
+    "several sources": changed(data__files=REMOVED, data__sources=[{"files": "text.txt"}, {"files": "text.txt"}]),
     "code that is trusted": changed(model__config="remote", model__trust_remote_code=True),
 }
 CODE = """
@@ -153,6 +177,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"model_type": "mine_of_the_jobs", "auto_map": classes, **SIZES}
     (jobs / "remote" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     LlamaConfig(**SIZES).save_pretrained(root / "here")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(jobs / "spoken")
+    byte_level().save_pretrained(jobs / "spoken")
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 1000})).save_pretrained(jobs / "wide")
     return root
 
 

@@ -98,6 +98,68 @@ def test_a_wrong_key_or_value_is_named(
     assert f"job.yaml: {message}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"files": "a", "sources": [{"files": "b"}]},
+            "data: needs files, or sources (a list, each",
+        ),
+        ({"sources": []}, "data: sources is an empty list; name at least one source"),
+        ({"sources": ["a.txt"]}, "data.sources.0: must be a mapping, got 'a.txt' (text)"),
+        ({"sources": [{"files": "a", "weight": 0}]}, "data.sources.0.weight: must be greater than 0, got 0 (integer)"),
+        ({"sources": [{"files": "a"}, {"fils": "b", "files": "b"}]}, "data.sources.1.fils: there is no such key. Did"),
+        ({"sources": [{"files": "a", "columns": {"txt": "b"}}]}, "data.sources.0.columns.txt: there is no such key."),
+        (
+            {"files": "a", "format": "xml"},
+            "data.format: must be 'text', 'jsonl', 'json', 'csv', 'tsv', 'par",
+        ),
+        ({"files": "a", "columns": {}}, "data.columns: names none; name text, or messages, or prompt and completion"),
+        ({"files": "a", "columns": {"prompt": "a"}}, "data.columns: prompt and completion belong together; name both"),
+        (
+            {"files": "a", "columns": {"text": "a", "tools": "b"}},
+            "data.columns: tools are those of a chat; name",
+        ),
+        ({"files": "a", "loss_on": "user"}, "data.loss_on: must be 'assistant' or 'all', got 'user' (text)"),
+        ({"files": "a", "bad_lines": "ignore"}, "data.bad_lines: must be 'stop' or 'skip', got 'ignore' (text)"),
+        (
+            {"files": "a", "validation_files": "b", "validation_fraction": 0.1},
+            "data: validation_files and valid",
+        ),
+        (
+            {"files": "a", "tokenizer": "bytes", "chat_template": "b"},
+            "data: chat_template is of no use to bytes",
+        ),
+    ],
+)
+def test_what_data_may_not_say(job_data: dict[str, Any], data: dict[str, Any], message: str) -> None:
+    job_data["data"] = {"sequence_length": 32, **data}
+    with pytest.raises(JobFileError) as caught:
+        parse_job(job_data, "job.yaml")
+    assert f"job.yaml: {message}" in str(caught.value)
+
+
+def test_a_source_takes_what_it_leaves_out_from_data(
+    job_data: dict[str, Any], write_job: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    job_data["data"] = {
+        "bad_lines": "skip",
+        "columns": {"text": "body"},
+        "sources": [{"files": "text", "weight": 3}, {"files": ["text/a.txt"], "bad_lines": "stop", "columns": None}],
+        "validation_files": "text/b.txt",
+        "sequence_length": 32,
+    }
+    job_data["train"]["validate_every"] = 2
+    data = load_job(write_job(job_data)).data
+    first, second = data.training_sources.values()
+    assert [*data.training_sources] == ["data.sources.0.files", "data.sources.1.files"]
+    assert (first.files, first.weight, first.bad_lines) == (str(tmp_path / "text"), 3.0, "skip")
+    assert first.columns is not None and first.columns.text == "body"
+    assert (second.files, second.bad_lines, second.columns) == ([str(tmp_path / "text" / "a.txt")], "stop", None)
+    (held_out,) = data.validation_source.values()
+    assert (held_out.files, held_out.bad_lines) == (str(tmp_path / "text" / "b.txt"), "skip")
+
+
 def test_every_problem_is_in_one_message(job_data: dict[str, Any]) -> None:
     job_data["trian"] = {}
     job_data["train"] = [1]

@@ -47,6 +47,7 @@ def test_a_run_writes_everything_it_should(
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoint-4",
         "checkpoint-6",
+        "data.json",
         "job.yaml",
         "metrics.jsonl",
         "plan.json",

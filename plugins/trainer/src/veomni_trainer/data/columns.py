@@ -76,7 +76,9 @@ def row_reader(columns: Columns, loss_on: str, chats: Chats | None) -> ReadRow:
         return lambda row: chats.example(_value(row, messages), row.get(tools))
     if text is not None:
         return lambda row: Example(written) if (written := _text(row, text)) else None
-    return lambda row: _pair(_text(row, columns.prompt), _text(row, columns.completion), loss_on)
+    prompt, completion = columns.prompt, columns.completion
+    assert prompt is not None and completion is not None  # the job names both or neither
+    return lambda row: _pair(_text(row, prompt), _text(row, completion), loss_on)
 
 
 def _pair(prompt: str, completion: str, loss_on: str) -> Example:
@@ -91,13 +93,13 @@ def _of(columns: Mapping[str, str], names: tuple[str, ...], holds: str) -> list[
     return [name for name in names if columns.get(name) == holds]
 
 
-def _value(row: Row, name: str | None) -> object:
+def _value(row: Row, name: str) -> object:
     if name not in row:
         raise BadLine(f"no column {name!r}; its columns are {', '.join(row) or 'none'}")
     return row[name]
 
 
-def _text(row: Row, name: str | None) -> str:
+def _text(row: Row, name: str) -> str:
     value = _value(row, name)
     if not isinstance(value, str):
         raise BadLine(f"column {name!r} must be text, got {shown(value)}")

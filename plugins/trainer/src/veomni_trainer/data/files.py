@@ -61,18 +61,13 @@ class FoundFile:
         path: where it is.
         entry: what the job names: this file, or a folder or glob that it was found by.
         named: whether the job names it itself. Then it must be readable; others are left out if they hold no text.
-        format: one of the job's formats, or why it is none of them.
+        format: one of the job's formats, or ``None`` if its suffix names something else.
     """
 
     path: Path
     entry: str
     named: bool
-    format: str
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether ``format`` is one of the job's."""
-        return self.format not in _NEITHER_TEXT_NOR_TABLE.values()
+    format: str | None
 
 
 def find_files(source: Source, reading: Reading) -> list[FoundFile]:
@@ -95,20 +90,32 @@ def find_files(source: Source, reading: Reading) -> list[FoundFile]:
     return [*found.values()]
 
 
-def format_of(path: Path) -> str:
-    """The format that a path's suffix names, e.g. ``jsonl`` for ``a.jsonl.gz``; ``text`` by default."""
+def format_of(path: Path) -> str | None:
+    """The format that a path's suffix names, e.g. ``jsonl`` for ``a.jsonl.gz``; by default ``text``.
+
+    ``None`` if the suffix names something that is neither text nor a table; :func:`other_kind` says what.
+    """
     if path.is_dir():
         return DATASET
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if len(suffixes) > 1 and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    last = suffixes[-1] if suffixes else ""
-    return _FORMATS.get(last) or _NEITHER_TEXT_NOR_TABLE.get(last) or TEXT
+    return None if other_kind(path) else _FORMATS.get(_suffix(path), TEXT)
+
+
+def other_kind(path: Path) -> str | None:
+    """What a file is that is neither text nor a table, e.g. ``an archive``, by its suffix."""
+    return _NEITHER_TEXT_NOR_TABLE.get(_suffix(path))
 
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether ``path`` is a folder that ``datasets``' ``save_to_disk`` wrote."""
     return any(all((path / name).is_file() for name in names) for names in _SAVED_DATASET)
+
+
+def _suffix(path: Path) -> str:
+    """The last suffix, but that of compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if len(suffixes) > 1 and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
 
 
 def _search(entry: str, pattern: str, key: str) -> list[Path]:

@@ -10,7 +10,7 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.chat import Chats
 from veomni_trainer.data.columns import ReadRow, check_columns, describe, find_columns, names_of, row_reader
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.files import DATASET, TEXT, FoundFile, find_files
+from veomni_trainer.data.files import DATASET, TEXT, FoundFile, find_files, other_kind
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
 from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Table
 from veomni_trainer.data.text import read_text
@@ -65,10 +65,8 @@ class _SourceReader:
 
     def _check_one_kind(self, files: list[FoundFile]) -> None:
         """Refuse tables among text files: whether a table's syntax should be learned is the user's to say."""
-        tables = [file for file in files if file.is_readable and file.format != TEXT]
-        if len(tables) == len(files) or not tables:
-            return
-        for file in files:
+        tables = [file for file in files if file.format not in (TEXT, None)]
+        for file in files if tables else ():
             if file.format == TEXT and _is_text(file.path):
                 raise JobFileError(
                     f"{self._reading.key}: {tables[0].path} is {tables[0].format}, and {file.path} is text. Narrow "
@@ -77,8 +75,11 @@ class _SourceReader:
                 )
 
     def _file(self, file: FoundFile) -> Iterator[Example]:
-        if not file.is_readable:
-            self._leave_out(file, f"is {file.format}")
+        if file.format is None:
+            what = f"is {other_kind(file.path)}: neither text nor a table. If it is one, write data.format"
+            self._leave_out(file, what)
+        elif file.path.is_file() and not file.path.stat().st_size:
+            self._leave_out(file, "is empty")
         elif file.format == TEXT:
             try:
                 text = read_text(file.path)
@@ -89,12 +90,12 @@ class _SourceReader:
                 self._reading.read_file(TEXT)
         else:
             try:
-                yield from self._table(file)
+                yield from self._table(file, file.format)
             except Unreadable as problem:
                 raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
 
-    def _table(self, file: FoundFile) -> Iterator[Example]:
-        table = open_table(file.path, file.format, self._source.split)
+    def _table(self, file: FoundFile, file_format: str) -> Iterator[Example]:
+        table = open_table(file.path, file_format, self._source.split)
         there = table.columns()
         read_row = self._row_reader(there, table.has_schema) if there else None
         wanted = names_of(self._columns) if self._columns else []
@@ -115,9 +116,9 @@ class _SourceReader:
                 else:
                     yield self._counted(example)
         if number:
-            self._reading.read_file(file.format)
+            self._reading.read_file(file_format)
         else:
-            self._leave_out(file, "has no rows")
+            self._leave_out(file, "is without rows")
 
     def _row_reader(self, there: dict[str, str], has_schema: bool) -> ReadRow:
         """How a row of a table with the columns ``there`` becomes an example. Without a schema, rows may differ."""
@@ -148,8 +149,9 @@ class _SourceReader:
 
     def _bad_line(self, problem: str) -> None:
         if self._source.bad_lines == "stop":
+            stop = "" if problem.endswith((".", "?")) else "."
             raise JobFileError(
-                f"{self._reading.key}: {problem}. Correct it, or write data.bad_lines: skip to leave such lines out"
+                f"{self._reading.key}: {problem}{stop} Correct it, or write data.bad_lines: skip to leave such lines out"
             )
         self._reading.skip_line(problem)
 

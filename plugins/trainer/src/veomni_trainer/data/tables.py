@@ -64,7 +64,7 @@ class JsonLinesTable:
             elif line.strip():
                 if number == 1 and line.lstrip().startswith("["):
                     raise Unreadable("holds a JSON list, and no object per line; write data.format: json")
-                yield number, _parse_object(line)
+                yield number, _parse_object(line.rstrip())
 
 
 class JsonTable:
@@ -177,4 +177,4 @@ def _where(error: Exception) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    return f"{error.msg} at {line}column {error.colno}"
+    return f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"

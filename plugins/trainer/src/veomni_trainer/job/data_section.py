@@ -88,5 +88,5 @@ class DataSection(ReadingKeys, SequenceKeys):
         if self.tokenizer == BYTES and self.end_of_document is not None:
             raise ValueError("end_of_document: the bytes tokenizer has its own; remove the key")
         if self.tokenizer == BYTES and self.chat_template is not None:
-            raise ValueError("chat_template: bytes have no tokens for the turns of a chat; name a tokenizer")
+            raise ValueError("chat_template is of no use to bytes, which have no tokens for turns; name a tokenizer")
         return self

@@ -61,7 +61,10 @@ def _write(checkpoint: Path, folder: Path, trust: bool) -> None:
         if (checkpoint / name).exists():
             shutil.copy2(checkpoint / name, folder / name)
     if (checkpoint / _TOKENIZER).exists():
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=trust)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=trust)
+        except Exception as error:  # the libraries raise whatever a broken file leads to
+            raise CheckpointError(f"{checkpoint}: its tokenizer can't be read: {error}") from error
         tokenizer.save_pretrained(folder)
 
 
