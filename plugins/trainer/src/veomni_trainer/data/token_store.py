@@ -17,7 +17,7 @@ from veomni_trainer.data.documents import Document, Mask, Tokens
 from veomni_trainer.data.reading import Reading
 
 _IDS, _ENDS, _LEARNED, _INDEX = "ids.bin", "ends.bin", "learned.bin", "index.json"
-_BLOCK = 2**22  # so many tokens, or bytes, are written or hashed at once
+_BLOCK = 2**20  # so many tokens, or bytes, are written or hashed at once
 
 
 class DamagedStore(Exception):

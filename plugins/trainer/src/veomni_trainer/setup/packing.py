@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError
@@ -91,22 +92,18 @@ def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Tensor) -
     batch, length = inputs["input_ids"].shape
     here = (batch, length // (group.size() if group else 1))
 
-    def recorder(path: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            for value in _tensors(output):
-                if value.shape[:2] == here and value.is_floating_point():
-                    whole = gather_outputs(value, 1, group) if group else value
-                    outputs[path] = whole.detach().float().flatten(2) if whole.dim() > 2 else whole.float()[..., None]
-                    return
+    paths = {module: path for path, module in model.named_modules()}
 
-        return record
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        for value in _tensors(output) if module in paths else ():
+            if value.shape[:2] == here and value.is_floating_point():
+                whole = gather_outputs(value, 1, group) if group else value
+                outputs[paths[module]] = whole.detach().float().reshape(*whole.shape[:2], -1)
+                return
 
-    hooks = [module.register_forward_hook(recorder(path)) for path, module in model.named_modules()]
-    try:
+    # A hook of all modules in the process: bound modules would take one of their own for a change of what was proven.
+    with register_module_forward_hook(record):
         model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs
 
 
