@@ -113,7 +113,9 @@ def test_validation_sequences_are_spread_and_not_trained_on(tmp_path: Path) -> N
 def test_too_little_text_is_named(folder: Path) -> None:
     with pytest.raises(JobFileError, match="6 tokens are fewer than one sequence of 64"):
         read_corpus(DataSection(files=str(folder), sequence_length=64), ByteTokenizer())
-    with pytest.raises(JobFileError, match=r"0.01 of 3 sequences of data.files leaves none to train on or none to validate"):
+    with pytest.raises(
+        JobFileError, match=r"0.01 of 3 sequences of data.files leaves none to train on or none to validate"
+    ):
         read_corpus(DataSection(files=str(folder), sequence_length=2, validation_fraction=0.01), ByteTokenizer())
 
 

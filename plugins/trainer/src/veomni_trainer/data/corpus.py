@@ -31,7 +31,17 @@ _Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class ReadSource:
-    """What was read of one source. ``training`` and ``validation`` are the numbers of its sequences."""
+    """What was read of one source.
+
+    Attributes:
+        key: the key of the job that names its files.
+        reading: which files were read, and what was left out.
+        counts: what became of their tokens.
+        weight: how often it is drawn, relative to other sources.
+        training: how many sequences are trained on.
+        validation: how many are validated on.
+        epochs: how often a training goes through it, on average over all seeds; ``None`` where nothing is drawn.
+    """
 
     key: str
     reading: Reading
@@ -39,16 +49,19 @@ class ReadSource:
     weight: float
     training: int
     validation: int
+    epochs: float | None = None
 
     def describe(self) -> str:
         """Its part of the line for the terminal."""
         held_out = f", {self.validation:,} of them for validation" if self.validation else ""
-        return f"{self.reading.describe()}; {self.counts.describe()}{held_out}"
+        drawn = f"; weight {self.weight:g}, {self.epochs:,.1f} epochs" if self.epochs is not None else ""
+        return f"{self.reading.describe()}; {self.counts.describe()}{held_out}{drawn}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same, as JSON can hold it."""
-        sequences = {"weight": self.weight, "training": self.training, "validation": self.validation}
-        return {**self.reading.to_dict(), "description": self.describe(), **asdict(self.counts), **sequences}
+        mixed = {"weight": self.weight, "epochs": self.epochs} if self.epochs is not None else {}
+        sequences = {"training": self.training, "validation": self.validation}
+        return {**self.reading.to_dict(), "description": self.describe(), **asdict(self.counts), **sequences, **mixed}
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Corpus:
         read: what was read, by the same keys.
         padding: the token id that a batch is padded with.
         notes: what the user should hear of.
+        draws: of a mixture, how many sequences a training takes.
     """
 
     training: Rows | Stream
@@ -68,17 +82,26 @@ class Corpus:
     read: tuple[ReadSource, ...]
     padding: int
     notes: tuple[str, ...] = ()
+    draws: int = 0
 
     @property
     def is_mixed(self) -> bool:
         """Whether sequences are drawn from several stored sources."""
         return isinstance(self.training, ConcatDataset)
 
-    def order(self, draws: int, seed: int) -> WeightedOrder:
-        """The order of ``draws`` sequences of several sources."""
-        sources = self._trained
+    def drawn(self, draws: int) -> Corpus:
+        """The same for a training that takes ``draws`` sequences; they are drawn only of several stored sources."""
+        if not self.is_mixed:
+            return self
+        epochs = iter(replace(self, draws=draws).order(seed=0).passes())
+        read = (replace(each, epochs=next(epochs)) if each.training else each for each in self.read)
+        return replace(self, draws=draws, read=tuple(read))
+
+    def order(self, seed: int) -> WeightedOrder:
+        """The order in which the sequences of several sources are drawn."""
+        sources = [source for source in self.read if source.training]
         sizes, weights = [source.training for source in sources], [source.weight for source in sources]
-        return WeightedOrder(sizes, weights, draws, seed)
+        return WeightedOrder(sizes, weights, self.draws, seed)
 
     def describe(self) -> str:
         """A line for the terminal, and one for each of several sources."""
@@ -88,10 +111,6 @@ class Corpus:
             stream = " a stream, tokenized while the model trains" if isinstance(self.training, Stream) else ""
             lines = [f"data:{stream}", *(f"  {source.key}: {source.describe()}" for source in self.read)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    @property
-    def _trained(self) -> list[ReadSource]:
-        return [source for source in self.read if source.training]
 
 
 def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpus:
@@ -104,26 +123,38 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
         HostError: tokens can't be stored.
     """
     reader = _Reader(data, tokenizer, seed)
-    training: list[Rows] = []
-    validation: dict[str, Rows] = {}
-    for key, source in data.training_sources.items():
-        if data.streaming:
-            find_files(source, Reading(key))  # so that a file that isn't there is missed now
-            continue
-        rows = reader.sequences(key, source)
-        held_out = _held_out(len(rows), data.validation_fraction, key)
-        training.append(_some(rows, ~held_out))
-        if held_out.any():
-            validation[key] = _some(rows, held_out)
-        reader.describe(key, source, training=len(rows) - held_out.sum(), validation=held_out.sum())
-    for key, source in data.validation_source.items():
-        validation[key] = rows = reader.sequences(key, source)
-        reader.describe(key, source, training=0, validation=len(rows))
     if data.streaming:
-        rows_or_stream: Rows | Stream = Stream(data, tokenizer, seed)
+        for key, source in data.training_sources.items():
+            find_files(source, Reading(key))  # so that a file that isn't there is missed now
+        training: Rows | Stream = Stream(data, tokenizer, seed)
+        validation: dict[str, Rows] = {}
+        read: list[ReadSource] = []
     else:
-        rows_or_stream = training[0] if len(training) == 1 else ConcatDataset(training)
-    return Corpus(rows_or_stream, validation, tuple(reader.read), tokenizer.end, reader.notes)
+        training, validation, read = _training(data, reader)
+    for key, source in data.validation_source.items():
+        rows, what = reader.read(key, source)
+        validation[key] = rows
+        read.append(replace(what, training=0, validation=what.training))
+    return Corpus(training, validation, tuple(read), tokenizer.end, reader.notes)
+
+
+def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows], list[ReadSource]]:
+    """What is trained on, what is held out of it for validation, and what was read."""
+    parts: list[Rows] = []
+    validation: dict[str, Rows] = {}
+    read: list[ReadSource] = []
+    for key, source in data.training_sources.items():
+        rows, what = reader.read(key, source)
+        if data.validation_fraction:
+            mask = _held_out(len(rows), data.validation_fraction, key)
+            parts.append(_some(rows, ~mask))
+            validation[key] = _some(rows, mask)
+            held_out = int(mask.sum())
+            what = replace(what, training=len(rows) - held_out, validation=held_out)
+        else:
+            parts.append(rows)
+        read.append(what)
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts), validation, read
 
 
 class _Reader:
@@ -132,14 +163,13 @@ class _Reader:
     def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self._cache = TokenCache(_cache_folder(data)) if data.cache else None
-        self._last: tuple[Reading, Counts]
-        self.read: list[ReadSource] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(self._cache.notes) if self._cache else ()
 
-    def sequences(self, key: str, source: Source) -> Sequences:
+    def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
+        """The sequences of ``source``, all of them counted as training."""
         data, store = self._data, self._store(key, source)
         sequences, counts = arrange(store, data.sequence_length, data.packing, self._tokenizer.end, self._seed)
         if not counts.sequences:
@@ -147,12 +177,7 @@ class _Reader:
                 f"{key}: {counts.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
                 "(data.sequence_length)"
             )
-        self._last = (replace(store.reading, key=key), counts)
-        return sequences
-
-    def describe(self, key: str, source: Source, training: int, validation: int) -> None:
-        """Note what was read last."""
-        self.read.append(ReadSource(key, *self._last, source.weight, int(training), int(validation)))
+        return sequences, ReadSource(key, replace(store.reading, key=key), counts, source.weight, len(sequences), 0)
 
     def _store(self, key: str, source: Source) -> TokenStore:
         tokenizer, reading = self._tokenizer, Reading(key)
@@ -176,17 +201,17 @@ def _files_at(path: Path) -> list[Path]:
 
 def _some(rows: Sequences, chosen: _Mask) -> Rows:
     indices: Any = np.flatnonzero(chosen)  # as an array: a list of a large corpus' numbers would take gigabytes
-    return rows if len(indices) == len(rows) else Subset(rows, indices)
+    return Subset(rows, indices)
 
 
 def _held_out(count: int, fraction: float, key: str) -> _Mask:
     """A mask ``[count]`` of the rows for validation: evenly spaced, so that every part of the text is in both sets."""
     mask = np.zeros(count, np.bool_)
     chosen = round(count * fraction)
-    if fraction and not 0 < chosen < count:
+    if not 0 < chosen < count:
         raise JobFileError(
             f"data.validation_fraction: {fraction} of {count} sequences of {key} leaves none to train on or none to "
             "validate"
         )
-    mask[((np.arange(chosen) + 0.5) * count / max(chosen, 1)).astype(int)] = True
+    mask[((np.arange(chosen) + 0.5) * count / chosen).astype(int)] = True
     return mask

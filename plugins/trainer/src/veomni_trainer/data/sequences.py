@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,9 +27,12 @@ class Sequences(Dataset[Sequence]):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Sequence:
-        if not 0 <= index < len(self):  # Python stops iterating there
+        if not 0 <= index < len(self):
             raise IndexError(index)
         return self._sequence(int(index))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self[index] for index in range(len(self)))
 
     def _sequence(self, index: int) -> Sequence:
         raise NotImplementedError

@@ -71,8 +71,7 @@ class JobTrainer(ShardedTrainer):
         shared, seed = self._train.ranks_per_batch, self.args.data_seed or 0
         order: Any
         if self._corpus.is_mixed:
-            per_step = self._train_batch_size * self.args.gradient_accumulation_steps
-            order = self._corpus.order(self.args.max_steps * per_step * self.args.world_size // shared, seed)
+            order = self._corpus.order(seed)
         elif shared > 1:
             order = SeedableRandomSampler(self.train_dataset, data_seed=seed)
         else:

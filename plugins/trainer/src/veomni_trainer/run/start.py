@@ -95,6 +95,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     corpus = read_corpus(job.data, tokenizer, job.train.seed)
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)
+    corpus = corpus.drawn(job.train.steps * _sequences_per_step(arguments, job.train))
     _check_enough(corpus, arguments, job.train)
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
@@ -122,8 +123,7 @@ def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSect
     """A stream and a mixture start again where they end; a single source must have enough for a step."""
     if corpus.is_mixed or isinstance(corpus.training, Stream):
         return
-    groups = max(arguments.world_size // train.ranks_per_batch, 1)
-    needed = arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
+    needed = _sequences_per_step(arguments, train)
     sequences = sum(source.training for source in corpus.read)
     if sequences < needed:
         raise JobFileError(
@@ -131,6 +131,11 @@ def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSect
             "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
             "data.sequence_length"
         )
+
+
+def _sequences_per_step(arguments: TrainingArguments, train: TrainSection) -> int:
+    groups = max(arguments.world_size // train.ranks_per_batch, 1)
+    return arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
 
 
 def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str:

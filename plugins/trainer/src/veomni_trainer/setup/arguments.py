@@ -65,8 +65,8 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         eval_strategy="no",
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
-        # veomni_trainer.loop.sharded_trainer averages over processes. Trainer would multiply the experts' load-balancing
-        # loss by their number.
+        # veomni_trainer.loop.sharded_trainer averages over processes. Trainer would multiply the experts' load-
+        # balancing loss by their number.
         average_tokens_across_devices=False,
         accelerator_config={"dispatch_batches": False},  # each process reads its own sequences of a stream
         bf16=train.bf16,
