@@ -5,8 +5,15 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+
+if "VEOMNI_CACHE" not in os.environ:  # tests neither read nor fill the developer's own cache
+    os.environ["VEOMNI_CACHE"] = tempfile.mkdtemp(prefix="veomni-cache-")
+    atexit.register(shutil.rmtree, os.environ["VEOMNI_CACHE"], ignore_errors=True)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch counts the cores: the threads of several workers would wait for one another.
