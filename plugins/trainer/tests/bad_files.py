@@ -249,6 +249,23 @@ BAD_FILES = {
         ", line 3: not CSV: unexpected end of data" + _SKIP,
         {"columns": {"text": "text"}},
     ),
+    "an object without columns": BadFile(
+        "a.jsonl", b'{}\n{"text": "a"}\n', ", line 1: no column 'text'; its columns are none" + _SKIP
+    ),
+    "objects without columns": BadFile("a.json", b"[{}]", ", row 1: an object without columns" + _SKIP),
+    "a split of JSON lines": BadFile(
+        "a.jsonl",
+        _lines(*_GOOD),
+        " is jsonl, and data.split is for folders of save_to_disk. Remove it, and choose files by data.pattern",
+        {"split": "train"},
+    ),
+    "columns of a text": BadFile(
+        "a.txt",
+        b"text",
+        " is text, and data.columns is for tables. Remove it, or write data.format",
+        {"columns": {"text": "text"}},
+    ),
+    "a blank header": BadFile("a.csv", b"\ntext\n", " has no header: its first line is blank"),
     "two columns of one name": BadFile("a.csv", b"text,text\na,b\n", " names columns twice in its header: text"),
     "CSV in another encoding": BadFile(
         "a.csv", b"id,text\n1,\xe4\n", " can't be read: line 2: not UTF-8 text: byte 0xe4 at offset 2"

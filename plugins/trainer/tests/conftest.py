@@ -11,26 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiny_configs import LLAMA, QWEN3_MOE
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
-QWEN3_MOE = {
-    **LLAMA,
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "output_router_logits": True,
-}
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import read_corpus
@@ -148,5 +147,7 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(JobFileError, match=r"is not a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(ValidationError, match="the bytes tokenizer has its own"):
-        DataSection(files="a", sequence_length=2, tokenizer="bytes", end_of_document="</s>")
+    with pytest.raises(JobFileError, match="the bytes tokenizer has its own"):
+        load_tokenizer("bytes", "</s>")
+    with pytest.raises(JobFileError, match=r"data\.chat_template: bytes have no tokens for turns"):
+        load_tokenizer("bytes", chat_template="mine.jinja")

@@ -126,10 +126,6 @@ def test_a_wrong_key_or_value_is_named(
             {"files": "a", "validation_files": "b", "validation_fraction": 0.1},
             "data: validation_files and valid",
         ),
-        (
-            {"files": "a", "tokenizer": "bytes", "chat_template": "b"},
-            "data: chat_template is of no use to bytes",
-        ),
     ],
 )
 def test_what_data_may_not_say(job_data: dict[str, Any], data: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from small_tokenizers import CHATML, MARKED, byte_level, sentence_piece
 from transformers import AutoTokenizer, BertTokenizer, LlamaConfig, LlamaForCausalLM
 
 from veomni_core.errors import ConfigError, JobFileError
+from veomni_trainer.data.documents import Example
 from veomni_trainer.data.tokens import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.run.check import check_job
@@ -70,7 +71,7 @@ def test_the_weights_tokenizer_is_the_default_and_stays_with_them(
         "chats.jsonl, line 61: not JSON: Expecting property name enclosed in double quotes at column 2"
     )
     report = (run / "report.html").read_text(encoding="utf-8")
-    assert "1 bad lines were left out" in report and "chats.jsonl, line 61: not JSON" in report
+    assert "left out: 1 bad lines (" in report and "chats.jsonl, line 61: not JSON" in report
 
 
 def test_bytes_leave_no_tokenizer_behind(job_data: dict[str, Any], train: Callable[..., bool], run: Path) -> None:
@@ -139,3 +140,7 @@ def test_a_file_of_a_folder_is_the_tokenizer_of_that_folder(models: Path, tmp_pa
     alone.write_bytes((models / "spoken" / "tokenizer.json").read_bytes())
     tokenizer = load_tokenizer(str(alone))
     assert tokenizer.chats is None and tokenizer.end == whole.end
+    tokenizer.save(tmp_path / "saved")
+    text = [Example("the quick brown fox")]
+    (again,) = load_tokenizer(str(tmp_path / "saved")).encode(text)
+    assert again.ids.tolist() == tokenizer.encode(text)[0].ids.tolist()

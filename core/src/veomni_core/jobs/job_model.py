@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from veomni_core.errors import did_you_mean
 from veomni_core.jobs.jobfile import beside_job, job_file_error, shown
@@ -16,22 +16,22 @@ ALIASES: Mapping[str, str] = {"config_path": "config", "path": "weights"}
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which model, from which weights, with which kernels.
+    """Which model, from which weights, with which kernels."""
 
-    Attributes:
-        config: a mapping with ``model_type`` and sizes, a path, or a Hub id. Without it, the config is taken from the
-            ``weights`` folder.
-        weights: a folder of safetensors files.
-        dtype: the dtype of the weights, one of :data:`DTYPES`.
-        ops_implementation: not checked here but by :class:`veomni_core.OpsConfig`, against installed plugins.
-        trust_remote_code: whether code that is shipped with the model may run.
-    """
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {
+        "use_attribute_docstrings": True
+    }  # for who makes a schema of it
 
     config: str | dict[str, Any] | None = None
+    """A mapping with ``model_type`` and sizes, a path, or a Hub id; without it, the weights' own config."""
     weights: str | None = None
+    """A folder of safetensors files. Without it, the weights are random."""
     dtype: str = "bfloat16"
+    """The dtype of the weights."""
     ops_implementation: dict[str, Any] | None = None
+    """Which kernels run."""
     trust_remote_code: bool = False
+    """Whether code that is shipped with the model may run."""
 
     @property
     def source(self) -> str | dict[str, Any]:

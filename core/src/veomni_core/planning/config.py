@@ -106,7 +106,7 @@ class OpsConfig:
         profile = fields.pop("profile", {})
         on_change = one_of("on_change", fields.pop("on_change", "raise"), ON_CHANGE)
         training_logits = one_of("training_logits", fields.pop("training_logits", "deferred"), TRAINING_LOGITS)
-        presets = _presets(registry)
+        presets = known_presets(registry)
         if str(preset) not in presets:
             raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
         _check_profile(profile, registry)
@@ -164,7 +164,7 @@ _SAY_SO = (
 )
 
 
-def _presets(registry: Registry) -> dict[str, dict[str, str]]:
+def known_presets(registry: Registry) -> dict[str, dict[str, str]]:
     """The values that each preset fills in, by config field: the core's presets, and one per device with a preset."""
     defaults = {op.config_field: op.default for op in registry.ops.values()}
     eager = dict.fromkeys(defaults, EAGER)

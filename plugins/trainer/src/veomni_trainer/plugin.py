@@ -1,4 +1,4 @@
-"""Declares the commands `train` and `export` of `veomni`. Imports none of the training code."""
+"""Declares the commands `init`, `schema`, `train` and `export` of `veomni`. Imports none of the training code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ VEOMNI_PLUGIN_API_VERSION = 1
 
 @hookimpl
 def veomni_commands() -> list[CommandSpec]:
-    """The commands `train` and `export`."""
+    """The commands, in the order in which a job needs them."""
     return [
+        CommandSpec("init", "veomni_trainer.run.job_commands:init", "Write a new job's YAML."),
+        CommandSpec("schema", "veomni_trainer.run.job_commands:schema", "Print the JSON schema of a job, for editors."),
         CommandSpec(
             "train",
             "veomni_trainer.run.command:train",

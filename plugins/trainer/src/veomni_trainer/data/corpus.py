@@ -89,6 +89,11 @@ class Corpus:
         """Whether sequences are drawn from several stored sources."""
         return isinstance(self.training, ConcatDataset)
 
+    @property
+    def sequences(self) -> int | None:
+        """How many sequences are trained on; ``None`` of a stream."""
+        return None if isinstance(self.training, Stream) else sum(source.training for source in self.read)
+
     def drawn(self, draws: int) -> Corpus:
         """The same for a training that takes ``draws`` sequences; they are drawn only of several stored sources."""
         if not self.is_mixed:

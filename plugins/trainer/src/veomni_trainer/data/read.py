@@ -59,6 +59,8 @@ class _SourceReader:
         for entry, found in groupby(files, lambda file: file.entry):
             before = self._reading.documents
             for file in found:
+                if file.format is not None:
+                    self._check_keys(file)
                 yield from self._file(file)
             if self._reading.documents == before:
                 raise JobFileError(f"{self._reading.key}: {entry} holds no text: {self._reading.describe()}")
@@ -73,6 +75,19 @@ class _SourceReader:
                     "data.pattern, put them into two of data.sources, or write data.format: text to train on every "
                     "file as it is"
                 )
+
+    def _check_keys(self, file: FoundFile) -> None:
+        """Refuse keys that say nothing of a file of this format."""
+        source, path = self._source, file.path
+        if source.split is not None and file.format != DATASET:
+            raise JobFileError(
+                f"{self._reading.key}: {path} is {file.format}, and data.split is for folders of save_to_disk. Remove "
+                "it, and choose files by data.pattern"
+            )
+        if source.columns is not None and file.format == TEXT:
+            raise JobFileError(
+                f"{self._reading.key}: {path} is text, and data.columns is for tables. Remove it, or write data.format"
+            )
 
     def _file(self, file: FoundFile) -> Iterator[Example]:
         if file.format is None:
@@ -104,7 +119,8 @@ class _SourceReader:
             try:
                 if isinstance(row, BadLine):
                     raise row
-                assert read_row is not None  # a table with a good row has columns
+                if read_row is None:
+                    raise BadLine("an object without columns")
                 example = read_row(row)
             except BadLine as problem:
                 self._bad_line(f"{file.path}, {table.unit} {number}: {problem}")
@@ -150,9 +166,8 @@ class _SourceReader:
     def _bad_line(self, problem: str) -> None:
         if self._source.bad_lines == "stop":
             stop = "" if problem.endswith((".", "?")) else "."
-            raise JobFileError(
-                f"{self._reading.key}: {problem}{stop} Correct it, or write data.bad_lines: skip to leave such lines out"
-            )
+            what_to_do = "Correct it, or write data.bad_lines: skip to leave such lines out"
+            raise JobFileError(f"{self._reading.key}: {problem}{stop} {what_to_do}")
         self._reading.skip_line(problem)
 
     def _leave_out(self, file: FoundFile, reason: str) -> None:

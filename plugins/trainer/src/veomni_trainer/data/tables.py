@@ -55,7 +55,7 @@ class JsonLinesTable:
         self._path = path
 
     def columns(self) -> dict[str, str]:
-        return _columns_of(next((row for _, row in self.rows(()) if not isinstance(row, BadLine)), {}))
+        return _columns_of(next((row for _, row in self.rows(()) if row and not isinstance(row, BadLine)), {}))
 
     def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
         for number, line in read_lines(self._path):
@@ -76,7 +76,7 @@ class JsonTable:
         self._path = path
 
     def columns(self) -> dict[str, str]:
-        return _columns_of(next((row for row in self._rows if isinstance(row, dict)), {}))
+        return _columns_of(next((row for row in self._rows if row and isinstance(row, dict)), {}))
 
     def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
         for number, row in enumerate(self._rows, start=1):
@@ -156,6 +156,8 @@ class CsvTable:
 def _check_header(names: list[str] | BadLine) -> None:
     if isinstance(names, BadLine):
         raise Unreadable(f"has no header: its first line: {names}")
+    if not names:
+        raise Unreadable("has no header: its first line is blank")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise Unreadable(f"names columns twice in its header: {', '.join(twice)}")

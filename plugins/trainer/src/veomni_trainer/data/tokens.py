@@ -135,10 +135,14 @@ def load_tokenizer(
         trust_remote_code: whether code that comes with the tokenizer may run.
 
     Raises:
-        JobFileError: the file doesn't exist, isn't a tokenizer, or has no token that ends a document; or the chat
-            template can't be read.
+        JobFileError: the file doesn't exist, isn't a tokenizer, or has no token that ends a document; the chat template
+            can't be read; or bytes are given what they have no use for.
     """
     if name == BYTES:
+        if end_of_document is not None:
+            raise JobFileError("data.end_of_document: the bytes tokenizer has its own; remove the key")
+        if chat_template is not None:
+            raise JobFileError("data.chat_template: bytes have no tokens for turns; name a data.tokenizer")
         return ByteTokenizer()
     tokenizer = _load(Path(name), trust_remote_code)
     if chat_template is not None:

@@ -85,8 +85,4 @@ class DataSection(ReadingKeys, SequenceKeys):
             )
         if self.shuffle_buffer is not None and not self.streaming:
             raise ValueError("shuffle_buffer is that of a stream; remove it, or write streaming: true")
-        if self.tokenizer == BYTES and self.end_of_document is not None:
-            raise ValueError("end_of_document: the bytes tokenizer has its own; remove the key")
-        if self.tokenizer == BYTES and self.chat_template is not None:
-            raise ValueError("chat_template is of no use to bytes, which have no tokens for turns; name a tokenizer")
         return self

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from veomni_core import JobConditions
 from veomni_trainer.job.load import load_job
+from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
@@ -19,7 +20,11 @@ def check_job(path: Path) -> JobConditions:
     Raises:
         VeOmniError: the job must be corrected.
     """
-    job = load_job(path)
+    return check_loaded(load_job(path))
+
+
+def check_loaded(job: Job) -> JobConditions:
+    """The same for a job that was read already."""
     ops_config(job)
     check_model(job, job_tokenizer(job))
     return conditions(job)

@@ -33,6 +33,9 @@ def train(
     accept_plan_change: Annotated[
         bool, typer.Option("--accept-plan-change", help="Resume even if other kernels would run than before.")
     ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the job would do, and the memory that it needs; train nothing.")
+    ] = False,
 ) -> None:
     """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""
     if compare is not None and compare not in _COMPARABLE:
@@ -43,6 +46,11 @@ def train(
     from veomni_trainer.job.load import load_job
 
     loaded = load_job(job, changes or ())
+    if dry:
+        from veomni_trainer.run.dry_run import dry_run
+
+        print(dry_run(loaded, resume=resume, overwrite=overwrite).describe())
+        return
 
     from veomni_trainer.run.run_job import run_job
 

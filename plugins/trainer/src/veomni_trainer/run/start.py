@@ -12,7 +12,6 @@ from veomni_core import Binding, binding_of
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
-from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import changed_keys
 from veomni_trainer.job.schema import Job
@@ -95,8 +94,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     corpus = read_corpus(job.data, tokenizer, job.train.seed)
     arguments = training_arguments(job.train, folder.staging)
     group = sequence_parallel_group(job.train.sp_size, arguments)
-    corpus = corpus.drawn(job.train.steps * _sequences_per_step(arguments, job.train))
-    _check_enough(corpus, arguments, job.train)
+    corpus = corpus.drawn(job.train.steps * _sequences_per_step(job.train, arguments.world_size))
+    check_enough(corpus, job.train, arguments.world_size)
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
@@ -119,13 +118,13 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     return Start(job, folder, tokenizer, corpus, model, binding, arguments, point)
 
 
-def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSection) -> None:
-    """A stream and a mixture start again where they end; a single source must have enough for a step."""
-    if corpus.is_mixed or isinstance(corpus.training, Stream):
-        return
-    needed = _sequences_per_step(arguments, train)
-    sequences = sum(source.training for source in corpus.read)
-    if sequences < needed:
+def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
+    """Raise JobFileError unless ``corpus`` has sequences enough for one step of so many processes.
+
+    A stream and a mixture of sources start again where they end.
+    """
+    needed, sequences = _sequences_per_step(train, processes), corpus.sequences
+    if sequences is not None and sequences < needed and not corpus.is_mixed:
         raise JobFileError(
             f"data.files gives {sequences:,} sequences for training, and one step takes {needed:,} "
             "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
@@ -133,9 +132,9 @@ def _check_enough(corpus: Corpus, arguments: TrainingArguments, train: TrainSect
         )
 
 
-def _sequences_per_step(arguments: TrainingArguments, train: TrainSection) -> int:
-    groups = max(arguments.world_size // train.ranks_per_batch, 1)
-    return arguments.train_batch_size * groups * arguments.gradient_accumulation_steps
+def _sequences_per_step(train: TrainSection, processes: int) -> int:
+    groups = max(processes // train.ranks_per_batch, 1)
+    return train.batch_size * groups * train.gradient_accumulation
 
 
 def _describe_model(model: PreTrainedModel, arguments: TrainingArguments) -> str:

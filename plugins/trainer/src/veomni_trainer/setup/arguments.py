@@ -21,9 +21,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     Raises:
         HostError: the requested device is not available, or FSDP is requested where it can't run.
     """
-    if train.device == "cuda" and not torch.cuda.is_available():
-        raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
-    on_cpu = train.device == "cpu" or (train.device == "auto" and not torch.accelerator.is_available())
+    on_cpu = device_of(train).type == "cpu"
     if train.is_sharded and on_cpu and torch.accelerator.is_available():
         raise HostError(
             "train.device is cpu, but transformers shards models over this machine's accelerators. Write train.device: "
@@ -79,6 +77,18 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # without torchrun transformers would use nn.DataParallel
     return arguments
+
+
+def device_of(train: TrainSection) -> torch.device:
+    """The device that a single process of the job trains on.
+
+    Raises:
+        HostError: it is not available.
+    """
+    if train.device == "cuda" and not torch.cuda.is_available():
+        raise HostError("train.device is cuda, but torch sees no CUDA device here. Write auto or cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if train.device == "cpu" or accelerator is None else accelerator
 
 
 def _checkpointing(train: TrainSection) -> dict[str, Any]:

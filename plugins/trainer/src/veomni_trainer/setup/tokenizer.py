@@ -29,7 +29,9 @@ def job_tokenizer(job: Job) -> Tokenizer:
                 "Remove data.tokenizer to use that one, or write the path of another"
             )
         name = name or weights
-    elif name is None and weights is not None and Path(weights).is_dir():  # the core refuses weights that aren't there
+    elif name is None and weights is not None:
+        if not Path(weights).is_dir():  # the core refuses them, or assumes that the hardware planned for has them
+            return ByteTokenizer()
         _check_bytes(job, weights)
     return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, job.model.trust_remote_code)
 

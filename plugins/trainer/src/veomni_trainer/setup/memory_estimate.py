@@ -1,0 +1,182 @@
+"""Estimates the memory that a job's training needs on each process, before its weights are loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from veomni_core import OpsConfig, build_foundation_model
+from veomni_core.sites.engine.parallel_plan import get_parallel_plan
+from veomni_trainer.job.schema import Job
+from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.setup.model import conditions
+from veomni_trainer.setup.step_memory import StepMemory, layers_of, step_memory
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the device of one process. What the optimizer's step allocates briefly comes on top.
+
+    Attributes:
+        weights: the model's parameters and buffers.
+        gradients: their gradients.
+        optimizer: the optimizer's states.
+        activations: what the layers keep for the backward.
+        logits: what the rest of the model keeps: logits, as far as the bound loss has any, and the loss.
+        brief: what the loss and the backward allocate for a moment; known on accelerators, 0 on a CPU.
+        accumulates: whether gradients of earlier micro-steps are there during the forward.
+        measured_layers: on how many layers activations were measured.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    brief: int
+    accumulates: bool
+    measured_layers: int
+
+    @property
+    def total(self) -> int:
+        """The peak: where the backward begins, or where it ends.
+
+        Gradients come as activations go. So they are added to each other only where gradients are accumulated.
+        """
+        begins = self.activations + self.logits + self.brief + (self.gradients if self.accumulates else 0)
+        return self.weights + self.optimizer + max(begins, self.gradients)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parts and the peak."""
+        return asdict(self) | {"total": self.total}
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes that training holds for each parameter: the weight, its gradient, and the optimizer's states."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+def parameter_bytes(job: Job) -> ParameterBytes:
+    """Of the job's precision, with AdamW's two states."""
+    size = 4 if job.model.dtype == "float32" else 2
+    return ParameterBytes(size, size, 2 * size)
+
+
+def estimate_memory(job: Job, ops: OpsConfig, skeleton: PreTrainedModel, device: torch.device) -> MemoryEstimate:
+    """Add up the weights' share of one process, and measure what one micro-step keeps on ``device``.
+
+    Activations are measured by running the bound model's first layers, until each kind of layer is among them, with
+    random weights and one micro-batch. Tensor parallelism and expert parallelism divide activations further than that.
+
+    Args:
+        skeleton: the job's model on the meta device.
+
+    Raises:
+        VeOmniError: the model can't be built or bound.
+        torch.OutOfMemoryError: one micro-batch of these layers is too large for ``device``.
+    """
+    kinds = [_kind(layer) for layer in layers_of(skeleton)]
+    depth = _depth_with_every_kind(kinds)
+    kept = _measure(job, ops, skeleton.config, depth, device)
+    rest = kept.rest
+    if depth > 1:  # a router's loss keeps something of every layer
+        rest += (len(kinds) - depth) * (kept.rest - _measure(job, ops, skeleton.config, depth - 1, device).rest)
+    if job.train.gradient_checkpointing:
+        # Each layer keeps its input; the backward computes one layer at a time again.
+        hidden = _micro_batch_elements(job) * skeleton.config.get_text_config().hidden_size
+        activations = len(kinds) * hidden * _activation_bytes(job) + max(kept.layers)
+    else:
+        # Of several layers of a kind the last one: the first keeps what all of them share, such as rotary angles.
+        of_kind = dict(zip(kinds, kept.layers, strict=False))
+        activations = sum(kept.layers) + sum(of_kind[kind] for kind in kinds[depth:])
+    elements = _elements(skeleton, job.train)
+    state = parameter_bytes(job)
+    weights = elements * state.weight + sum(buffer.nbytes for buffer in skeleton.buffers())
+    return MemoryEstimate(
+        weights=weights,
+        gradients=elements * state.gradient,
+        optimizer=elements * state.optimizer,
+        activations=activations,
+        logits=rest,
+        brief=kept.brief,
+        accumulates=job.train.gradient_accumulation > 1,
+        measured_layers=depth,
+    )
+
+
+def _depth_with_every_kind(kinds: Sequence[Any]) -> int:
+    """How many first layers have every kind among them; two at least, since the first one is not like the others."""
+    return min(len(kinds), max(2, 1 + max(kinds.index(kind) for kind in set(kinds))))
+
+
+def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, device: torch.device) -> StepMemory:
+    under = conditions(job)
+    model = build_foundation_model(
+        _shortened(config, depth),
+        ops_implementation=ops,
+        torch_dtype=job.model.dtype,
+        init_device=str(device),
+        autocast=under.autocast,
+        device=under.device,
+        trust_remote_code=job.model.trust_remote_code,
+        agree=False,
+    )
+    model.train()
+    shape = (job.train.batch_size, job.data.sequence_length // job.train.sp_size)
+    ids = torch.randint(config.get_text_config().vocab_size, shape, device=device)
+    autocast = getattr(torch, under.autocast) if isinstance(under.autocast, str) else under.autocast
+    return step_memory(model, {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
+
+
+def _shortened(config: PretrainedConfig, depth: int) -> PretrainedConfig:
+    """A copy of ``config`` with its first ``depth`` layers; what it lists for each layer is cut too."""
+    short = copy.deepcopy(config)
+    text: Any = short.get_text_config()
+    whole = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == whole:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    return short
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What layers have in common that keep the same memory: their modules' classes and their parameters' shapes."""
+    modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+    return modules, tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+
+def _elements(skeleton: PreTrainedModel, train: TrainSection) -> int:
+    """How many elements of the parameters one process holds."""
+    if not train.is_sharded:
+        return sum(parameter.numel() for parameter in skeleton.parameters())
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    plan = get_parallel_plan(skeleton)
+    total = 0
+    for name, parameter in skeleton.named_parameters():
+        path = replace_layer_number_by_wildcard(name)
+        if train.ep_size > 1 and path in plan.extra_parallel_plan["ep"]:
+            divisor = train.fsdp_size * train.tp_size
+        else:
+            divisor = train.fsdp_size * (train.tp_size if path in plan.tp else 1)
+        total += -(-parameter.numel() // divisor)
+    return total
+
+
+def _micro_batch_elements(job: Job) -> int:
+    return job.train.batch_size * job.data.sequence_length // job.train.sp_size
+
+
+def _activation_bytes(job: Job) -> int:
+    return 4 if job.model.dtype == "float32" and not job.train.bf16 else 2
