@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from veomni_core import bind
 from veomni_core.errors import ConfigError
@@ -114,3 +114,15 @@ def test_a_packed_job_trains_and_one_that_can_not_is_refused_before_its_first_st
     with pytest.raises(ConfigError, match=r"data\.packing: Lfm2ForCausalLM can't keep packed documents apart"):
         train(job_data, f"train.output_dir={run}-hybrid")
     assert not Path(f"{run}-hybrid").exists()
+
+
+def test_a_model_that_divides_by_itself_is_refused_where_not_every_token_is_learned(
+    job_data: dict[str, Any], train: Callable[..., bool], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)  # as Gemma 4's
+    train(job_data, "train.save_every=never")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM computes each micro-batch's mean loss by itself"):
+        train(
+            job_data, "data.packing=true", "model.ops_implementation={preset: eager}", f"train.output_dir={run}-packed"
+        )
+    assert not Path(f"{run}-packed").exists()

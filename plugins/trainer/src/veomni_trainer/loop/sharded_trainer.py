@@ -10,6 +10,8 @@ import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
+from veomni_core.errors import ConfigError
+from veomni_core.ops.labels import IGNORED
 from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.accumulation import gradients_apart
@@ -43,8 +45,19 @@ class ShardedTrainer(Trainer):
         batch all count it, and so don't change the mean.
 
         A step without any label divides by one: its loss is 0.
+
+        Raises:
+            ConfigError: the model always divides by the labels of a micro-batch, and not all are learned.
         """
-        if not batch_samples or not self.model_accepts_loss_kwargs:
+        if not batch_samples:
+            return None
+        if not self.model_accepts_loss_kwargs:
+            if any((batch["labels"] == IGNORED).any() for batch in batch_samples):
+                raise ConfigError(
+                    f"{type(self.model).__name__} computes each micro-batch's mean loss by itself, so a token would "
+                    "count more the fewer are learned beside it. Train it on data of which every token is learned: "
+                    "texts without packing, or data.loss_on: all"
+                )
             return None
         labels = sum(learned_labels(batch["labels"]) for batch in batch_samples)
         mean: torch.Tensor = self.accelerator.reduce(torch.as_tensor(labels, device=device).float(), "mean")

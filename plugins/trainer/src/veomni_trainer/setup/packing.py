@@ -66,8 +66,7 @@ def check_packing(
                 f"data.packing: {name} can't keep packed documents apart. The output of {path or 'the model'} ({kind}) "
                 f"for a document differs by {error:.2g} of its size from that for the same document alone, where "
                 f"rounding makes {tolerance:g} at most. It is the first module whose output does. Write data.packing: "
-                "false"
-                + (", or choose an attention kernel that takes lengths (flash_attention_2, 3 or 4)" if group else "")
+                "false, or choose another kernel for that module"
             )
 
 
