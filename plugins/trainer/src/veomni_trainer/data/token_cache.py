@@ -65,7 +65,7 @@ class TokenCache:
         """The store named ``key``; where there is none, or a damaged one, ``write`` fills a new folder.
 
         Raises:
-            HostError: the folder can't be written.
+            HostError: the folder can't be written, or doesn't keep what is written.
         """
         store = self._folder / key
         self._make(store, write, replaces=None)
@@ -75,7 +75,13 @@ class TokenCache:
         except DamagedStore as error:
             self.notes.append(f"the token cache {store} was damaged ({error}), and is made again")
             self._make(store, write, replaces=before)
+        try:
             return read_store(store)
+        except DamagedStore as error:
+            raise HostError(
+                f"the token cache {store} was made again, and is damaged again ({error}): check its disk, or name "
+                "another folder as data.cache"
+            ) from error
 
     def _make(self, store: Path, write: Write, replaces: int | None) -> None:
         """Write the store, unless it is there and is not the one that it ``replaces``; other processes wait."""
