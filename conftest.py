@@ -5,8 +5,10 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -21,8 +23,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# No test reads or writes the developer's own record of kernels that failed `veomni verify`; subprocesses inherit it.
+# No test reads or writes the developer's own cache: kernels that failed `veomni verify`, and tokens. Subprocesses
+# inherit it.
 _CACHES = tempfile.mkdtemp(prefix="veomni-cache-")
+atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
 os.environ["VEOMNI_CACHE"] = f"{_CACHES}/shared"
 _numbers = itertools.count()
 

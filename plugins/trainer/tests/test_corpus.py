@@ -90,25 +90,31 @@ def test_documents_are_joined_by_their_end_and_cut(folder: Path) -> None:
     corpus = read_corpus(section, ByteTokenizer())
     assert [row["input_ids"].tolist() for row in corpus.training] == [[98, 98], [256, 0xC3], [0xA4, 256]]
     assert corpus.training[1]["labels"].tolist() == [256, 0xC3]
-    assert (corpus.tokens, corpus.unused, len(corpus.validation)) == (6, 0, 0)
-    assert corpus.describe().endswith("6 tokens, 3 sequences, 0 tokens left over")
+    counts = corpus.read[0].counts
+    assert (counts.tokens, counts.left_over, dict(corpus.validation)) == (6, 0, {})
+    assert corpus.describe().endswith("6 tokens, 3 sequences")
 
 
 def test_validation_sequences_are_spread_and_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(32, 112)) * 5)
     section = DataSection(files=str(tmp_path), sequence_length=4, validation_fraction=0.1)
     corpus = read_corpus(section, ByteTokenizer())
-    assert (len(corpus.training), len(corpus.validation)) == (90, 10)
     whole = read_corpus(DataSection(files=str(tmp_path), sequence_length=4), ByteTokenizer())
-    rows = np.concatenate([whole.training._rows])
-    assert {tuple(r) for r in corpus.validation._rows} <= {tuple(r) for r in rows}
-    assert corpus.validation._rows.sum() + corpus.training._rows.sum() == rows.sum()
+    training, validation, rows = (
+        [tuple(row["input_ids"].tolist()) for row in each]
+        for each in (corpus.training, corpus.validation["data.files"], whole.training)
+    )
+    assert (len(training), len(validation)) == (90, 10)
+    assert sorted(training + validation) == sorted(rows)
+    assert [rows.index(row) % 20 for row in validation] == [5, 15] * 5  # the text repeats after 20 sequences
 
 
 def test_too_little_text_is_named(folder: Path) -> None:
     with pytest.raises(JobFileError, match="6 tokens are fewer than one sequence of 64"):
         read_corpus(DataSection(files=str(folder), sequence_length=64), ByteTokenizer())
-    with pytest.raises(JobFileError, match=r"0.01 of 3 sequences leaves none to train on or none to validate"):
+    with pytest.raises(
+        JobFileError, match=r"0.01 of 3 sequences of data.files leaves none to train on or none to validate"
+    ):
         read_corpus(DataSection(files=str(folder), sequence_length=2, validation_fraction=0.01), ByteTokenizer())
 
 

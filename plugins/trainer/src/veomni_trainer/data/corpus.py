@@ -1,84 +1,222 @@
-"""A job's text as token sequences of equal length, held in memory and split into training and validation."""
+"""A job's documents as sequences: what is trained on, what is validated on, and what was read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.documents import Tokens
+from veomni_trainer.data.files import find_files
+from veomni_trainer.data.mixing import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
+from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange
+from veomni_trainer.data.streaming import Stream
+from veomni_trainer.data.token_cache import TokenCache, default_folder, key_of, uncached
+from veomni_trainer.data.token_store import TokenStore, write_store
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.job.source_keys import Source
+
+Rows = Dataset[Sequence]
+_Mask = NDArray[np.bool_]
 
 
-class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """The rows of a token table as inputs of a causal language model; the model itself shifts the labels."""
+@dataclass(frozen=True)
+class ReadSource:
+    """What was read of one source.
 
-    def __init__(self, rows: Tokens) -> None:
-        self._rows = rows
+    Attributes:
+        key: the key of the job that names its files.
+        reading: which files were read, and what was left out.
+        counts: what became of their tokens.
+        weight: how often it is drawn, relative to other sources.
+        training: how many sequences are trained on.
+        validation: how many are validated on.
+        epochs: how often a training goes through it, on average over all seeds; ``None`` where nothing is drawn.
+    """
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    key: str
+    reading: Reading
+    counts: Counts
+    weight: float
+    training: int
+    validation: int
+    epochs: float | None = None
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = torch.from_numpy(self._rows[index].astype(np.int64))
-        return {"input_ids": row, "labels": row}
+    def describe(self) -> str:
+        """Its part of the line for the terminal."""
+        held_out = f", {self.validation:,} of them for validation" if self.validation else ""
+        drawn = f"; weight {self.weight:g}, {self.epochs:,.1f} epochs" if self.epochs is not None else ""
+        return f"{self.reading.describe()}; {self.counts.describe()}{held_out}{drawn}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same, as JSON can hold it."""
+        mixed = {"weight": self.weight, "epochs": self.epochs} if self.epochs is not None else {}
+        sequences = {"training": self.training, "validation": self.validation}
+        return {**self.reading.to_dict(), "description": self.describe(), **asdict(self.counts), **sequences, **mixed}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sequences that were read. ``unused``: the number of tokens at the end, too few for one more sequence."""
+    """The sequences of a job.
 
-    training: Sequences
-    validation: Sequences
-    tokens: int
-    unused: int
-    readings: tuple[Reading, ...]
+    Attributes:
+        training: what is trained on; a :class:`Stream` has no length.
+        validation: what is validated on, by the key of the job that names it.
+        read: what was read, by the same keys.
+        padding: the token id that a batch is padded with.
+        notes: what the user should hear of.
+        draws: of a mixture, how many sequences a training takes.
+    """
+
+    training: Rows | Stream
+    validation: Mapping[str, Rows]
+    read: tuple[ReadSource, ...]
+    padding: int
+    notes: tuple[str, ...] = ()
+    draws: int = 0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether sequences are drawn from several stored sources."""
+        return isinstance(self.training, ConcatDataset)
+
+    @property
+    def sequences(self) -> int | None:
+        """How many sequences are trained on; ``None`` of a stream."""
+        return None if isinstance(self.training, Stream) else sum(source.training for source in self.read)
+
+    def drawn(self, draws: int) -> Corpus:
+        """The same for a training that takes ``draws`` sequences; they are drawn only of several stored sources."""
+        if not self.is_mixed:
+            return self
+        epochs = iter(replace(self, draws=draws).order(seed=0).passes())
+        read = (replace(each, epochs=next(epochs)) if each.training else each for each in self.read)
+        return replace(self, draws=draws, read=tuple(read))
+
+    def order(self, seed: int) -> WeightedOrder:
+        """The order in which the sequences of several sources are drawn."""
+        sources = [source for source in self.read if source.training]
+        sizes, weights = [source.training for source in sources], [source.weight for source in sources]
+        return WeightedOrder(sizes, weights, self.draws, seed)
 
     def describe(self) -> str:
-        """One line for the terminal."""
-        held_out = f", {len(self.validation):,} of them for validation" if len(self.validation) else ""
-        return (
-            f"data: {'; '.join(reading.describe() for reading in self.readings)}; {self.tokens:,} tokens, "
-            f"{len(self.training) + len(self.validation):,} sequences{held_out}, {self.unused:,} tokens left over"
-        )
+        """A line for the terminal, and one for each of several sources."""
+        if len(self.read) == 1 and not isinstance(self.training, Stream):
+            lines = [f"data: {self.read[0].describe()}"]
+        else:
+            stream = " a stream, tokenized while the model trains" if isinstance(self.training, Stream) else ""
+            lines = [f"data:{stream}", *(f"  {source.key}: {source.describe()}" for source in self.read)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def read_corpus(data: DataSection, tokenizer: Tokenizer) -> Corpus:
-    """Read and tokenize the documents that ``data`` names, join them, and split them into sequences.
+def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpus:
+    """Read and tokenize the documents that ``data`` names, unless their tokens are stored, and make sequences of them.
+
+    Of a stream, only what is validated on is read. ``seed`` decides which documents are packed together.
 
     Raises:
         JobFileError: there is nothing to read, a file is unreadable, or there are fewer tokens than one sequence.
+        HostError: tokens can't be stored.
     """
-    readings = tuple(Reading(key) for key in data.training_sources)
-    pieces = []
-    for source, reading in zip(data.training_sources.values(), readings, strict=True):
-        pieces += [document.ids for document in read_documents(source, tokenizer, reading)]
-    tokens = np.concatenate(pieces)
-    length = data.sequence_length
-    count = len(tokens) // length
-    if count == 0:
-        raise JobFileError(
-            f"data.files: {len(tokens):,} tokens are fewer than one sequence of {length:,} (data.sequence_length)"
-        )
-    rows = tokens[: count * length].reshape(count, length)
-    held_out = _held_out(count, data.validation_fraction)
-    training = rows[~held_out] if held_out.any() else rows
-    return Corpus(Sequences(training), Sequences(rows[held_out]), len(tokens), len(tokens) % length, readings)
+    reader = _Reader(data, tokenizer, seed)
+    if data.streaming:
+        for key, source in data.training_sources.items():
+            find_files(source, Reading(key))  # so that a file that isn't there is missed now
+        training: Rows | Stream = Stream(data, tokenizer, seed)
+        validation: dict[str, Rows] = {}
+        read: list[ReadSource] = []
+    else:
+        training, validation, read = _training(data, reader)
+    for key, source in data.validation_source.items():
+        rows, what = reader.read(key, source)
+        validation[key] = rows
+        read.append(replace(what, training=0, validation=what.training))
+    return Corpus(training, validation, tuple(read), tokenizer.end, reader.notes)
 
 
-def _held_out(count: int, fraction: float) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows], list[ReadSource]]:
+    """What is trained on, what is held out of it for validation, and what was read."""
+    parts: list[Rows] = []
+    validation: dict[str, Rows] = {}
+    read: list[ReadSource] = []
+    for key, source in data.training_sources.items():
+        rows, what = reader.read(key, source)
+        if data.validation_fraction:
+            mask = _held_out(len(rows), data.validation_fraction, key)
+            parts.append(_some(rows, ~mask))
+            validation[key] = _some(rows, mask)
+            held_out = int(mask.sum())
+            what = replace(what, training=len(rows) - held_out, validation=held_out)
+        else:
+            parts.append(rows)
+        read.append(what)
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts), validation, read
+
+
+class _Reader:
+    """Makes sequences of sources, one after the other."""
+
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int) -> None:
+        self._data, self._tokenizer, self._seed = data, tokenizer, seed
+        self._cache = TokenCache(_cache_folder(data)) if data.cache else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._cache.notes) if self._cache else ()
+
+    def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
+        """The sequences of ``source``, all of them counted as training."""
+        data, store = self._data, self._store(key, source)
+        sequences, counts = arrange(store, data.sequence_length, data.packing, self._tokenizer.end, self._seed)
+        if not counts.sequences:
+            raise JobFileError(
+                f"{key}: {counts.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
+                "(data.sequence_length)"
+            )
+        return sequences, ReadSource(key, replace(store.reading, key=key), counts, source.weight, len(sequences), 0)
+
+    def _store(self, key: str, source: Source) -> TokenStore:
+        tokenizer, reading = self._tokenizer, Reading(key)
+        documents = read_documents(source, tokenizer, reading)
+        write = partial(write_store, documents=documents, reading=reading, vocabulary=tokenizer.vocab_size)
+        if self._cache is None:
+            return uncached(write)
+        files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
+        facts = source.model_dump(exclude={"files", "weight"})
+        return self._cache.get(key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write)
+
+
+def _cache_folder(data: DataSection) -> Path:
+    return Path(data.cache) if isinstance(data.cache, str) else default_folder()
+
+
+def _files_at(path: Path) -> list[Path]:
+    """The file; of a folder that ``datasets`` saved, all files in it."""
+    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+
+
+def _some(rows: Sequences, chosen: _Mask) -> Rows:
+    indices: Any = np.flatnonzero(chosen)  # as an array: a list of a large corpus' numbers would take gigabytes
+    return Subset(rows, indices)
+
+
+def _held_out(count: int, fraction: float, key: str) -> _Mask:
     """A mask ``[count]`` of the rows for validation: evenly spaced, so that every part of the text is in both sets."""
     mask = np.zeros(count, np.bool_)
     chosen = round(count * fraction)
-    if fraction and not 0 < chosen < count:
+    if not 0 < chosen < count:
         raise JobFileError(
-            f"data.validation_fraction: {fraction} of {count} sequences leaves none to train on or none to validate"
+            f"data.validation_fraction: {fraction} of {count} sequences of {key} leaves none to train on or none to "
+            "validate"
         )
-    mask[((np.arange(chosen) + 0.5) * count / max(chosen, 1)).astype(int)] = True
+    mask[((np.arange(chosen) + 0.5) * count / chosen).astype(int)] = True
     return mask

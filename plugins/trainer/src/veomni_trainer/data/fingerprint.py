@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from veomni_trainer.data.corpus import Sequences
+from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.sequences import Sequence
+from veomni_trainer.data.streaming import Stream
 
 _SAMPLES = 64
 
 
-def fingerprint(sequences: Sequences) -> str:
-    """The number of sequences and a hash of some of them, as JSON.
+def fingerprint(corpus: Corpus) -> str:
+    """The number of training sequences and a hash of some of them, as JSON.
 
     They are spread evenly over all, with the last among them. A text that became longer or shorter moves the boundaries
-    of all sequences after it, so these differ too.
+    of all sequences after it, so these differ too. Of a stream, which has no number of them, they are the first ones.
     """
     digest = hashlib.sha256()
-    for index in np.unique(np.linspace(0, len(sequences) - 1, _SAMPLES).astype(int)):
-        for _, values in sorted(sequences[int(index)].items()):
+    for sequence in _some(corpus.training):
+        for _, values in sorted(sequence.items()):
             digest.update(values.numpy().tobytes())
-    return json.dumps({"sequences": len(sequences), "sha256": digest.hexdigest()})
+    return json.dumps({"sequences": corpus.sequences, "sha256": digest.hexdigest()})
+
+
+def _some(sequences: Any) -> Iterator[Sequence]:
+    if isinstance(sequences, Stream):
+        yield from sequences.first(_SAMPLES)
+    else:
+        for index in np.unique(np.linspace(0, len(sequences) - 1, _SAMPLES).astype(int)):
+            yield sequences[int(index)]

@@ -7,13 +7,14 @@ from typing import Any, Self
 from pydantic import Field, field_serializer, model_validator
 
 from veomni_trainer.job.section import Number
+from veomni_trainer.job.sequence_keys import SequenceKeys
 from veomni_trainer.job.source_keys import ReadingKeys, Source
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
 
 
-class DataSection(ReadingKeys):
+class DataSection(ReadingKeys, SequenceKeys):
     """The training text, and how it is tokenized and split."""
 
     files: str | list[str] | None = None
@@ -31,8 +32,6 @@ class DataSection(ReadingKeys):
     """The path of a Jinja file with the chat template, in place of the tokenizer's own."""
     end_of_document: str | None = None
     """The tokenizer's token that ends a document; by default a token with a usual name."""
-    sequence_length: int = Field(ge=2)
-    """Tokens per sequence."""
     validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
     """The part of the sequences that is held out for validation."""
 
@@ -78,4 +77,11 @@ class DataSection(ReadingKeys):
             raise ValueError(
                 "validation_files and validation_fraction both say what to validate on; remove one of the two"
             )
+        if self.streaming and self.validation_fraction:
+            raise ValueError(
+                "streaming: nobody knows how long a stream is, so validation_fraction can't be held out of it; name "
+                "validation_files"
+            )
+        if self.shuffle_buffer is not None and not self.streaming:
+            raise ValueError("shuffle_buffer is that of a stream; remove it, or write streaming: true")
         return self

@@ -68,6 +68,8 @@ def _beside(data: DataSection, folder: Path) -> DataSection:
         for key in ("files", "validation_files", "tokenizer", "chat_template")
         if (value := getattr(data, key)) is not None
     }
+    if isinstance(data.cache, str):
+        paths["cache"] = str(Path(data.cache).expanduser().absolute())
     if data.sources is not None:
         paths["sources"] = [each.model_copy(update={"files": all_found(each.files)}) for each in data.sources]
     return data.model_copy(update=paths)

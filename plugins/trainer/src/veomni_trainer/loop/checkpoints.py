@@ -94,9 +94,9 @@ def check_sequences(checkpoint: Path, sequences: str) -> None:
     path = checkpoint / SEQUENCES
     before = path.read_text(encoding="utf-8")
     if before != sequences:
-        counts = [json.loads(each)["sequences"] for each in (before, sequences)]
+        counts = [json.loads(each)["sequences"] or "a stream" for each in (before, sequences)]
         raise CheckpointError(
-            f"{checkpoint} was trained on other sequences than this job's ({counts[0]:,} then, {counts[1]:,} now), so "
+            f"{checkpoint} was trained on other sequences than this job's ({counts[0]} then, {counts[1]} now), so "
             "going on would train on some twice and on some never. Restore the section data and the files that it "
             f"names, or start a new run from its weights, with model.weights: {checkpoint}"
         )

@@ -10,6 +10,9 @@ import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
+from veomni_core.errors import ConfigError
+from veomni_core.ops.labels import IGNORED
+from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.accumulation import gradients_apart
 from veomni_trainer.output.shards import is_sharded, load_optimizer, save_optimizer, save_weights
@@ -33,14 +36,32 @@ class ShardedTrainer(Trainer):
         args.pop("parallelism_config", None)
         return args
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """The labels of this rank's batches. transformers 5.23 divides them by ``tp_size`` although nothing sums them.
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
+        """The labels that a step learns, on average over the ranks: each rank divides the sum of its losses by it.
 
-        It does so for labels summed over all ranks, of which ``tp_size`` have the same batch. Each of our ranks divides
-        its loss by its own labels (``average_tokens_across_devices=False``), and would get ``tp_size`` times the loss.
+        Gradients are averaged over ranks, so that gives the mean over all learned tokens of the step, however many each
+        rank and micro-batch has. The labels of all ranks would make it smaller by the number of ranks; ``Trainer`` then
+        multiplies the loss, and with it the experts' load-balancing loss, which it had not divided. Ranks with the same
+        batch all count it, and so don't change the mean.
+
+        A step without any label divides by one: its loss is 0.
+
+        Raises:
+            ConfigError: the model always divides by the labels of a micro-batch, and not all are learned.
         """
-        items = super()._get_num_items_in_batch(*args, **kwargs)
-        return items if items is None else items * self._train.tp_size
+        if not batch_samples:
+            return None
+        if not self.model_accepts_loss_kwargs:
+            if any((batch["labels"] == IGNORED).any() for batch in batch_samples):
+                raise ConfigError(
+                    f"{type(self.model).__name__} computes each micro-batch's mean loss by itself, so a token would "
+                    "count more the fewer are learned beside it. Train it on data of which every token is learned: "
+                    "texts without packing, or data.loss_on: all"
+                )
+            return None
+        labels = sum(learned_labels(batch["labels"]) for batch in batch_samples)
+        mean: torch.Tensor = self.accelerator.reduce(torch.as_tensor(labels, device=device).float(), "mean")
+        return mean.clamp_min(1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         model: Any = self.model

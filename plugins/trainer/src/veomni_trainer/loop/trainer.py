@@ -7,11 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
+from veomni_trainer.data.batches import Batcher, learned_labels
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
+from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.bad_steps import BadSteps
@@ -43,14 +46,17 @@ class JobTrainer(ResumingTrainer):
         train: TrainSection,
         loads: ExpertLoads | None = None,
     ) -> None:
-        self._clock, self._loads = StepClock(), loads
+        self._clock, self._loads, self._corpus = StepClock(), loads, corpus
         self.bad_steps = BadSteps(train, lambda: self.accelerator.optimizer_step_was_skipped)
+        training = corpus.training
+        if isinstance(training, Stream):
+            training = training.in_batches(train.batch_size, train.ranks_per_batch)
         super().__init__(
             train,
             model,
             args,
-            train_dataset=corpus.training,
-            eval_dataset=corpus.validation if len(corpus.validation) else None,
+            data_collator=Batcher(corpus.padding, multiple=train.sp_size),
+            train_dataset=training,
             # The last one reads the other callbacks' decisions, and bad_steps those of all before it.
             callbacks=[*callbacks, self.bad_steps, _StepCallback(self)],
             optimizer_cls_and_kwargs=optimizer_for(train, model),
@@ -76,30 +82,44 @@ class JobTrainer(ResumingTrainer):
         return self.optimizer
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        shared = self._train.ranks_per_batch
-        if shared == 1:
+        shared, seed = self._train.ranks_per_batch, self.args.data_seed or 0
+        order: Any
+        if self._corpus.is_mixed:
+            order = self._corpus.order(seed)
+        elif shared > 1:
+            order = SeedableRandomSampler(self.train_dataset, data_seed=seed)
+        else:
             return super()._get_train_sampler(*args, **kwargs)
-        return SharedBatches(self.train_dataset, self._train_batch_size, shared, self.args.data_seed or 0)
+        return SharedBatches(order, self._train_batch_size, shared) if shared > 1 else order
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The mean loss over the validation sequences; each counts once, however they are distributed over batches."""
+        """The mean loss over the learned tokens of the validation sequences; each counts once, in whichever batch."""
         model: Any = self.model
-        sequences: Any = self.eval_dataset
-        # The ranks that share a batch evaluate the same sequences.
-        shared = self._train.ranks_per_batch
-        groups, group = self.args.world_size // shared, self.args.process_index // shared
         model.eval()
-        total = torch.zeros(2, device=self.args.device)
-        for batch in validation_batches(len(sequences), self.args.eval_batch_size, groups, group):
-            inputs = self.data_collator([sequences[index] for index in batch.indices])
-            loss: Any = self.prediction_step(model, inputs, prediction_loss_only=True)[0]
-            total[0] += loss * batch.weight
-            total[1] += batch.weight
-        weighted, weights = self.accelerator.reduce(total, "sum").tolist()
-        metrics = {"eval_loss": weighted / weights}
+        totals = {key: self._total_loss(model, sequences) for key, sequences in self._corpus.validation.items()}
+        losses, tokens = (torch.stack(each) for each in zip(*totals.values(), strict=True))
+        metrics = {"eval_loss": float(losses.sum() / tokens.sum())}
+        if len(totals) > 1:
+            metrics |= {f"eval_loss of {key}": float(loss / count) for key, (loss, count) in totals.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _total_loss(self, model: nn.Module, sequences: Any) -> torch.Tensor:
+        """The sum of the losses of ``sequences`` on all ranks, and how many tokens are learned in them: ``[2]``."""
+        # The ranks that share a batch evaluate the same sequences.
+        shared = self._train.ranks_per_batch
+        groups, group = self.args.world_size // shared, self.args.process_index // shared
+        total = torch.zeros(2, device=self.args.device)
+        for batch in validation_batches(len(sequences), self.args.eval_batch_size, groups, group):
+            inputs = self._prepare_inputs(self.data_collator([sequences[index] for index in batch.indices]))
+            tokens = learned_labels(inputs["labels"])
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs, num_items_in_batch=tokens.clamp_min(1))
+            if batch.weight and tokens:
+                total += torch.stack([loss * tokens, tokens])
+        summed: torch.Tensor = self.accelerator.reduce(total, "sum")
+        return summed
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -134,7 +154,8 @@ class JobTrainer(ResumingTrainer):
         """Called by ``Trainer`` in every process with values to log; turns them into rows."""
         step = self.state.global_step
         if "eval_loss" in logs:
-            self._hand_on({"step": step, "validation_loss": logs["eval_loss"]})
+            rows = {key.replace("eval_loss", "validation_loss"): value for key, value in logs.items()}
+            self._hand_on({"step": step, **rows})
         if "loss" not in logs:
             return
         row: Row = {"step": step, "loss": self._mean(torch.stack(self._losses).sum())}

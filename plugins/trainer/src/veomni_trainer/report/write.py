@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 
 from veomni_core.tables import render_table
-from veomni_trainer.data.reading import Reading
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
@@ -49,7 +48,7 @@ def write_report(folder: RunFolder) -> None:
             run=summary["run"],
             eager=summary["eager"],
             comparison=comparison,
-            data=[Reading(**reading) for reading in data],
+            data=data,
             charts=[*draw_charts(rows, eager_rows), *([draw_loads(loads)] if loads else [])],
             receipt=receipt,
             transformations=receipt.get("transformations", []),  # folders of earlier versions have none

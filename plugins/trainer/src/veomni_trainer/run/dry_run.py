@@ -69,23 +69,26 @@ class DryRun:
         return sequences * self.job.data.sequence_length
 
     @property
-    def epochs(self) -> float:
-        """How often the whole job sees each training sequence."""
-        return self.steps * self.tokens_per_step / (len(self.corpus.training) * self.job.data.sequence_length)
+    def epochs(self) -> float | None:
+        """How often the whole job sees each training sequence, on average; ``None`` of a stream."""
+        sequences = self.corpus.sequences
+        length = self.job.data.sequence_length
+        return self.steps * self.tokens_per_step / (sequences * length) if sequences else None
 
     def describe(self) -> str:
         """The text for the terminal."""
         train = self.job.train
         begins = f"resumes {self.point.checkpoint}" if self.point.checkpoint else "starts from step 0"
         processes = f", {self.processes} processes" if self.processes > 1 else ""
+        epochs = f", {self.epochs:.2g} epochs" if self.epochs else ""
         lines = [
             self.corpus.describe(),
             f"model: {self.parameters / 1e6:,.1f} M parameters, on {self.device}{processes}",
             self.plan.table(),
-            f"train: {begins}; {self.steps:,} steps of {self.tokens_per_step:,} tokens, {self.epochs:.2g} epochs; "
+            f"train: {begins}; {self.steps:,} steps of {self.tokens_per_step:,} tokens{epochs}; "
             f"writes to {train.output_dir}",
             self._memory_table(),
-            "Nothing was written. Leave out --dry-run to train.",
+            "Nothing was written but tokens to data.cache. Leave out --dry-run to train.",
         ]
         return "\n".join(lines)
 
@@ -142,7 +145,7 @@ def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -
         check_weights(Path(job.model.weights))
     device, under = device_of(job.train), conditions(job)
     processes = max(job.train.fsdp_size * job.train.tp_size, job.train.sp_size)
-    corpus = read_corpus(job.data, tokenizer)
+    corpus = read_corpus(job.data, tokenizer, job.train.seed)
     check_enough(corpus, job.train, processes)
     config = model_config(job, tokenizer)
     skeleton = build_skeleton(config, torch_dtype=weights_dtype(job), trust_remote_code=job.model.trust_remote_code)

@@ -50,10 +50,10 @@ def fit(start: Start) -> Ending:
     )
     loads = ExpertLoads(start.base, binding, train, arguments.process_index) if train.measures_loads else None
     progress = Progress(start.steps, point.step)
-    readings = [reading.to_dict() for reading in start.corpus.readings]
-    record = RunRecord(folder, binding, start.origin.job, readings, point.step, progress)
+    read = [source.to_dict() for source in start.corpus.read]
+    record = RunRecord(folder, binding, start.origin.job, read, point.step, progress)
     interrupt = InterruptCallback()
-    saver = CheckpointCallback(folder, start.origin, train, validates=len(start.corpus.validation) > 0)
+    saver = CheckpointCallback(folder, start.origin, train, validates=bool(start.corpus.validation))
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:

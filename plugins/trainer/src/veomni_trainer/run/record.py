@@ -23,11 +23,11 @@ class RunRecord(TrainerCallback):
         folder: RunFolder,
         binding: Binding,
         job_text: str,
-        readings: list[dict[str, Any]],
+        read: list[dict[str, Any]],
         resumed_from: int,
         progress: Progress,
     ) -> None:
-        self._folder, self._binding, self._job_text, self._readings = folder, binding, job_text, readings
+        self._folder, self._binding, self._job_text, self._read = folder, binding, job_text, read
         self._resumed_from, self._progress = resumed_from, progress
         self._begun = self._warned = False
 
@@ -61,7 +61,7 @@ class RunRecord(TrainerCallback):
             self._folder.clear()
         write_whole(self._folder.plan, self._binding.plan.to_json())
         write_whole(self._folder.receipt, self._binding.receipt.to_json())
-        write_whole(self._folder.data, json.dumps(self._readings, indent=1))
+        write_whole(self._folder.data, json.dumps(self._read, indent=1))
         write_whole(self._folder.job, self._job_text)
 
 

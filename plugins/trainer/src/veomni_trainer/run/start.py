@@ -24,7 +24,8 @@ from veomni_trainer.run.saying import say
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
 from veomni_trainer.setup.arguments import training_arguments
-from veomni_trainer.setup.model import build_model, check_model, ops_config
+from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
+from veomni_trainer.setup.packing import check_packing
 from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
@@ -70,14 +71,17 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         check_model(job, tokenizer)
     if job.train.is_sharded:
         check_started(job.train)
-    corpus = read_corpus(job.data, tokenizer)
+    corpus = read_corpus(job.data, tokenizer, job.train.seed)
     arguments = training_arguments(job.train, folder.staging)
-    sequences = fingerprint(corpus.training)
+    sequences = fingerprint(corpus)
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
     group = sequence_parallel_group(job.train.sp_size, arguments)
     check_enough(corpus, job.train, arguments.world_size)
-    check_validates(job, arguments.device, len(corpus.validation) > 0)
+    steps = steps_of(corpus, job.train, arguments.world_size)
+    arguments.max_steps = steps
+    corpus = corpus.drawn(steps * _sequences_per_step(job.train, arguments.world_size))
+    check_validates(job, arguments.device, bool(corpus.validation))
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
@@ -88,6 +92,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     arguments.ddp_find_unused_parameters = may_leave_parameters_unused(model, binding.plan, job.train)
     if group is not None:
         apply_ulysses(model, group)
+    if job.data.packing:
+        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     check_room(job.train, folder, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
@@ -99,16 +105,21 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     if point.checkpoint:
         say(describe_resumption(job, folder, point))
     origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
-    steps = steps_of(corpus, job.train, arguments.world_size)
     return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin)
 
 
 def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:
-    """The job's last step; of a job in epochs as ``Trainer`` counts it, where an epoch's last step may be smaller."""
+    """The job's last step; of a job in epochs as ``Trainer`` counts it, where an epoch's last step may be smaller.
+
+    Raises:
+        JobFileError: the job is in epochs of data that has no end.
+    """
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
-    batches = len(corpus.training) // _sequences_per_batch(train, processes)
+    if corpus.sequences is None:
+        raise JobFileError("train.epochs: a stream (data.streaming) has no end, so it has no epochs; write train.steps")
+    batches = corpus.sequences // _sequences_per_batch(train, processes)
     return math.ceil(train.epochs * math.ceil(batches / train.gradient_accumulation))
 
 
@@ -117,14 +128,21 @@ def _sequences_per_batch(train: TrainSection, processes: int) -> int:
 
 
 def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
-    """Raise JobFileError unless ``corpus`` has sequences enough for one step of so many processes."""
-    needed = _sequences_per_batch(train, processes) * train.gradient_accumulation
-    if len(corpus.training) < needed:
+    """Raise JobFileError unless ``corpus`` has sequences enough for one step of so many processes.
+
+    A stream and a mixture of sources start again where they end.
+    """
+    needed, sequences = _sequences_per_step(train, processes), corpus.sequences
+    if sequences is not None and sequences < needed and not corpus.is_mixed:
         raise JobFileError(
-            f"data.files gives {len(corpus.training):,} sequences for training, and one step takes {needed:,} "
+            f"data.files gives {sequences:,} sequences for training, and one step takes {needed:,} "
             "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
             "data.sequence_length"
         )
+
+
+def _sequences_per_step(train: TrainSection, processes: int) -> int:
+    return _sequences_per_batch(train, processes) * train.gradient_accumulation
 
 
 def _describe_model(model: PreTrainedModel | PeftModel, arguments: TrainingArguments) -> str:

@@ -65,10 +65,10 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         metric_for_best_model="loss" if train.early_stop else None,
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
-        # Each process divides by its own number of labels. All processes have the same number, since batches are full
-        # and no label is ignored. If Trainer divided by the labels of all processes, it would then multiply the loss by
-        # the number of processes, and with it the experts' load-balancing loss, which it had not divided.
+        # veomni_trainer.loop.sharded_trainer averages over processes. Trainer would multiply the experts' load-
+        # balancing loss by their number.
         average_tokens_across_devices=False,
+        accelerator_config={"dispatch_batches": False},  # each process reads its own sequences of a stream
         bf16=train.precision == "bf16_mixed",
         fp16=train.precision == "fp16_mixed",
         torch_compile=train.torch_compile,

@@ -1,0 +1,47 @@
+"""Puts sequences together into a batch, and counts what the loss learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from veomni_core.ops.labels import IGNORED
+
+
+class Batcher:
+    """Pads the sequences of a batch on the right, to the longest one.
+
+    A batch of equally long sequences gets no ``attention_mask``: nothing is padded, and transformers looks for packed
+    sequences in ``position_ids`` only without one.
+
+    Args:
+        padding: the token id that is padded with.
+        multiple: padded lengths are multiples of it, for sequences that several processes share.
+    """
+
+    def __init__(self, padding: int, multiple: int = 1) -> None:
+        self._padding, self._multiple = padding, multiple
+
+    def __call__(self, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        lengths = [len(each["input_ids"]) for each in sequences]
+        longest = -(-max(lengths) // self._multiple) * self._multiple
+        if all(length == longest for length in lengths):
+            return {name: torch.stack([each[name] for each in sequences]) for name in sequences[0]}
+        ids, labels = ([each[name] for each in sequences] for name in ("input_ids", "labels"))
+        ones = [torch.ones(length, dtype=torch.long) for length in lengths]
+        batch = {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self._padding),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+            "attention_mask": pad_sequence(ones, batch_first=True),
+        }
+        fill = {"input_ids": self._padding, "labels": IGNORED, "attention_mask": 0}
+        missing = (0, longest - max(lengths))
+        return {name: torch.nn.functional.pad(rows, missing, value=fill[name]) for name, rows in batch.items()}
+
+
+def learned_labels(labels: Tensor) -> Tensor:
+    """How many labels ``[B, S]`` a causal language model learns: it shifts them, so the first of each row is none."""
+    return labels[..., 1:].ne(IGNORED).sum()

@@ -1,0 +1,50 @@
+"""Draws training sequences from several sources by their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch.utils.data import Sampler
+
+_BLOCK = 4096  # so many sources are drawn at once
+
+
+class WeightedOrder(Sampler[int]):
+    """The order of ``draws`` sequences: each is of a source that is drawn by weight, and the next one of its shuffle.
+
+    A source of which every sequence was drawn is shuffled anew and starts again. The order depends on sizes, weights
+    and seed; with more draws it goes on, and does not change.
+
+    Args:
+        sizes: how many sequences each source has; they are counted on from the first source to the last.
+        weights: how often each source is drawn, relative to the others.
+        draws: how many sequences a training takes.
+        seed: of the draws and of the shuffles.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], draws: int, seed: int) -> None:
+        self._sizes, self._draws, self._seed = sizes, draws, seed
+        self._shares = np.asarray(weights, np.float64) / sum(weights)
+
+    def __len__(self) -> int:
+        return self._draws
+
+    def __iter__(self) -> Iterator[int]:
+        first = np.cumsum([0, *self._sizes[:-1]])
+        shuffles = [self._shuffles(number) for number in range(len(self._sizes))]
+        generator = np.random.default_rng(self._seed)
+        for start in range(0, self._draws, _BLOCK):
+            sources = generator.choice(len(self._sizes), _BLOCK, p=self._shares)
+            for source in sources[: self._draws - start].tolist():
+                yield int(first[source]) + next(shuffles[source])
+
+    def passes(self) -> list[float]:
+        """How often each source is gone through, on average over all seeds."""
+        return [self._draws * float(share) / size for share, size in zip(self._shares, self._sizes, strict=True)]
+
+    def _shuffles(self, source: int) -> Iterator[int]:
+        number = 0
+        while True:
+            yield from np.random.default_rng((self._seed, source, number)).permutation(self._sizes[source]).tolist()
+            number += 1

@@ -1,0 +1,156 @@
+"""The three ways in which tokenized documents become sequences: joined text, one document each, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from veomni_core.ops.labels import IGNORED
+from veomni_trainer.data.packing import Pieces, pack
+from veomni_trainer.data.token_store import TokenStore
+
+Sequence = dict[str, Tensor]
+
+
+class Sequences(Dataset[Sequence]):
+    """Sequences as inputs of a causal language model; the model itself shifts the labels."""
+
+    def __init__(self, store: TokenStore, length: int) -> None:
+        self._store, self._length = store, length
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Sequence:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._sequence(int(index))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self[index] for index in range(len(self)))
+
+    def _sequence(self, index: int) -> Sequence:
+        raise NotImplementedError
+
+    def _tokens(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """The ids and labels of a span."""
+        span = slice(start, start + length)
+        ids = torch.from_numpy(self._store.ids[span].astype(np.int64))
+        if self._store.learned is None:
+            return ids, ids.clone()
+        return ids, ids.masked_fill(~torch.from_numpy(self._store.learned[span].copy()), IGNORED)
+
+
+class JoinedText(Sequences):
+    """All documents one after the other, divided into sequences of ``length``; the last tokens are left over."""
+
+    def __len__(self) -> int:
+        return len(self._store.ids) // self._length
+
+    def _sequence(self, index: int) -> Sequence:
+        ids, labels = self._tokens(index * self._length, self._length)
+        return {"input_ids": ids, "labels": labels}
+
+
+class SingleDocuments(Sequences):
+    """One document per sequence; a longer one is cut off."""
+
+    def __init__(self, store: TokenStore, length: int) -> None:
+        super().__init__(store, length)
+        self._pieces = Pieces.of(store.starts, store.ends, length, split=False)
+
+    def __len__(self) -> int:
+        return len(self._pieces.starts)
+
+    def _sequence(self, index: int) -> Sequence:
+        ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
+        return {"input_ids": ids, "labels": labels}
+
+
+class PackedDocuments(Sequences):
+    """Several documents per sequence. ``position_ids`` restart at each, and the first token of each is not learned.
+
+    What is left of a sequence is filled with ``padding``, as a document of its own that is not learned.
+    """
+
+    def __init__(self, store: TokenStore, length: int, padding: int, seed: int) -> None:
+        super().__init__(store, length)
+        self._padding = padding
+        self._pieces = Pieces.of(store.starts, store.ends, length, split=store.learned is None)
+        self._packs = pack(self._pieces.lengths, length, seed)
+
+    @property
+    def fill_rate(self) -> float:
+        """The part of the sequences' tokens that comes from documents."""
+        return float(self._pieces.lengths.sum()) / (len(self) * self._length)
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def _sequence(self, index: int) -> Sequence:
+        ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))
+        positions, at = torch.zeros(self._length, dtype=torch.long), 0
+        for piece in self._packs[index]:
+            start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
+            span = slice(at, at + length)
+            ids[span], labels[span] = self._tokens(start, length)
+            labels[at] = IGNORED
+            positions[span] = torch.arange(length)
+            at += length
+        positions[at:] = torch.arange(self._length - at)
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the tokens.
+
+    Attributes:
+        tokens: how many were read.
+        sequences: how many sequences they are, those for validation included.
+        left_over: how many at the end are too few for one more sequence.
+        truncated: how many documents were cut off.
+        fill_rate: of packed sequences, the part that is not padding.
+    """
+
+    tokens: int
+    sequences: int
+    left_over: int = 0
+    truncated: int = 0
+    fill_rate: float | None = None
+
+    def describe(self) -> str:
+        """``6 tokens, 3 sequences, 0 tokens left over``."""
+        words = [f"{self.tokens:,} tokens", f"{self.sequences:,} sequences"]
+        if self.fill_rate is not None:
+            words.append(f"{self.fill_rate:.1%} full")
+        if self.truncated:
+            words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
+        if self.left_over:
+            words.append(f"{self.left_over:,} tokens left over")
+        return ", ".join(words)
+
+
+def arrange(store: TokenStore, length: int, packing: bool, padding: int, seed: int) -> tuple[Sequences, Counts]:
+    """The documents of ``store`` as sequences of at most ``length``.
+
+    Without ``packing``, documents of which everything is learned are text and joined; others get a sequence each.
+    """
+    sequences: Sequences
+    counts = Counts(len(store.ids), 0)
+    if packing:
+        packed = sequences = PackedDocuments(store, length, padding, seed)
+        counts = replace(counts, fill_rate=packed.fill_rate if len(packed) else 0.0)
+    elif store.learned is None:
+        sequences = JoinedText(store, length)
+        counts = replace(counts, left_over=len(store.ids) % length)
+    else:
+        sequences = SingleDocuments(store, length)
+    if store.learned is not None:
+        counts = replace(counts, truncated=int((store.ends - store.starts > length).sum()))
+    return sequences, replace(counts, sequences=len(sequences))

@@ -1,0 +1,133 @@
+"""Tokenized documents in files that are mapped into memory, so that a corpus may be larger than memory."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from veomni_trainer.data.documents import Document, Mask, Tokens
+from veomni_trainer.data.reading import Reading
+
+_IDS, _ENDS, _LEARNED, _INDEX = "ids.bin", "ends.bin", "learned.bin", "index.json"
+_BLOCK = 2**20  # so many tokens, or bytes, are written or hashed at once
+
+
+class DamagedStore(Exception):
+    """A folder does not hold what was written to it."""
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The documents of one source, one after the other.
+
+    Attributes:
+        ids: ``[tokens]``, of ``uint16`` where the vocabulary allows it.
+        ends: ``[documents]``: where in ``ids`` each document ends.
+        learned: ``[tokens]``, which tokens the loss is computed for; ``None``: for all, and the documents are text.
+        reading: what was read and left out.
+    """
+
+    ids: Tokens
+    ends: NDArray[np.int64]
+    learned: Mask | None
+    reading: Reading = field(default_factory=Reading)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """``[documents]``: where in ``ids`` each document starts."""
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
+
+
+def store_in_memory(documents: Sequence[Document]) -> TokenStore:
+    """The same of ``documents`` that are in memory, at least one."""
+    learned = None
+    if any(document.learned is not None for document in documents):
+        masks = (np.ones(len(each.ids), np.bool_) if each.learned is None else each.learned for each in documents)
+        learned = np.concatenate([*masks])
+    ids = np.concatenate([document.ids for document in documents])
+    return TokenStore(ids, np.cumsum([len(document.ids) for document in documents], dtype=np.int64), learned)
+
+
+def write_store(folder: Path, documents: Iterator[Document], reading: Reading, vocabulary: int) -> None:
+    """Write ``documents`` to the empty ``folder``. Memory grows by eight bytes for a document, and not by its tokens.
+
+    ``reading`` is written after the last document, since reading fills it.
+    """
+    dtype = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+    ends = array("q")
+    tokens, masked = 0, False
+    with (folder / _IDS).open("wb") as ids, (folder / _LEARNED).open("wb") as learned:
+        for document in documents:
+            _write(ids, document.ids, dtype)
+            if document.learned is not None and not masked:
+                masked = True
+                _write_ones(learned, tokens)
+            if masked:
+                mask = document.learned
+                _write_ones(learned, len(document.ids)) if mask is None else _write(learned, mask, np.dtype(np.bool_))
+            tokens += len(document.ids)
+            ends.append(tokens)
+    (folder / _ENDS).write_bytes(ends.tobytes())
+    if not masked:
+        (folder / _LEARNED).unlink()
+    index = {
+        "dtype": dtype.name,
+        "checksums": {path.name: checksum(path) for path in sorted(folder.glob("*.bin"))},
+        "reading": reading.to_dict(),
+    }
+    (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def read_store(folder: Path) -> TokenStore:
+    """Map the documents in ``folder`` into memory, after reading every byte once to compare it with its checksum.
+
+    Raises:
+        DamagedStore: something is missing, or is not what was written.
+    """
+    try:
+        index: dict[str, Any] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        for name, expected in index["checksums"].items():
+            if checksum(folder / name) != expected:
+                raise DamagedStore(f"{name} was changed or cut off")
+        learned = _mapped(folder / _LEARNED, np.dtype(np.bool_)) if _LEARNED in index["checksums"] else None
+        return TokenStore(
+            _mapped(folder / _IDS, np.dtype(index["dtype"])),
+            _mapped(folder / _ENDS, np.dtype(np.int64)),
+            learned,
+            Reading(**index["reading"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(" ".join(str(error).split())) from error
+
+
+def checksum(path: Path) -> str:
+    """The xxh3 hash of a file's content: as fast as the file can be read."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            state.update(block)
+    return state.hexdigest()
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The file as a read-only array; an empty file can't be mapped."""
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _write(stream: BinaryIO, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Block by block, so that a document of a gigabyte isn't in memory in two types at once."""
+    for start in range(0, len(values), _BLOCK):
+        stream.write(values[start : start + _BLOCK].astype(dtype).tobytes())
+
+
+def _write_ones(stream: BinaryIO, count: int) -> None:
+    for start in range(0, count, _BLOCK):
+        stream.write(b"\1" * min(_BLOCK, count - start))

@@ -1,0 +1,128 @@
+"""Which models keep packed documents apart: asked of the models themselves, by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from veomni_core import bind
+from veomni_core.errors import ConfigError
+from veomni_trainer.setup.packing import check_packing
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "vocab_size": 320,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_RIGHT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": _EXPERTS,
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+_MIXING: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": ({**_EXPERTS, **_LINEAR}, "model.layers.0.linear_attn"),
+    "falcon_h1": ({**_MAMBA, "mamba_d_ssm": 64}, "model.layers.0.mamba"),
+    "bamba": ({**_MAMBA, "attn_layer_indices": [1]}, "model.layers.0.mamba"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv"),
+}
+
+
+def _model(model_type: str, attention: str = "sdpa", dtype: str = "float32", **config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(model_type, **{**_SMALL, **config})
+    return AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", [*_RIGHT])
+def test_models_of_attention_keep_documents_apart(model_type: str, attention: str, dtype: str) -> None:
+    model = _model(model_type, attention, dtype, **_RIGHT[model_type])
+    before = torch.get_rng_state()
+    check_packing(model, batch_size=2)
+    assert model.training and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", [*_MIXING])
+def test_models_that_mix_along_the_sequence_are_refused_by_their_first_module_that_does(
+    model_type: str, dtype: str
+) -> None:
+    config, module = _MIXING[model_type]
+    with pytest.raises(ConfigError, match=rf"can't keep packed documents apart. The output of {module}\.\w+ \("):
+        check_packing(_model(model_type, dtype=dtype, **config), batch_size=2)
+
+
+def test_a_model_without_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match="BloomForCausalLM takes no position_ids"):
+        check_packing(_model("bloom", "eager"), batch_size=2)
+
+
+def test_a_difference_in_the_second_sequence_of_a_batch_is_seen() -> None:
+    """As transformers' own flash attention has it: it reads the boundaries of a batch of one."""
+    model = _model("llama")
+    attend = model.model.layers[1].self_attn
+    forward = attend.forward
+
+    def mixing(*args: Any, **kwargs: Any) -> Any:
+        output, *others = forward(*args, **kwargs)
+        return output + (output[1:].roll(7, 1) if len(output) > 1 else 0), *others
+
+    attend.forward = mixing
+    check_packing(model, batch_size=1)
+    with pytest.raises(ConfigError, match=r"The output of model\.layers\.1\.self_attn \(LlamaAttention\)"):
+        check_packing(model, batch_size=2)
+
+
+def test_bound_models_are_asked_with_their_kernels_and_under_autocast() -> None:
+    model = _model("qwen3_moe", **_EXPERTS)
+    binding = bind(model, {"preset": "auto"}, autocast="bfloat16")
+    before = binding.receipt.to_json()
+    check_packing(model, batch_size=2, autocast="bfloat16")
+    assert binding.receipt.to_json() == before  # every kernel is still in place
+
+
+def test_a_packed_job_trains_and_one_that_can_not_is_refused_before_its_first_step(
+    job_data: dict[str, Any], train: Callable[..., bool], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_data["data"]["packing"] = True
+    job_data["model"]["ops_implementation"] = {"preset": "eager", "attn_implementation": "sdpa"}
+    train(job_data)
+    assert "2 sequences, " not in (printed := capsys.readouterr().out) and "% full" in printed
+    hybrid = {"model_type": "lfm2", **_SMALL, "layer_types": ["conv", "full_attention"]}
+    job_data["model"]["config"] = {key: value for key, value in hybrid.items() if key != "head_dim"}
+    with pytest.raises(ConfigError, match=r"data\.packing: Lfm2ForCausalLM can't keep packed documents apart"):
+        train(job_data, f"train.output_dir={run}-hybrid")
+    assert not Path(f"{run}-hybrid").exists()
+
+
+def test_a_model_that_divides_by_itself_is_refused_where_not_every_token_is_learned(
+    job_data: dict[str, Any], train: Callable[..., bool], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)  # as Gemma 4's
+    train(job_data, "train.save_every=never")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM computes each micro-batch's mean loss by itself"):
+        train(
+            job_data, "data.packing=true", "model.ops_implementation={preset: eager}", f"train.output_dir={run}-packed"
+        )
+    assert not Path(f"{run}-packed").exists()
