@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from veomni_core.binding.bind import apply_plan
@@ -42,6 +43,7 @@ def build_foundation_model(
     agree: bool = True,
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
+    verify: bool = False,
 ) -> PreTrainedModel:
     """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
@@ -66,6 +68,7 @@ def build_foundation_model(
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
         group: the process group whose ranks build this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another to agree.
+        verify: first run every chosen kernel through its op's contract, and each site, as of :func:`veomni_core.bind`.
 
     Returns:
         The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
@@ -73,7 +76,7 @@ def build_foundation_model(
     Raises:
         MissingOpsImplementationError: ``ops_implementation`` is ``None``.
         ConfigError: another argument is wrong.
-        CheckpointError: the weights are missing or don't fit; the message names the keys.
+        CheckpointError: the weights are missing, damaged, or don't fit; the message names the files or the keys.
         HostError: this machine has no such device; too few or too many processes run for ``distributed_config``, or
             this transformers has no engine; or the ranks don't agree on the plan.
 
@@ -137,6 +140,7 @@ def build_foundation_model(
         model,
         plan,
         ops.registry,
+        verify=verify,
         on_change=ops.on_change,
         training_logits=ops.training_logits,
         agree=False,  # the ranks have agreed above, before the weights were read
@@ -153,9 +157,35 @@ def build_skeleton(
 
 
 def check_weights(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a folder with safetensors files."""
-    if not path.is_dir() or not any(path.glob("*.safetensors")):
+    """Raise CheckpointError unless ``path`` is a folder with whole safetensors files. Reads their headers alone."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not files:
         raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
+    for index in path.glob("*.safetensors.index.json"):
+        files += _files_in(index)
+    damaged = {file.name: problem for file in dict.fromkeys(files) if (problem := _damage(file))}
+    if damaged:
+        listed = "; ".join(f"{name} {problem}" for name, problem in damaged.items())
+        raise CheckpointError(f"{path}: {listed}. Copy or download the files again")
+
+
+def _files_in(index: Path) -> list[Path]:
+    """The files that an index of weights names."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / name for name in dict.fromkeys(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+
+
+def _damage(file: Path) -> str:
+    try:
+        with safe_open(file, "pt"):
+            return ""
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, SafetensorError) as error:
+        return f"is damaged or truncated ({error})"
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

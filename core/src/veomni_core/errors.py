@@ -70,6 +70,10 @@ class CheckpointError(HostError):
     """A checkpoint does not exist, is damaged, or does not fit the model."""
 
 
+class TrainingDivergedError(VeOmniError):
+    """To be fixed in a job's settings or data: the loss or the gradients of a step are not finite."""
+
+
 class BindingError(VeOmniError, RuntimeError):
     """To be fixed in the code that binds or unbinds: the model is not in the state that the call needs."""
 

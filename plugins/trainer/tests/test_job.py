@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from veomni_core.errors import ConfigError, JobFileError, UnknownNameError
-from veomni_trainer.job.load import changed_keys, dump_job, load_job, parse_job
+from veomni_trainer.job.load import dump_job, load_job, parse_job
 from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.job.resuming import changed_keys
 
 
 def test_defaults_are_filled_and_paths_are_made_absolute(
@@ -19,7 +20,7 @@ def test_defaults_are_filled_and_paths_are_made_absolute(
     job = load_job(write_job(job_data))
     assert job.data.files == str(tmp_path / "text")
     assert job.train.gradient_accumulation == 1
-    assert job.train.save_every == "end"
+    assert job.train.save_every == 500
 
 
 def test_the_dumped_job_is_the_same_job(
@@ -30,9 +31,9 @@ def test_the_dumped_job_is_the_same_job(
     dumped.parent.mkdir()
     dumped.write_text(dump_job(job), encoding="utf-8")
     assert load_job(dumped) == job
-    assert changed_keys(dumped, job) == []
+    assert changed_keys(dumped.parent, job) == []
     more = load_job(dumped, ["train.steps=9"])
-    assert changed_keys(dumped, more) == ["train.steps: 4 -> 9"]
+    assert [str(change) for change in changed_keys(dumped.parent, more)] == ["train.steps: 4 -> 9"]
 
 
 def test_the_working_directory_is_searched_after_the_jobs_folder(

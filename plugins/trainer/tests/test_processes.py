@@ -91,7 +91,7 @@ def test_two_processes_train_save_and_resume_as_one_job(
     assert len(alone["loss"]) == 4
     _assert_same(found, alone)
     whole = losses(run)
-    (run / "checkpoint-4" / "trainer_state.json").unlink()  # it is incomplete now, and passed over
+    (run / "checkpoint-4" / "plan.json").unlink()  # it is incomplete now, and passed over
     resumed = _veomni(TWO, "train", job, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(run) == whole

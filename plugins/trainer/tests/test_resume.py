@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from veomni_core import KernelSpec
-from veomni_core.errors import CheckpointError, ConfigError, PlanMismatchError
+from veomni_core.errors import CheckpointError, ConfigError, HostError, PlanMismatchError
 from veomni_trainer.loop import checkpoints
 
 Train = Callable[..., bool]
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_not_finished_does_not_appear(
         raise OSError("disk full")
 
     monkeypatch.setattr(checkpoints, "publish_folder", full_disk)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(HostError, match="disk full"):
         train(job_data)
     assert not [*run.glob("checkpoint-*"), *run.glob(".incomplete")]
     with pytest.raises(CheckpointError, match="there is nothing to resume"):

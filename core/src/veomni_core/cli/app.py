@@ -65,8 +65,10 @@ def _about() -> None:
 
 
 def _command(spec: CommandSpec) -> Any:
-    verb: Any = typer.Typer(add_completion=False, rich_markup_mode=None)
-    verb.command(name=spec.name, help=spec.help or None)(load_attribute(spec.target))
+    verb: Any = load_attribute(spec.target)
+    if not isinstance(verb, typer.Typer):
+        function, verb = verb, typer.Typer(add_completion=False, rich_markup_mode=None)
+        verb.command(name=spec.name, help=spec.help or None)(function)
     command = get_command(verb)
     command.name = spec.name
     return command

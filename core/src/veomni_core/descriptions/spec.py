@@ -121,7 +121,8 @@ class CommandSpec:
 
     Args:
         name: the subcommand's name.
-        target: ``"module:attribute"`` of a function that typer can turn into a command. Imported only when it is used.
+        target: ``"module:attribute"`` of a function that typer can turn into a command, or of a ``typer.Typer`` that
+            has one. Imported only when it is used.
         help: one line for ``veomni --help``.
         job_check: for a subcommand that runs jobs, ``"module:attribute"`` of a function that takes the path of a job
             file and raises what the subcommand would raise for that job. It may return the :class:`JobConditions` under

@@ -15,7 +15,7 @@ def veomni_commands() -> list[CommandSpec]:
         CommandSpec("schema", "veomni_trainer.run.job_commands:schema", "Print the JSON schema of a job, for editors."),
         CommandSpec(
             "train",
-            "veomni_trainer.run.command:train",
+            "veomni_trainer.run.command:train_command",
             "Train a model as a job's YAML says.",
             job_check="veomni_trainer.run.check:check_job",
         ),

@@ -18,3 +18,5 @@ class ComputationKeys(Section):
     """Whether activations are computed again in the backward instead of kept."""
     torch_compile: bool = False
     """Whether torch compiles the model."""
+    verify: bool = False
+    """Whether every chosen kernel is first checked against its op's contract, on this machine, and each bound site."""

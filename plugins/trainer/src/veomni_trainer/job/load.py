@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from veomni_core.errors import JobFileError
 from veomni_core.jobs.jobfile import beside_job, load_yaml
 from veomni_trainer.job.data_section import BYTES, STDLIB
 from veomni_trainer.job.overrides import apply_overrides
@@ -42,27 +41,6 @@ def parse_job(data: Mapping[str, Any], source: str = "job", folder: Path | None 
 def dump_job(job: Job) -> str:
     """The job as YAML, with all defaults."""
     return yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False, width=120)
-
-
-def changed_keys(before: Path, job: Job) -> list[str]:
-    """How ``job`` differs from the job that was dumped to ``before``, e.g. ``train.steps: 60 -> 100``."""
-    try:
-        old = _flat(load_yaml(before))
-    except JobFileError:
-        return []
-    new = _flat(job.model_dump(exclude_none=True))
-    return [
-        f"{key}: {old.get(key, 'not there')} -> {new.get(key, 'not there')}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    ]
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:

@@ -28,5 +28,5 @@ class OptimizationKeys(Section):
     """The optimizer's weight decay."""
     max_grad_norm: Number = Field(default=1.0, gt=0.0)
     """Gradients of a larger norm are scaled down to it."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """The seed of random weights, of dropout and of the order of sequences."""

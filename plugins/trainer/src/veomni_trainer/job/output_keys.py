@@ -18,10 +18,12 @@ class OutputKeys(Section):
     """Steps between two lines of ``metrics.jsonl``."""
     validate_every: int | None = Field(default=None, ge=1)
     """Steps between two validations; by default there is one at the end."""
-    save_every: Annotated[int, Field(ge=1)] | Literal["end", "never"] = "end"
-    """Steps between two checkpoints, only at the ``end``, or ``never``; an interrupt always writes one."""
+    save_every: Annotated[int, Field(ge=1)] | Literal["end", "never"] = 500
+    """Steps between two checkpoints (one is written at the end too), or only at the ``end``, or ``never``."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept."""
+    on_bad_loss: Literal["stop", "warn"] = "stop"
+    """What follows when a step's loss or gradient norm is not finite. Such a step is never saved."""
     export: bool = False
     """Whether the last checkpoint's weights are also written as plain safetensors."""
     expert_loads: bool | None = None

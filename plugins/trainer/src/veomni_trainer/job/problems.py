@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_type_hints
 
@@ -37,7 +38,8 @@ def keys_of(section: type) -> dict[str, Any]:
     """The keys of a section (the trainer's sections, or the core's ``model``), with the types of their values."""
     if issubclass(section, BaseModel):
         return {name: field.annotation for name, field in section.model_fields.items()}
-    keys = get_type_hints(section)
+    hints = get_type_hints(section)
+    keys = {field.name: hints[field.name] for field in dataclasses.fields(section)}
     return {**keys, **{alias: keys[name] for alias, name in ALIASES.items()}}
 
 

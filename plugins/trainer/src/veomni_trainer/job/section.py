@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
@@ -24,4 +24,4 @@ def _read_scientific(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
-Number = Annotated[float, BeforeValidator(_read_scientific)]
+Number = Annotated[float, BeforeValidator(_read_scientific), Field(allow_inf_nan=False)]

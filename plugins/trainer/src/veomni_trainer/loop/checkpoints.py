@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,35 @@ from veomni_core.planning.decisions import SiteDecision
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.manifest import write_manifest
 from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded
+
+PLAN, JOB, DATA = "plan.json", "job.yaml", "data.json"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a checkpoint is trained with, and a run that goes on from it is compared with.
+
+    Attributes:
+        job: the job, as YAML.
+        data: the fingerprint of its sequences.
+    """
+
+    plan: Plan
+    job: str
+    data: str
 
 
 class CheckpointCallback(TrainerCallback):
     """Triggers saving and validation at the steps that the job names.
 
-    ``Trainer`` writes a checkpoint into the staging folder. This callback adds the plan, and moves the checkpoint to
-    its final path atomically.
+    ``Trainer`` writes a checkpoint into the staging folder. This callback adds what it was trained with, and moves the
+    checkpoint to its final path atomically.
     """
 
-    def __init__(self, folder: RunFolder, plan: Plan, train: TrainSection, validates: bool) -> None:
-        self._folder, self._plan, self._train, self._validates = folder, plan, train, validates
+    def __init__(self, folder: RunFolder, origin: Origin, train: TrainSection, validates: bool) -> None:
+        self._folder, self._origin, self._train, self._validates = folder, origin, train, validates
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -44,13 +61,12 @@ class CheckpointCallback(TrainerCallback):
         processes.wait_for_everyone()
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
-            place = self._folder.path / written.name
-            write_whole(written / "plan.json", self._plan.to_json())
-            if self._train.is_sharded:
-                write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
-            if place.exists():  # an incomplete checkpoint, or one of an earlier run that a resumed run reaches again
-                shutil.rmtree(place)
-            publish_folder(written, place)
+            write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
+            write_whole(written / DATA, self._origin.data)
+            write_whole(written / JOB, self._origin.job)
+            write_manifest(written)
+            write_whole(written / PLAN, self._origin.plan.to_json())  # last: what has a plan is complete
+            publish_folder(written, self._folder.path / written.name)
             self._folder.drop_checkpoints(self._train.keep_checkpoints)
         processes.wait_for_everyone()
 
@@ -70,6 +86,19 @@ def _kernels(plan: Plan, other: Plan) -> Plan:
     return replace(plan, ops=tuple(replace(op, sites=tuple(map(kernel, op.sites))) for op in ops))
 
 
+def check_data(checkpoint: Path, data: str) -> None:
+    """Raise CheckpointError unless ``data`` is the fingerprint of the sequences that the checkpoint was trained on."""
+    path = checkpoint / DATA
+    before = path.read_text(encoding="utf-8")
+    if before != data:
+        counts = [json.loads(each)["sequences"] for each in (before, data)]
+        raise CheckpointError(
+            f"{checkpoint} was trained on other sequences than this job's ({counts[0]:,} then, {counts[1]:,} now), so "
+            "going on would train on some twice and on some never. Restore the section data and the files that it "
+            f"names, or start a new run from its weights, with model.weights: {checkpoint}"
+        )
+
+
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:
     """The differences between ``plan`` and the plan that the checkpoint was trained with.
 
@@ -77,7 +106,7 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         PlanMismatchError: the plans differ, and ``accept_change`` is false.
         CheckpointError: the checkpoint's plan can't be read.
     """
-    path = checkpoint / "plan.json"
+    path = checkpoint / PLAN
     try:
         before = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,16 +14,17 @@ from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.loop.bad_steps import BadSteps
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak
-from veomni_trainer.loop.sharded_trainer import ShardedTrainer
+from veomni_trainer.loop.resuming_trainer import ResumingTrainer
 from veomni_trainer.output.metrics import Row
 
 Listener = Callable[[Row], None]
 
 
-class JobTrainer(ShardedTrainer):
+class JobTrainer(ResumingTrainer):
     """A ``Trainer`` that calls ``on_row`` in the first process with a row of metrics for every logged step.
 
     A row's loss is that of its own step, averaged over processes. ``Trainer`` logs the mean since the previous row
@@ -41,13 +42,15 @@ class JobTrainer(ShardedTrainer):
         loads: ExpertLoads | None = None,
     ) -> None:
         self._clock, self._loads = StepClock(), loads
+        self.bad_steps = BadSteps(train, lambda: self.accelerator.optimizer_step_was_skipped)
         super().__init__(
             train,
             model,
             args,
             train_dataset=corpus.training,
             eval_dataset=corpus.validation if len(corpus.validation) else None,
-            callbacks=[*callbacks, _StepCallback(self)],  # last, because it reads the other callbacks' decisions
+            # The last one reads the other callbacks' decisions, and bad_steps those of all before it.
+            callbacks=[*callbacks, self.bad_steps, _StepCallback(self)],
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
@@ -58,6 +61,7 @@ class JobTrainer(ShardedTrainer):
         """Clear the losses of the previous step."""
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
+        self.bad_steps.start_step()
         if self._loads:
             self._loads.start_step()
 
@@ -90,7 +94,13 @@ class JobTrainer(ShardedTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         self._losses.append(loss)
+        self.bad_steps.look_at_loss(loss)
         return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.bad_steps.look_at_norm(norm)
+        return norm
 
     def compute_loss(
         self,
@@ -121,6 +131,7 @@ class JobTrainer(ShardedTrainer):
         if self._aux_losses:
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
+        row |= {"bad": self.bad_steps.problem} if self.bad_steps.problem else {}
         row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
         self._hand_on(row)
@@ -133,13 +144,6 @@ class JobTrainer(ShardedTrainer):
     def _hand_on(self, row: Row) -> None:
         if self.is_world_process_zero():
             self._on_row(row)
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the core has already loaded the weights when it built the model.
-
-        ``Trainer`` would load them without reverting the renaming and splitting that ``save_pretrained`` does, and so
-        continue with randomly initialised experts.
-        """
 
     def _mean(self, value: torch.Tensor) -> float:
         return float(self.accelerator.reduce(value.float(), "mean"))

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from veomni_core.errors import CheckpointError, ConfigError
+from veomni_trainer.output.disk import existing
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_SET_ASIDE = ".superseded"
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,11 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """The complete checkpoints, oldest first."""
-        found = [(int(match[1]), p) for p in self.path.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(p.name))]
-        return sorted((step, path) for step, path in found if _is_complete(path))
+        return [(step, path) for step, path in self._checkpoint_folders() if _is_complete(path)]
+
+    def incomplete_checkpoints(self) -> list[tuple[int, Path]]:
+        """The folders that have a checkpoint's name and are none, or not all of one; oldest first."""
+        return [(step, path) for step, path in self._checkpoint_folders() if not _is_complete(path)]
 
     def check_free(self) -> None:
         """Raise if a new run would overwrite the results of an earlier one.
@@ -81,8 +86,7 @@ class RunFolder:
         Raises:
             ConfigError: the folder holds a run, or ``path`` isn't a folder.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"train.output_dir: {self.path} is a file; name a folder")
+        existing(self.path)
         if any(path.exists() for path in self._results()):
             can_resume = "continue it with --resume, " if self.checkpoints() else ""
             raise ConfigError(
@@ -103,6 +107,21 @@ class RunFolder:
             )
         return self.checkpoints()[-1]
 
+    def checkpoint(self, named: Path) -> tuple[int, Path]:
+        """The complete checkpoint that is ``named`` by its path, or by its name in this folder.
+
+        Raises:
+            CheckpointError: this folder has no such checkpoint.
+        """
+        for step, path in self.checkpoints():
+            if named in (path, Path(path.name)) or named.absolute() == path.absolute():
+                return step, path
+        have = ", ".join(path.name for _, path in self.checkpoints()) or "none"
+        raise CheckpointError(
+            f"--resume={named}: that is no complete checkpoint of {self.path}, which holds {have}. A run goes on in "
+            "its own folder; to start a new one from a checkpoint's weights, name the checkpoint as model.weights"
+        )
+
     def clear(self) -> None:
         """Remove an earlier run's results; other files in the folder stay."""
         for path in self._results():
@@ -111,18 +130,30 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints after ``step``: the run goes on from there, and they are none of its own any more."""
+        for found, path in self._checkpoint_folders():
+            if found > step:
+                names = (path.with_name(f"{path.name}{_SET_ASIDE}{number}") for number in ("", *range(2, 1000)))
+                path.rename(next(name for name in names if not name.exists()))
+
     def drop_checkpoints(self, keep: int) -> None:
         """Keep the newest ``keep`` checkpoints only."""
         for _, path in self.checkpoints()[:-keep]:
             shutil.rmtree(path)
 
+    def _checkpoint_folders(self) -> list[tuple[int, Path]]:
+        found = [(int(match[1]), p) for p in self.path.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(p.name))]
+        return sorted((step, path) for step, path in found if path.is_dir())
+
     def _results(self) -> list[Path]:
         files = [self.metrics, self.expert_rows, self.plan, self.receipt, self.job, self.summary, self.report]
-        folders = [p for p in self.path.glob("checkpoint-*") if _CHECKPOINT.fullmatch(p.name)]
+        folders = [path for _, path in self._checkpoint_folders()]
+        folders += self.path.glob(f"checkpoint-*{_SET_ASIDE}*")
         eager = self.compared("eager")
         folders += [self.exported] if (self.exported / "config.json").exists() else []
         return [*files, *folders, *([eager.path] if eager.metrics.exists() else [])]
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    return all((checkpoint / name).is_file() for name in ("trainer_state.json", "plan.json"))
+    return (checkpoint / "plan.json").is_file()  # written last

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from veomni_trainer.output.files import write_whole
+from veomni_trainer.output.strict_json import to_json, with_nan
 
 Row = dict[str, Any]
 
@@ -19,7 +20,7 @@ def read_metrics(path: Path) -> list[Row]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            rows.append(json.loads(line))
+            rows.append(with_nan(json.loads(line)))
         except json.JSONDecodeError:
             continue
     return rows
@@ -30,18 +31,23 @@ def truncate_metrics(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = [row for row in read_metrics(path) if row["step"] <= last_step]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_whole(path, "".join(to_json(row) + "\n" for row in kept))
 
 
 def append_metrics(path: Path, row: Row) -> None:
     """Add one line."""
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
+        stream.write(to_json(row) + "\n")
 
 
 def training_rows(rows: list[Row]) -> list[Row]:
     """The rows of training steps, without those of validation."""
     return [row for row in rows if "loss" in row]
+
+
+def bad_steps(rows: list[Row]) -> list[Row]:
+    """The rows of steps whose loss or gradient norm was not finite; ``bad`` says which."""
+    return [row for row in rows if "bad" in row]
 
 
 def steady(rows: list[Row]) -> list[Row]:
@@ -57,11 +63,13 @@ def figures(rows: list[Row]) -> Row:
     if not train:
         return {}
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    bad = bad_steps(rows)
     return {
         "steps": train[-1]["step"],
         "first_loss": train[0]["loss"],
         "last_loss": train[-1]["loss"],
         **({"validation_loss": validation[-1]} if validation else {}),
+        **({"bad_steps": len(bad), "first_bad_step": f"step {bad[0]['step']}: {bad[0]['bad']}"} if bad else {}),
         "step_seconds": statistics.median(row["step_seconds"] for row in warm),
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in warm),
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in train),

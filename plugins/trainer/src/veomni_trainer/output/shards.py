@@ -27,7 +27,7 @@ LAYOUT = "layout.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes under which a sharded checkpoint was written, and how many sequences one step took."""
+    """The sizes under which a checkpoint was written, and how many sequences one step took."""
 
     fsdp_size: int
     tp_size: int
@@ -110,7 +110,7 @@ def check_layout(checkpoint: Path, layout: Layout) -> str | None:
     try:
         before = Layout(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} does not say how the checkpoint was sharded: {error}") from error
+        raise CheckpointError(f"{path} does not say under which sizes the checkpoint was written: {error}") from error
     if before.sequences_per_step != layout.sequences_per_step:
         raise CheckpointError(
             f"{checkpoint} was trained with {before.sequences_per_step} sequences per step (batch_size x "

@@ -15,6 +15,7 @@ from veomni_core.tables import render_table
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
+from veomni_trainer.output.strict_json import to_json, with_nan
 from veomni_trainer.report.charts import draw_charts
 from veomni_trainer.report.comparison import Comparison, compare_rows
 from veomni_trainer.report.heat_map import draw_loads
@@ -35,7 +36,7 @@ def write_report(folder: RunFolder) -> None:
         "hardware": receipt["hardware"],
         "versions": _versions(receipt),
     }
-    write_whole(folder.summary, json.dumps(summary, indent=1))
+    write_whole(folder.summary, to_json(summary, indent=1))
     page = (
         _environment()
         .get_template("report.html.j2")
@@ -58,7 +59,8 @@ def write_report(folder: RunFolder) -> None:
 
 def describe_run(folder: RunFolder) -> str:
     """The summary that is printed at the end of a run."""
-    summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    parts = json.loads(folder.summary.read_text(encoding="utf-8"))
+    summary = {key: with_nan(parts[key] or {}) for key in ("run", "eager", "comparison")}
     names = {"run": "this job", "eager": "all eager"}
     table = render_table(
         ("", "steps", "loss", "step", "tokens/s", "peak memory"),

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
 _COMPARABLE = ("eager",)
+_RESUME, _RESUME_FROM = "--resume", "--resume-from"
+
+train_command = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
+class _OptionalValues(TyperCommand):
+    """Reads ``--resume=PATH``, where ``--resume`` alone is a flag: click would take the word after it for its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        valued = f"{_RESUME}="
+        given = [f"{_RESUME_FROM}={each.removeprefix(valued)}" if each.startswith(valued) else each for each in args]
+        return super().parse_args(ctx, given)
+
+
+@train_command.command(cls=_OptionalValues)
 def train(
     job: Annotated[Path, typer.Argument(help="The training job's YAML.")],
     changes: Annotated[
@@ -24,8 +38,10 @@ def train(
         typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last complete checkpoint in train.output_dir.")
+        bool,
+        typer.Option(_RESUME, help="Continue from the newest checkpoint in train.output_dir; or --resume=PATH."),
     ] = False,
+    resume_from: Annotated[Path | None, typer.Option(_RESUME_FROM, hidden=True)] = None,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace an earlier run in train.output_dir, after the first step."),
@@ -40,21 +56,22 @@ def train(
     """Train a model as a job's YAML says, and write metrics, checkpoints and a report."""
     if compare is not None and compare not in _COMPARABLE:
         raise ConfigError(f"--compare {compare}: nothing to compare with. {did_you_mean(compare, _COMPARABLE)}")
-    if resume and overwrite:
+    if (resume or resume_from) and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
     from veomni_trainer.job.load import load_job
 
     loaded = load_job(job, changes or ())
+    start = resume_from or resume
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
-        print(dry_run(loaded, resume=resume, overwrite=overwrite).describe())
+        print(dry_run(loaded, resume=start, overwrite=overwrite).describe())
         return
 
     from veomni_trainer.run.run_job import run_job
 
-    if run_job(loaded, compare=compare, resume=resume, overwrite=overwrite, accept_plan_change=accept_plan_change):
+    if run_job(loaded, compare=compare, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change):
         raise typer.Exit(INTERRUPTED)
 
 

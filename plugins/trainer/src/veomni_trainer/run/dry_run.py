@@ -19,7 +19,8 @@ from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.run.start import StartingPoint, check_enough, starting_point
+from veomni_trainer.run.start import check_enough
+from veomni_trainer.run.starting_point import StartingPoint, starting_point
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
@@ -115,7 +116,7 @@ class DryRun:
         return "\n".join(lines)
 
 
-def dry_run(job: Job, *, resume: bool = False, overwrite: bool = False) -> DryRun:
+def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -> DryRun:
     """Do everything that ``veomni train`` does before it loads weights, and estimate the memory.
 
     Raises:

@@ -1,29 +1,44 @@
-"""Trains from a start to the job's last step, or to an interrupt."""
+"""Trains from a start to the job's last step, to an interrupt, or to a step after which it can't go on."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 
 from veomni_core.errors import HostError
-from veomni_trainer.job.load import dump_job
 from veomni_trainer.loop.checkpoints import CheckpointCallback
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.output.disk import free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.saying import is_main_process
 from veomni_trainer.run.start import Start
+from veomni_trainer.setup.room import checkpoint_bytes, describe_room
 
 
-def fit(start: Start) -> bool:
-    """Train; returns whether an interrupt ended it.
+@dataclass(frozen=True)
+class Ending:
+    """How a training ended.
+
+    Attributes:
+        interrupted: whether an interrupt ended it before its last step.
+        bad_step: the step whose loss or gradient norm is not finite, and which of them, if it ended with such a step.
+    """
+
+    interrupted: bool = False
+    bad_step: str = ""
+
+
+def fit(start: Start) -> Ending:
+    """Train until the job's last step, an interrupt, or a step that the job doesn't go on after.
 
     Raises:
-        HostError: the memory isn't enough.
+        HostError: the memory or the disk isn't enough.
     """
     train, folder, binding, arguments, point = (
         start.job.train,
@@ -34,10 +49,9 @@ def fit(start: Start) -> bool:
     )
     loads = ExpertLoads(start.model, binding, train, arguments.process_index) if train.measures_loads else None
     progress = Progress(train.steps, point.step)
-    record = RunRecord(folder, binding, dump_job(start.job), point.step, progress)
+    record = RunRecord(folder, binding, start.origin.job, point.step, progress)
     interrupt = InterruptCallback()
-    saver = CheckpointCallback(folder, binding.plan, train, validates=len(start.corpus.validation) > 0)
-    is_new = not folder.path.exists()
+    saver = CheckpointCallback(folder, start.origin, train, validates=len(start.corpus.validation) > 0)
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
@@ -50,10 +64,20 @@ def fit(start: Start) -> bool:
             f"out of memory: {str(error).splitlines()[0]} Lower train.batch_size or data.sequence_length (and raise "
             "train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
         ) from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not (why := write_failure(error)):
+            raise
+        shutil.rmtree(folder.staging, ignore_errors=True)  # before free bytes are counted
+        raise HostError(_explain(why, start)) from error
     finally:
         if is_main_process():
             shutil.rmtree(folder.staging, ignore_errors=True)
-            if is_new:
-                with contextlib.suppress(OSError):
-                    folder.path.rmdir()  # only where nothing was written
-    return interrupt.interrupted
+    bad = trainer.bad_steps
+    return Ending(interrupt.interrupted, f"step {trainer.state.global_step}: {bad.problem}" if bad.problem else "")
+
+
+def _explain(why: str, start: Start) -> str:
+    saved = start.folder.checkpoints()
+    room = describe_room(start.folder, checkpoint_bytes(start.model), free_bytes(start.folder.path))
+    whole = f" The checkpoints before are whole: go on from {saved[-1][1].name} with --resume." if saved else ""
+    return f"{start.folder.path} can't be written: {why}. For comparison, {room}.{whole}"

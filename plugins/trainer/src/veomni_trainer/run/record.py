@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
 
 from veomni_core.binding.bind import Binding
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
 from veomni_trainer.report.progress import Progress
+from veomni_trainer.run.saying import say
 
 
 class RunRecord(TrainerCallback):
@@ -21,7 +22,11 @@ class RunRecord(TrainerCallback):
     ) -> None:
         self._folder, self._binding, self._job_text = folder, binding, job_text
         self._resumed_from, self._progress = resumed_from, progress
-        self._begun = False
+        self._begun = self._warned = False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **parts: Any) -> None:
+        if self._resumed_from:
+            say(f"in force from step {state.global_step + 1} on: {settings_in_force(parts['optimizer'], args)}")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero and not self._begun:
@@ -33,6 +38,9 @@ class RunRecord(TrainerCallback):
         if (rows := row.pop("expert_rows", None)) is not None:
             append_metrics(self._folder.expert_rows, {"step": row["step"], "rows": rows})
         append_metrics(self._folder.metrics, row)
+        if "bad" in row and not self._warned:
+            self._warned = True
+            say(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
         self._progress.show(row)
 
     def _begin(self) -> None:
@@ -40,9 +48,26 @@ class RunRecord(TrainerCallback):
         if self._resumed_from:
             for metrics in (self._folder.metrics, self._folder.expert_rows):
                 truncate_metrics(metrics, self._resumed_from)
+            self._folder.set_aside_after(self._resumed_from)
             self._folder.report.unlink(missing_ok=True)
         else:
             self._folder.clear()
         write_whole(self._folder.plan, self._binding.plan.to_json())
         write_whole(self._folder.receipt, self._binding.receipt.to_json())
         write_whole(self._folder.job, self._job_text)
+
+
+def settings_in_force(optimizer: Any, args: TrainingArguments) -> str:
+    """The settings with which the next step changes the weights, as the optimizer has them.
+
+    ``learning rate 9.8e-06 (highest 1e-05, cosine), weight_decay 0 and 0.1, betas (0.9, 0.999), ...``
+    """
+    groups = optimizer.param_groups
+    rates = " and ".join(sorted({f"{group['lr']:.3g}" for group in groups}))
+    highest = " and ".join(sorted({f"{group.get('initial_lr', group['lr']):.3g}" for group in groups}))
+    schedule = SchedulerType(args.lr_scheduler_type).value
+    said = [f"learning rate {rates} (highest {highest}, {schedule} over {args.max_steps} steps)"]
+    for key in ("weight_decay", "betas", "eps", "momentum"):
+        values = sorted({str(group[key]) for group in groups if key in group})
+        said += [f"{key} {' and '.join(values)}"] if values else []
+    return ", ".join([*said, f"max_grad_norm {args.max_grad_norm}"])

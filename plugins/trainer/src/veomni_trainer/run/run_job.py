@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import transformers
 from torch import distributed
 
-from veomni_core.errors import ConfigError, HostError
+from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.lock import locked
 from veomni_trainer.report.write import describe_run, write_report
 from veomni_trainer.run.eager import train_eager
-from veomni_trainer.run.fit import fit
+from veomni_trainer.run.fit import Ending, fit
 from veomni_trainer.run.saying import is_main_process, say
-from veomni_trainer.run.start import prepare, starting_point
+from veomni_trainer.run.start import prepare
+from veomni_trainer.run.starting_point import starting_point
 from veomni_trainer.setup.waiting import naming_lost_processes
 
 
@@ -28,13 +31,21 @@ def run_job(
     job: Job,
     *,
     compare: str | None = None,
-    resume: bool = False,
+    resume: bool | Path = False,
     overwrite: bool = False,
     accept_plan_change: bool = False,
 ) -> bool:
     """Train, compare and report; returns whether an interrupt ended the job early.
 
+    Args:
+        job: the job.
+        compare: ``eager`` to train the same job all-eager too.
+        resume: whether to go on from the newest complete checkpoint; or the checkpoint to go on from.
+        overwrite: whether an earlier run may be replaced.
+        accept_plan_change: whether a run may go on with other kernels.
+
     Raises:
+        TrainingDivergedError: training ended at a step whose loss or gradient norm is not finite.
         VeOmniError: an error that the user can correct. The output folder is then unchanged, or its files are complete.
     """
     if compare and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -45,10 +56,18 @@ def run_job(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     folder = RunFolder(Path(job.train.output_dir))
+    with locked(folder.path) if is_main_process() else nullcontext():
+        return _run(job, folder, compare, resume, overwrite, accept_plan_change)
+
+
+def _run(
+    job: Job, folder: RunFolder, compare: str | None, resume: bool | Path, overwrite: bool, accept_plan_change: bool
+) -> bool:
     with naming_lost_processes(job.train.timeout):
-        interrupted = _train(job, folder, resume, overwrite, accept_plan_change)
+        ending = _train(job, folder, resume, overwrite, accept_plan_change)
     _let_go()
-    if compare and not interrupted:
+    interrupted = ending.interrupted
+    if compare and not (interrupted or ending.bad_step):
         say(f"\nThe same job, all-eager, in {folder.compared(compare).path}:")
         code = train_eager(folder, accept_plan_change)
         interrupted = code == INTERRUPTED
@@ -58,24 +77,39 @@ def run_job(
                 f"the eager run ended with exit code {code}, for the reason above; {folder.path} is complete"
             )
     if is_main_process():
-        if job.train.export and not interrupted:
+        if job.train.export and not (interrupted or ending.bad_step):
             shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
             export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code)
             print(f"weights: {folder.exported}", flush=True)
         write_report(folder)
         print(describe_run(folder), flush=True)
+    if ending.bad_step:
+        raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
     if interrupted:
         say("Interrupted. Continue with the same command and --resume.")
     return interrupted
 
 
-def _train(job: Job, folder: RunFolder, resume: bool, overwrite: bool, accept_plan_change: bool) -> bool:
-    """Train unless the run is complete; returns whether it was interrupted. Frees the model when it returns."""
+def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:
+    saved = folder.checkpoints()
+    where = f"The last checkpoint is {saved[-1][1]}" if saved else "There is no checkpoint yet"
+    stops = "Training stopped there" if job.train.on_bad_loss == "stop" else "It is the last step"
+    again = (
+        "Go on from it with other settings, such as --resume --set train.learning_rate="
+        if saved
+        else "Start again with --overwrite and other settings, such as --set train.learning_rate="
+    ) + f"{job.train.learning_rate / 10:.2g}"
+    past = ", or let training pass such steps with train.on_bad_loss: warn" if job.train.on_bad_loss == "stop" else ""
+    return f"{bad_step}. {stops}, and no checkpoint was written of it. {where}. {again}{past}"
+
+
+def _train(job: Job, folder: RunFolder, resume: bool | Path, overwrite: bool, accept_plan_change: bool) -> Ending:
+    """Train unless the run is complete. Frees the model when it returns."""
     point = starting_point(job, folder, resume, overwrite)
     if point.step == job.train.steps:
         stands = f"it stands at step {point.step} of {job.train.steps}"
         say(f"{folder.path} is complete: {stands}. Raise train.steps to go on.")
-        return False
+        return Ending()
     return fit(prepare(job, folder, point, accept_plan_change))
 
 

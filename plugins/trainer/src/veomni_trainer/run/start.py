@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, binding_of
-from veomni_core.errors import CheckpointError, ConfigError, JobFileError
+from veomni_core.errors import JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.corpus import Corpus, read_corpus
+from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.tokens import load_tokenizer
-from veomni_trainer.job.load import changed_keys
+from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.checkpoints import check_plan
+from veomni_trainer.loop.checkpoints import Origin, check_data, check_plan
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.output.shards import Layout, check_layout, is_sharded
 from veomni_trainer.run.saying import say
+from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.model import build_model, check_model, ops_config
+from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
+from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
-
-_FSDP_WEIGHTS = "pytorch_model_fsdp*"
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """The step that a training starts after, and the checkpoint of that step; step 0 has none."""
-
-    step: int = 0
-    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,33 +39,7 @@ class Start:
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
-
-
-def starting_point(job: Job, folder: RunFolder, resume: bool, overwrite: bool) -> StartingPoint:
-    """Where a training of ``job`` starts.
-
-    Raises:
-        ConfigError: the folder holds an earlier run, or one that is already past the job's last step.
-        CheckpointError: there is no checkpoint to resume, or the job's processes can't go on from it.
-    """
-    if not resume:
-        if not overwrite:
-            folder.check_free()
-        return StartingPoint()
-    step, checkpoint = folder.last_checkpoint()
-    if step > job.train.steps:
-        raise ConfigError(f"train.steps is {job.train.steps}, but {checkpoint} is already past that. Raise train.steps")
-    if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
-        written = "false" if job.train.fsdp else "true"
-        raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")
-    if is_sharded(checkpoint):
-        check_layout(checkpoint, Layout.of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
-    elif job.train.is_sharded:
-        raise CheckpointError(
-            f"{checkpoint} was not written by a sharded job, so its optimizer can't be read in shards; resume without "
-            "train.fsdp_size, tp_size and ep_size, or name the checkpoint as model.weights of a new job"
-        )
-    return StartingPoint(step, checkpoint)
+    origin: Origin
 
 
 def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_change: bool) -> Start:
@@ -90,6 +55,9 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         check_started(job.train)
     corpus = read_corpus(job.data, tokenizer)
     arguments = training_arguments(job.train, folder.staging)
+    data = fingerprint(corpus.training)
+    if point.checkpoint:
+        check_data(point.checkpoint, data)
     group = sequence_parallel_group(job.train.sp_size, arguments)
     check_enough(corpus, job.train, arguments.world_size)
     if group is not None:
@@ -99,6 +67,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     binding = binding_of(model)
     assert binding is not None
     limit_waiting(job.train.timeout)
+    arguments.ddp_find_unused_parameters = may_leave_parameters_unused(model, binding.plan, job.train)
+    check_room(job.train, folder, model)
     if group is not None:
         apply_ulysses(model, group)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
@@ -106,10 +76,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     for change in accepted:
         say(f"plan change accepted: {change}")
     if point.checkpoint:
-        say(f"resuming from {point.checkpoint}")
-        for change in changed_keys(folder.job, job):
-            say(f"changed since: {change}")
-    return Start(job, folder, corpus, model, binding, arguments, point)
+        say(describe_resumption(job, folder, point))
+    return Start(job, folder, corpus, model, binding, arguments, point, Origin(binding.plan, dump_job(job), data))
 
 
 def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:

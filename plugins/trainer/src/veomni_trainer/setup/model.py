@@ -62,7 +62,7 @@ def build_model(
         VeOmniError: the core finds an error in config, kernels or weights.
     """
     try:
-        return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights)
+        return _build(job, ops, tokenizer, str(device), checkpoint or job.model.weights, verify=job.train.verify)
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{checkpoint or job.model.weights} does not fit this model: {reason(error)}") from error
 
@@ -76,7 +76,9 @@ def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrained
     return _build(job, ops, tokenizer, "meta", None)
 
 
-def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None) -> PreTrainedModel:
+def _build(
+    job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None, *, verify: bool = False
+) -> PreTrainedModel:
     under = conditions(job)
     return build_foundation_model(
         model_config(job, tokenizer),
@@ -88,6 +90,7 @@ def _build(job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights:
         device=under.device,
         distributed_config=under.distributed_config if device != "meta" else None,
         trust_remote_code=job.model.trust_remote_code,
+        verify=verify,
     )
 
 

@@ -1,0 +1,129 @@
+"""What each key of a job means for a run that is resumed, and which changes are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from veomni_core.errors import CheckpointError, ConfigError, JobFileError
+from veomni_core.jobs.jobfile import load_yaml
+from veomni_trainer.job.schema import Job
+
+
+class OnResume(StrEnum):
+    """What a changed value does when a run is resumed."""
+
+    APPLIED = "applied"
+    """It is in force from the first step on that is trained now."""
+    COMPARED = "compared"
+    """It is applied where what the checkpoint says of its run still holds; otherwise the run is refused."""
+    CONTINUED = "continued"
+    """It has no effect: the checkpoint's value goes on."""
+    REFUSED = "refused"
+    """The run can't go on with another value."""
+
+
+_APPLIED, _COMPARED, _CONTINUED, _REFUSED = OnResume
+
+# A key, or a section whose keys are all alike.
+KEYS: Mapping[str, OnResume] = {
+    "model.config": _COMPARED,  # the checkpoint's weights must fit
+    "model.weights": _CONTINUED,
+    "model.dtype": _REFUSED,
+    "model.ops_implementation": _COMPARED,  # the plan
+    "model.trust_remote_code": _APPLIED,
+    "data": _COMPARED,  # the sequences
+    "train.output_dir": _APPLIED,
+    "train.steps": _APPLIED,
+    "train.batch_size": _COMPARED,  # the sequences of a step, here and below
+    "train.gradient_accumulation": _COMPARED,
+    "train.learning_rate": _APPLIED,
+    "train.schedule": _APPLIED,
+    "train.warmup": _APPLIED,
+    "train.weight_decay": _APPLIED,
+    "train.max_grad_norm": _APPLIED,
+    "train.seed": _REFUSED,
+    "train.device": _APPLIED,
+    "train.bf16": _COMPARED,  # the plan
+    "train.gradient_checkpointing": _APPLIED,
+    "train.torch_compile": _APPLIED,
+    "train.verify": _APPLIED,
+    "train.log_every": _APPLIED,
+    "train.validate_every": _APPLIED,
+    "train.save_every": _APPLIED,
+    "train.keep_checkpoints": _APPLIED,
+    "train.on_bad_loss": _APPLIED,
+    "train.export": _APPLIED,
+    "train.expert_loads": _APPLIED,
+    "train.fsdp": _REFUSED,
+    "train.sp_size": _COMPARED,
+    "train.fsdp_size": _COMPARED,
+    "train.tp_size": _COMPARED,
+    "train.ep_size": _COMPARED,
+    "train.parallel_plan": _APPLIED,
+    "train.timeout": _APPLIED,
+}
+
+_WHY = {
+    "model.dtype": "the optimizer's state is in the dtype of the weights",
+    "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
+    "train.fsdp": "weights and optimizer are stored otherwise with and without it",
+}
+
+
+@dataclass(frozen=True)
+class ChangedKey:
+    """A key with another value than in the job that wrote the checkpoint."""
+
+    path: str
+    before: Any
+    now: Any
+
+    @property
+    def on_resume(self) -> OnResume:
+        """What becomes of the change."""
+        parts = self.path.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next(KEYS[prefix] for prefix in prefixes if prefix in KEYS)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.before} -> {self.now}"
+
+
+def changed_keys(checkpoint: Path, job: Job) -> list[ChangedKey]:
+    """How ``job`` differs from the job that wrote ``checkpoint``.
+
+    Raises:
+        CheckpointError: the checkpoint's job can't be read.
+    """
+    try:
+        old = _flat(load_yaml(checkpoint / "job.yaml"))
+    except JobFileError as error:
+        raise CheckpointError(f"{checkpoint} does not say which job wrote it: {error}") from error
+    new = _flat(job.model_dump(exclude_none=True))
+    return [
+        ChangedKey(key, old.get(key, "not there"), new.get(key, "not there"))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
+
+
+def refuse_changes(checkpoint: Path, changes: list[ChangedKey]) -> None:
+    """Raise ConfigError if one of ``changes`` can't be made to a run that is resumed."""
+    refused = [change for change in changes if change.on_resume is OnResume.REFUSED]
+    if refused:
+        listed = "\n".join(f"  - {change} ({_WHY[change.path]})" for change in refused)
+        raise ConfigError(
+            f"--resume: a run can't go on with another value of these keys than {checkpoint} was trained with:\n"
+            f"{listed}\nRestore them, or start a new run from its weights, with model.weights: {checkpoint}"
+        )
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,27 @@
+"""Whether the disk of a run's folder has room for its checkpoints."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from veomni_core.errors import HostError
+from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.output.disk import free_bytes
+from veomni_trainer.output.folder import RunFolder
+
+
+def checkpoint_bytes(model: PreTrainedModel) -> int:
+    """About how large a checkpoint is: the weights, and two states of the optimizer for each that is trained."""
+    return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in model.parameters())
+
+
+def check_room(train: TrainSection, folder: RunFolder, model: PreTrainedModel) -> None:
+    """Raise HostError if the job writes checkpoints, and the disk has no room for one."""
+    needed, free = checkpoint_bytes(model), free_bytes(folder.path)
+    if train.save_every != "never" and free < needed:
+        raise HostError(f"train.output_dir: {describe_room(folder, needed, free)}. Free some, or name another folder")
+
+
+def describe_room(folder: RunFolder, needed: int, free: int) -> str:
+    """``a checkpoint takes about 1,200 bytes, and the disk of runs/first has 800 free``."""
+    return f"a checkpoint takes about {needed:,} bytes, and the disk of {folder.path} has {free:,} free"

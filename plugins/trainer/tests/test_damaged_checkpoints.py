@@ -1,0 +1,138 @@
+"""Checkpoints with missing, truncated or damaged files: each is named, before training begins, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from trained_runs import STEPS, TrainedRun
+from typer.testing import CliRunner
+
+from veomni_core.cli.app import build_app
+from veomni_core.errors import CheckpointError
+from veomni_trainer.job.load import load_job
+from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.starting_point import starting_point
+
+FILES = (
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+    "model.safetensors",
+    "config.json",
+    "job.yaml",
+    "layout.json",
+    "data.json",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    torch.set_num_threads(1)
+    return TrainedRun.train(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def run(whole: TrainedRun, tmp_path: Path) -> TrainedRun:
+    return whole.copied(tmp_path / "copy")
+
+
+def _start(run: TrainedRun, resume: bool | Path = True) -> int:
+    return starting_point(load_job(run.job), RunFolder(run.folder), resume, overwrite=False).step
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_and_a_truncated_file_are_named_with_the_older_checkpoint(run: TrainedRun, name: str) -> None:
+    file = run.checkpoint(STEPS) / name
+    size = file.stat().st_size
+    _truncate(file)
+    with pytest.raises(CheckpointError) as caught:
+        _start(run)
+    assert f"checkpoint-6 is damaged: {name} has {size // 2:,} bytes instead of {size:,}. " in str(caught.value)
+    assert str(caught.value).endswith(f"Go on from the one before it with --resume={run.checkpoint(4)}")
+    file.unlink()
+    before = run.files()
+    with pytest.raises(CheckpointError, match=rf"checkpoint-6 is damaged: {name} is missing\. Go on from the one befo"):
+        run.go(resume=True)
+    assert run.files() == before
+    assert _start(run, run.checkpoint(4)) == 4
+
+
+def test_an_older_checkpoint_that_is_damaged_too_is_not_offered(run: TrainedRun) -> None:
+    (run.checkpoint(4) / "optimizer.pt").unlink()
+    (run.checkpoint(6) / "files.json").unlink()
+    with pytest.raises(CheckpointError, match=r"files\.json, which lists its files, is missing\. .*=.*checkpoint-2$"):
+        _start(run)
+    (run.checkpoint(2) / "scheduler.pt").unlink()
+    with pytest.raises(CheckpointError, match="holds no older one. Start again with --overwrite"):
+        _start(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("optimizer.pt", "its optimizer or scheduler.pt is damaged, or does not fit this job: "),
+        ("scheduler.pt", "its optimizer or scheduler.pt is damaged, or does not fit this job: "),
+        ("rng_state.pth", "its rng_state is damaged, or does not fit this job: "),
+        ("trainer_state.json", "trainer_state.json can't be read"),
+        ("model.safetensors", "model.safetensors is damaged or truncated"),
+        ("plan.json", "plan.json is not a plan"),
+    ],
+)
+def test_a_file_of_the_right_size_with_other_bytes_is_named_too(run: TrainedRun, name: str, named: str) -> None:
+    file = run.checkpoint(STEPS) / name
+    file.write_bytes(b"x" * file.stat().st_size)
+    before = run.files()
+    with pytest.raises(CheckpointError) as caught:
+        run.go("train.steps=8", resume=True)
+    assert "checkpoint-6" in str(caught.value) and named in str(caught.value)
+    assert run.files() == before
+
+
+def test_a_folder_that_is_not_complete_is_passed_over_and_it_is_said(
+    run: TrainedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.checkpoint(6) / "plan.json").unlink()
+    run.go(resume=True)
+    assert f"{run.checkpoint(6)} is not complete (it holds no plan.json) and is passed over" in capsys.readouterr().out
+    assert run.checkpoint(6).with_name("checkpoint-6.superseded").is_dir()
+
+
+def test_a_checkpoint_is_named_by_path_or_by_name_and_only_of_this_run(run: TrainedRun, whole: TrainedRun) -> None:
+    assert [_start(run, Path(name)) for name in ("checkpoint-2", str(run.checkpoint(4)))] == [2, 4]
+    for wrong in (Path("checkpoint-3"), whole.checkpoint(2), run.root / "text.txt"):
+        with pytest.raises(CheckpointError, match="which holds checkpoint-2, checkpoint-4, checkpoint-6. A run goes"):
+            _start(run, wrong)
+
+
+def test_resume_takes_a_value_only_after_an_equals_sign(run: TrainedRun) -> None:
+    results = [
+        CliRunner().invoke(build_app(), ["train", *arguments, "--set", "train.steps=3"])
+        for arguments in (
+            ["--resume", str(run.job)],
+            [str(run.job), "--resume"],
+            [str(run.job), "--resume=checkpoint-4"],
+            [str(run.job), "--resume=checkpoint-5"],
+        )
+    ]
+    errors = [str(result.exception) for result in results]
+    assert all("checkpoint-6 is already past that" in error for error in errors[:2])
+    assert "checkpoint-4 is already past that" in errors[2]
+    assert "--resume=checkpoint-5: that is no complete checkpoint" in errors[3]
+    both = CliRunner().invoke(build_app(), ["train", str(run.job), "--resume=checkpoint-4", "--overwrite"])
+    assert "give one of the two" in str(both.exception)
+
+
+def test_truncated_weights_of_a_new_job_are_named(run: TrainedRun) -> None:
+    weights = run.root / "weights"
+    run.checkpoint(2).rename(weights)
+    _truncate(weights / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"weights: model\.safetensors is damaged or truncated .* files again"):
+        run.go(f"model.weights={weights}", f"model.config={weights}", f"train.output_dir={run.root / 'new'}")
+    assert not (run.root / "new").exists()

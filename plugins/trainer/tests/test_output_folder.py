@@ -1,0 +1,118 @@
+"""The folder that a run writes to: held by one job at a time, checked before training, and never left half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from veomni_core.errors import ConfigError, HostError
+from veomni_trainer.output.lock import LOCK, locked
+
+Train = Callable[..., bool]
+
+
+def test_a_folder_is_one_job_s_at_a_time(job_data: dict[str, Any], train: Train, run: Path) -> None:
+    with locked(run):
+        holder = json.loads((run / LOCK).read_text(encoding="utf-8"))
+        with pytest.raises(HostError) as caught:
+            train(job_data)
+        assert f"another job is writing to {run} (process {os.getpid()} on {holder['host']}, since " in str(
+            caught.value
+        )
+        assert "name another train.output_dir" in str(caught.value)
+        with locked(run / "eager"), locked(run.with_name("other")):
+            pass
+    assert not run.exists()
+    train(job_data)
+    assert not (run / LOCK).exists()
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), locked(tmp_path / "runs" / "first"):
+        raise RuntimeError
+    (tmp_path / "mine").mkdir()
+    with locked(tmp_path / "mine"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, veomni_trainer.output.lock as lock\n"
+        "with lock.locked(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stdout.readline() == "held\n"
+        with pytest.raises(HostError, match=rf"\(process {job.pid} on "), locked(tmp_path):
+            pass
+        job.send_signal(signal.SIGKILL)
+    assert (tmp_path / LOCK).exists()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_path_through_a_file_and_a_folder_that_cannot_be_written_are_refused_before_training(
+    job_data: dict[str, Any], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text" / "a.txt"
+    job_data["train"]["output_dir"] = str(file / "run")
+    with pytest.raises(ConfigError, match=rf"train\.output_dir: .*run leads through the file {file}; name a folder"):
+        train(job_data)
+    job_data["train"]["output_dir"] = str(file)
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        train(job_data)
+    job_data["train"]["output_dir"] = "/proc/veomni/run"  # no user may write there
+    with pytest.raises(HostError, match=r"/proc/veomni/run can't be written: .* Name a folder that this user may"):
+        train(job_data)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(
+    job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(run.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=400_000))
+    with pytest.raises(HostError, match="a checkpoint takes about 468,864 bytes, and the disk of .*run has 400,000"):
+        train(job_data)
+    assert not run.exists()
+    train(job_data, "train.save_every=never")
+
+
+@contextmanager
+def _largest_file(size: int) -> Iterator[None]:
+    """Writing beyond ``size`` fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100_000, 200_000], ids=["weights", "optimizer"])
+def test_a_disk_that_fills_up_leaves_earlier_checkpoints_whole(
+    job_data: dict[str, Any], train: Train, run: Path, losses: Callable[[Path], Any], size: int
+) -> None:
+    train(job_data, "train.steps=2")
+    kept = {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()}
+    with _largest_file(size), pytest.raises(HostError) as caught:
+        train(job_data, resume=True)
+    assert "can't be written: " in str(caught.value)
+    assert "a checkpoint takes about 468,864 bytes, and the disk of " in str(caught.value)
+    assert str(caught.value).endswith("The checkpoints before are whole: go on from checkpoint-2 with --resume.")
+    assert {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()} == kept
+    assert not [*run.glob(".incomplete"), *run.glob("checkpoint-4")]
+    train(job_data, resume=True)
+    assert len(losses(run)) == 4
