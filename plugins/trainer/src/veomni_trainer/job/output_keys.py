@@ -28,3 +28,5 @@ class OutputKeys(Section):
     """Whether the last checkpoint's weights are also written as plain safetensors."""
     expert_loads: bool | None = None
     """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Where each line of ``metrics.jsonl`` is sent too."""

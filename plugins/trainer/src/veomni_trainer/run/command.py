@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
-_COMPARABLE = ("eager",)
+_COMPARABLE = ("eager", "eager-after")
 _RESUME, _RESUME_FROM = "--resume", "--resume-from"
 
 train_command = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -35,7 +35,11 @@ def train(
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
+        typer.Option(
+            "--compare",
+            metavar="eager",
+            help="Also train the same job all-eager, step by step in turns, and compare; eager-after: after this run.",
+        ),
     ] = None,
     resume: Annotated[
         bool,
