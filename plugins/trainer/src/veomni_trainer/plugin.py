@@ -1,4 +1,4 @@
-"""Declares the commands `init`, `schema`, `train`, `report` and `export` of `veomni`. Imports none of the training code."""
+"""Declares the trainer's commands of `veomni`. Imports none of the training code."""
 
 from __future__ import annotations
 

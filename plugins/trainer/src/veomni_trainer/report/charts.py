@@ -57,13 +57,18 @@ def _scaled(chart: _Lines) -> _Lines:
     return chart
 
 
+def _short(label: str) -> str:
+    """A label that leaves room for the lines in a legend."""
+    return label if len(label) <= 24 else f"...{label[-21:]}"
+
+
 def _gap(runs: list[Series]) -> _Lines:
     """How far the first run's losses are from the second one's."""
     chart = _Lines("Loss difference", "absolute, per step", [])
     if len(runs) == 2:
         mine, other = (dict(run.points(operator.itemgetter("loss"))) for run in runs)
         if common := [(step, abs(loss - other[step])) for step, loss in mine.items() if step in other]:
-            chart.title += " from eager" if runs[1].colour == "eager" else f" from {runs[1].label}"
+            chart.title += " from eager" if runs[1].colour == "eager" else f" from {_short(runs[1].label)}"
             chart.lines = [(runs[0], common)]
     return chart
 
@@ -90,15 +95,16 @@ def _draw(chart: _Lines) -> Chart:
             if len(points) > MANY_STEPS:
                 axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
                 points = smoothed(points)
-            axes.plot(*zip(*points, strict=True), linewidth=width, label=run.label, **style)
+            axes.plot(*zip(*points, strict=True), linewidth=width, label=_short(run.label), **style)
         for run, points in chart.validations:
             alone = len(chart.validations) == 1
             own = colour("validation" if alone or run.colour == "mine" else run.colour)
-            label = "validation" if alone else f"{run.label}, validation"
+            label = "validation" if alone else f"{_short(run.label)}, validation"
+            label = label if len(chart.validations) <= 2 else "_"  # of many runs, points in the run's colour say enough
             size = 5 if len(points) <= 30 else 2.5
             axes.plot(*zip(*points, strict=True), "o-", color=own, markersize=size, linewidth=1, label=label)
         if len(chart.lines) + len(chart.validations) > 1:
-            axes.legend(loc="best")
+            axes.legend(loc="best").set_in_layout(False)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if chart.top != "free":

@@ -1,4 +1,4 @@
-"""The process of the all-eager run: ``python -m veomni_trainer.run.eager_process``, told what to do by ``run.eager``."""
+"""The process of the all-eager run, which ``run.eager`` starts and tells what to do."""
 
 from __future__ import annotations
 
