@@ -121,9 +121,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_overflows_and_everything_can_be_read(
-    pages: list[Path], browser: Any, width: int, scheme: str
-) -> None:
+def test_nothing_overflows_and_everything_can_be_read(pages: list[Path], browser: Any, width: int, scheme: str) -> None:
     for path in pages:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(120_000)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from veomni_core.errors import HostError
 from veomni_trainer.output.metrics import Row
 
 
-def check_trackers(names: list[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raise where a tracker's package is missing.
 
     Raises:
@@ -37,7 +38,7 @@ class Trackers(TrainerCallback):
         resumed_from: TensorBoard drops what an earlier run wrote after this step.
     """
 
-    def __init__(self, names: list[str], folder: Path, resumed_from: int) -> None:
+    def __init__(self, names: Sequence[str], folder: Path, resumed_from: int) -> None:
         check_trackers(names)
         self._names, self._folder, self._resumed_from = names, folder, resumed_from
         self._callbacks: list[TrainerCallback] = []
