@@ -190,10 +190,10 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     stopped = _interrupt_after(3, run / "eager" / "metrics.jsonl", "train", job, "--compare", "eager")
     assert stopped.returncode == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert (len(losses(run)), len(losses(run / "eager")) < 30) == (30, True)
+    assert 3 <= len(losses(run)) == len(losses(run / "eager")) < 30
     resumed = _veomni("train", job, "--compare", "eager", "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert "is complete: it stands at step 30 of 30" in resumed.stdout
+    assert [step for step, _ in losses(run)] == list(range(1, 31))
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))
 
 

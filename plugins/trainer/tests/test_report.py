@@ -14,8 +14,10 @@ import pytest
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import append_metrics
 from veomni_trainer.report.charts import draw_charts
-from veomni_trainer.report.comparison import compare_rows
-from veomni_trainer.report.write import comparison_sentence, describe_run, write_report
+from veomni_trainer.report.comparison import compare_rows, comparison_sentence
+from veomni_trainer.report.ending import RunEnding
+from veomni_trainer.report.series import Series, smoothed
+from veomni_trainer.report.write import describe_run, write_report
 
 RECEIPT = {
     "hardware": "cpu (CPU)",
@@ -92,8 +94,9 @@ def test_runs_are_compared_step_by_step() -> None:
     assert comparison.largest_loss_difference == pytest.approx(0.25)
     assert (comparison.speed_ratio, comparison.memory_ratio) == (2.0, 2.0)
     assert comparison_sentence(comparison) == (
-        "Against eager: largest loss difference 0.25 (at step 7, of 12 compared), 2.00 x its speed, "
-        "0.50 x its peak memory."
+        "Against eager: largest loss difference 0.25 (at step 7, of 12 compared), 2.00 x its speed (half of the steps: "
+        "2.00 to 2.00), 0.50 x its peak memory. Losses are equal to rounding until step 7, where their relative "
+        "difference first exceeds 1e-05 (largest relative difference 0.58)."
     )
     assert compare_rows(_rows(3), []) is None
 
@@ -106,7 +109,7 @@ def test_a_loss_that_is_not_a_number_is_the_largest_difference() -> None:
 
 
 def test_charts_take_the_pages_colours_and_keep_their_ids_apart() -> None:
-    charts = draw_charts(_rows(20), _rows(20))
+    charts = draw_charts(Series("this job", "mine", _rows(20)), Series("all eager", "eager", _rows(20)))
     assert [chart.title for chart in charts] == [
         "Loss",
         "Router loss",
@@ -128,8 +131,71 @@ def test_charts_take_the_pages_colours_and_keep_their_ids_apart() -> None:
 def test_a_few_slow_steps_do_not_flatten_the_others() -> None:
     rows = _rows(100)
     rows[40]["step_seconds"] = 50.0
-    time = next(chart for chart in draw_charts(rows, []) if chart.title == "Step time")
+    time = next(chart for chart in draw_charts(Series("this job", "mine", rows)) if chart.title == "Step time")
     assert time.note == "milliseconds; above the chart: 1 slow step"
+
+
+def test_half_of_the_machine_gone_for_both_changes_no_ratio() -> None:
+    rows, eager = _rows(40), _rows(40, 0.2)
+    for row in (*rows[20:], *eager[20:]):
+        row["step_seconds"] *= 7
+    comparison = compare_rows(rows, eager)
+    assert comparison is not None
+    assert comparison.speed_ratio == pytest.approx(2.0)
+    assert comparison.speed_quartiles == pytest.approx((2.0, 2.0))
+
+
+def _loads(count: int, flip: int = 0) -> list[dict[str, Any]]:
+    return [{"step": step, "rows": [[3, 1], [2, 2 + (step >= flip > 0)]]} for step in range(1, count + 1)]
+
+
+def test_a_difference_is_explained_by_the_first_choice_of_a_router_that_flips() -> None:
+    flipped = compare_rows(_rows(20, shift=0.25), _rows(20), _loads(20), _loads(20, flip=7))
+    assert flipped is not None and flipped.first_flip_at == 7
+    assert "equal to rounding until step 7, where a router's choice first flips" in comparison_sentence(flipped)
+    before = compare_rows(_rows(20, shift=0.25), _rows(20), _loads(20), _loads(20, flip=9))
+    assert before is not None and (before.beyond_rounding_at, before.first_flip_at) == (7, 9)
+    assert comparison_sentence(before).endswith("A router's choice first flips at step 9.")
+    alike = compare_rows(_rows(20), _rows(20), _loads(20), _loads(20))
+    assert alike is not None
+    assert "Losses are equal to rounding in all 20 steps" in comparison_sentence(alike)
+    rounded = compare_rows(_rows(20, shift=0.003), _rows(20), dtype="bfloat16")
+    assert rounded is not None and rounded.beyond_rounding_at == 0
+
+
+def test_long_lines_are_smoothed_and_every_chart_says_what_it_shows() -> None:
+    rows = _rows(300)
+    for row in rows:
+        row |= {"learning_rate": 1e-3, "grad_norm": 1.0}
+    rows += [{"step": step, "validation_loss": 1.0} for step in range(1, 300, 3)]
+    short, long = (draw_charts(Series("this job", "mine", some)) for some in (rows[:100], rows))
+    assert (short[0].svg.count("opacity: 0.35"), long[0].svg.count("opacity: 0.35")) == (0, 1)
+    assert "var(--validation)" in long[0].svg
+    assert {"Learning rate", "Gradient norm"} <= {chart.title for chart in long}
+    for chart in long:
+        assert f'role="img" aria-label="{chart.title}' in chart.svg
+    assert "this job from 3 at step 1 to 0.01 at step 300" in long[0].svg
+    assert smoothed([(1, 1.0), (2, math.nan), (3, 1.0)]) == [(1, 1.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "banner"),
+    [
+        (RunEnding("running"), "Written while the job runs, at step 20 of 50."),
+        (RunEnding("interrupted"), "Interrupted after step 20 of 50. Continue it with --resume."),
+        (RunEnding("diverged", "step 20: the loss is nan"), "that is not finite: step 20: the loss is nan."),
+        (RunEnding("failed", "OSError: disk full"), "ended with an error after step 20 of 50: OSError: disk full"),
+        (None, "Not finished: the last row is that of step 20 of 50."),
+    ],
+    ids=lambda value: getattr(value, "state", None),
+)
+def test_a_run_that_did_not_finish_says_so_on_top(folder: RunFolder, ending: RunEnding | None, banner: str) -> None:
+    folder.job.write_text("train: {steps: 50}", encoding="utf-8")
+    write_report(folder, ending)
+    assert banner in folder.report.read_text(encoding="utf-8")
+    if ending and ending.state != "running":
+        write_report(folder)  # as veomni report does, which keeps what is known
+        assert json.loads(folder.summary.read_text(encoding="utf-8"))["ending"]["state"] == ending.state
 
 
 class _Page(HTMLParser):
@@ -159,7 +225,7 @@ def test_the_page_is_one_self_contained_file(folder: RunFolder) -> None:
         "model: <&>",
         "largest loss difference 0.25",
         "rms_norm_implementation",
-        "4 / 5",
+        "4 / 5 bound",
         "model.layers.0.<norm>",
         "eager was asked for",
         "veomni_torch.rms_norm:rms_norm",

@@ -1,4 +1,4 @@
-"""Declares the commands `init`, `schema`, `train` and `export` of `veomni`. Imports none of the training code."""
+"""Declares the trainer's commands of `veomni`. Imports none of the training code."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def veomni_commands() -> list[CommandSpec]:
             "veomni_trainer.run.command:train_command",
             "Train a model as a job's YAML says.",
             job_check="veomni_trainer.run.check:check_job",
+        ),
+        CommandSpec(
+            "report",
+            "veomni_trainer.run.report_command:report",
+            "Write the report of a run, or of several runs together.",
         ),
         CommandSpec(
             "export",

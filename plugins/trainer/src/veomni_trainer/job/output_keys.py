@@ -29,3 +29,5 @@ class OutputKeys(Section):
     ``merged`` the weights with the adapter in them."""
     expert_loads: bool | None = None
     """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Where each line of ``metrics.jsonl`` is sent too."""

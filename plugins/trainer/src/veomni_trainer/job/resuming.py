@@ -64,6 +64,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.on_bad_loss": _APPLIED,
     "train.export": _APPLIED,
     "train.expert_loads": _APPLIED,
+    "train.report_to": _APPLIED,
     "train.fsdp": _REFUSED,
     "train.sp_size": _COMPARED,
     "train.fsdp_size": _COMPARED,
@@ -114,10 +115,10 @@ def changed_keys(checkpoint: Path, job: Job) -> list[ChangedKey]:
         CheckpointError: the checkpoint's job can't be read.
     """
     try:
-        old = _flat(load_yaml(checkpoint / "job.yaml"))
+        old = flat_keys(load_yaml(checkpoint / "job.yaml"))
     except JobFileError as error:
         raise CheckpointError(f"{checkpoint} does not say which job wrote it: {error}") from error
-    new = _flat(job.model_dump(exclude_none=True))
+    new = flat_keys(job.model_dump(exclude_none=True))
     return [
         ChangedKey(key, old.get(key, "not there"), new.get(key, "not there"))
         for key in dict.fromkeys([*old, *new])
@@ -136,8 +137,9 @@ def refuse_changes(checkpoint: Path, changes: list[ChangedKey]) -> None:
         )
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_keys(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a job by their dotted paths."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

@@ -30,6 +30,11 @@ class StepClock:
         """Leave out the time since the last step: it belongs to no step."""
         self._mark = time.perf_counter()
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave out a wait of ``seconds`` that has just ended, and keep the time before it."""
+        if self._mark is not None:
+            self._mark += seconds
+
     def read(self) -> dict[str, float]:
         """Seconds per step and tokens per second since the last call; resets the sums."""
         self._advance()

@@ -24,6 +24,10 @@ class InterruptCallback(TrainerCallback):
         """Handle the signals while training runs."""
         return receiving(self._receive)
 
+    def request(self) -> None:
+        """End training after the step that runs, as a signal does."""
+        self.requested = True
+
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
         if not control.should_training_stop and self._requested_anywhere(args):
             self.interrupted = True

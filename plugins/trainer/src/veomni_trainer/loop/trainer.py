@@ -19,6 +19,7 @@ from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.bad_steps import BadSteps
 from veomni_trainer.loop.clock import StepClock
+from veomni_trainer.loop.device import wait_for
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.memory import peak_memory, reset_peak
 from veomni_trainer.loop.optimizers import optimizer_for
@@ -166,6 +167,11 @@ class JobTrainer(ResumingTrainer):
         row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
         self._hand_on(row)
+        self._clock.forget_pause()  # a listener may have drawn the report
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave a wait of ``seconds`` out of the step's time."""
+        self._clock.leave_out(seconds)
 
     def _logs_step(self) -> bool:
         """Whether the step that runs will be logged; an interrupt that makes it the last one is not known yet."""
@@ -197,7 +203,7 @@ class _StepCallback(TrainerCallback):
         if control.should_training_stop:
             control.should_log = True  # the last step is logged, whatever log_every is
         if control.should_save or control.should_evaluate:
-            _wait_for(args.device)  # so that the pause doesn't include work of this step that is still running
+            wait_for(args.device)  # so that the pause doesn't include work of this step that is still running
         self._trainer._clock.end_step()
 
     def on_save(self, *_: Any, **__: Any) -> None:
@@ -205,8 +211,3 @@ class _StepCallback(TrainerCallback):
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._trainer._clock.forget_pause()
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

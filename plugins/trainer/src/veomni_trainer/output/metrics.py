@@ -57,8 +57,21 @@ def steady(rows: list[Row]) -> list[Row]:
     return rows[warm:] if len(rows) > 2 * warm else rows
 
 
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third quartile.
+
+    Example:
+        >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+        (2.0, 4.0)
+    """
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
 def figures(rows: list[Row]) -> Row:
-    """The key figures of a run; time and speed are medians over the :func:`steady` steps."""
+    """The key figures of a run; time and speed are medians over the :func:`steady` steps, time with its quartiles."""
     train, warm = training_rows(rows), steady(rows)
     if not train:
         return {}
@@ -71,6 +84,7 @@ def figures(rows: list[Row]) -> Row:
         **({"validation_loss": validation[-1]} if validation else {}),
         **({"bad_steps": len(bad), "first_bad_step": f"step {bad[0]['step']}: {bad[0]['bad']}"} if bad else {}),
         "step_seconds": statistics.median(row["step_seconds"] for row in warm),
+        "step_seconds_quartiles": quartiles([row["step_seconds"] for row in warm]),
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in warm),
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in train),
     }

@@ -1,86 +1,116 @@
-"""The report's charts: how losses, times and loads went over the steps."""
+"""The report's charts: how losses, rates, times and loads went over the steps."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import re
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from veomni_trainer.output.metrics import Row, training_rows
-from veomni_trainer.report.drawing import EAGER, MINE, Chart, draw
+from veomni_trainer.report.drawing import Chart, colour, draw
+from veomni_trainer.report.series import MANY_STEPS, Points, Series, in_words, smoothed
 
-Value = Callable[[Row], float]
-
-
-def draw_charts(rows: list[Row], eager_rows: list[Row]) -> list[Chart]:
-    """The charts of loss, router loss, difference from eager, step time and peak memory, as far as there is data."""
-    mine, eager = training_rows(rows), training_rows(eager_rows)
-    validation = [row for row in rows if "validation_loss" in row]
-    charts = [Chart("Loss", "per step", _lines("loss", mine, eager, lambda row: row["loss"], validation))]
-    if any("aux_loss" in row for row in mine):
-        charts.append(Chart("Router loss", "load balancing", _lines("aux", mine, eager, lambda row: row["aux_loss"])))
-    theirs = {row["step"]: row["loss"] for row in eager}
-    common = [row for row in mine if row["step"] in theirs]
-    if common:
-        gap = _lines("gap", common, [], lambda row: abs(row["loss"] - theirs[row["step"]]))
-        charts.append(Chart("Loss difference from eager", "absolute, per step", gap))
-    for key, what in (("expert_load", "expert"), ("rank_load", "rank")):
-        if loaded := [row for row in mine if key in row]:
-            lines = _lines(key, loaded, [], operator.itemgetter(key))
-            charts.append(Chart(f"Busiest {what}", "rows over the mean, average of the layers", lines))
-    if sent := [row for row in mine if "dispatch_bytes" in row]:
-        moved = _lines("sent", sent, [], lambda row: row["dispatch_bytes"] / 1e6, top=None)
-        charts.append(Chart("Token dispatch", "MB that ranks send each other, per step", moved))
-    top, above = _step_time_scale([*mine, *eager])
-    times = _lines("time", mine, eager, _milliseconds, top=top)
-    memory = _lines("memory", mine, eager, lambda row: row["peak_memory_bytes"] / 1e9, top=None)
-    note = "milliseconds" + (f"; above the chart: {above} slow step{'s' * (above > 1)}" if above else "")
-    return [*charts, Chart("Step time", note, times), Chart("Peak memory", "GB so far", memory)]
+_WIDTHS = {"eager": 4.0}  # a wide line below the other one, so that both are visible where they coincide
 
 
-def _milliseconds(row: Row) -> float:
-    return float(1e3 * row["step_seconds"])
+@dataclass
+class _Lines:
+    """What one chart shows.
 
-
-def _step_time_scale(rows: list[Row]) -> tuple[float | None, int]:
-    """The end of the axis, so that a few slow steps don't flatten the others; and how many steps are beyond it."""
-    times = sorted(_milliseconds(row) for row in rows)
-    if not times:
-        return None, 0
-    top = 1.5 * times[int(0.95 * (len(times) - 1))]
-    return (top, sum(time > top for time in times)) if times[-1] > top else (None, 0)
-
-
-def _lines(
-    name: str,
-    mine: list[Row],
-    eager: list[Row],
-    value: Value,
-    validation: list[Row] | None = None,
-    top: float | Literal["free"] | None = "free",
-) -> str:
-    """One drawing as SVG.
-
-    Args:
-        top: The end of the vertical axis, which then begins at zero; ``None``: zero to the largest value; ``"free"``:
-            matplotlib chooses both ends.
+    Attributes:
+        top: the end of the vertical axis, which then begins at zero; ``"free"``: matplotlib chooses both ends.
     """
+
+    title: str
+    note: str
+    lines: list[tuple[Series, Points]]
+    validations: list[tuple[Series, Points]] = field(default_factory=list)
+    top: float | Literal["free"] = "free"
+
+
+def draw_charts(*runs: Series) -> list[Chart]:
+    """The charts of losses, rates, times and memory of one run or of several, as far as there is data."""
+    shown = [run for run in runs if run.points(operator.itemgetter("loss"))]
+    losses = _of(shown, "loss", "Loss", "per step")
+    losses.validations = [(run, points) for run in shown if (points := run.validation())]
+    charts = [losses, _of(shown, "aux_loss", "Router loss", "load balancing"), _gap(shown)]
+    charts.append(_of(shown, "learning_rate", "Learning rate", "per step"))
+    charts.append(_of(shown, "grad_norm", "Gradient norm", "before clipping"))
+    for key, what in (("expert_load", "expert"), ("rank_load", "rank")):
+        charts.append(_of(shown, key, f"Busiest {what}", "rows over the mean, average of the layers"))
+    moved = "MB that ranks send each other, per step"
+    charts.append(_scaled(_of(shown, "dispatch_bytes", "Token dispatch", moved, 1e-6)))
+    charts.append(_step_time(shown))
+    charts.append(_scaled(_of(shown, "peak_memory_bytes", "Peak memory", "GB so far", 1e-9)))
+    return [_draw(chart) for chart in charts if chart.lines]
+
+
+def _of(runs: list[Series], key: str, title: str, note: str, factor: float = 1.0) -> _Lines:
+    lines = [(run, run.points(lambda row: factor * row[key], key)) for run in runs]
+    return _Lines(title, note, [(run, points) for run, points in lines if points])
+
+
+def _scaled(chart: _Lines) -> _Lines:
+    """From zero to a little above the largest value, so that the line is inside."""
+    if chart.lines:
+        chart.top = 1.1 * max(value for _, points in chart.lines for _, value in points) or 1.0
+    return chart
+
+
+def _short(label: str) -> str:
+    """A label that leaves room for the lines in a legend."""
+    return label if len(label) <= 24 else f"...{label[-21:]}"
+
+
+def _gap(runs: list[Series]) -> _Lines:
+    """How far the first run's losses are from the second one's."""
+    chart = _Lines("Loss difference", "absolute, per step", [])
+    if len(runs) == 2:
+        mine, other = (dict(run.points(operator.itemgetter("loss"))) for run in runs)
+        if common := [(step, abs(loss - other[step])) for step, loss in mine.items() if step in other]:
+            chart.title += " from eager" if runs[1].colour == "eager" else f" from {_short(runs[1].label)}"
+            chart.lines = [(runs[0], common)]
+    return chart
+
+
+def _step_time(runs: list[Series]) -> _Lines:
+    """A few slow steps don't flatten the others: they are above the chart, and counted."""
+    chart = _scaled(_of(runs, "step_seconds", "Step time", "milliseconds", 1e3))
+    times = sorted(value for _, points in chart.lines for _, value in points)
+    if times and times[-1] > (end := 1.5 * times[int(0.95 * (len(times) - 1))]):
+        chart.top = end
+        above = sum(time > end for time in times)
+        chart.note += f"; above the chart: {above} slow step{'s' * (above > 1)}"
+    return chart
+
+
+def _draw(chart: _Lines) -> Chart:
     from matplotlib.ticker import MaxNLocator
 
     def lines(axes: Any) -> None:
-        if eager:  # a wide line below the other one, so that both are visible where they coincide
-            steps = [row["step"] for row in eager]
-            axes.plot(steps, [value(row) for row in eager], color=EAGER, linewidth=5, alpha=0.45, label="all eager")
-        label = "this job" if eager or validation else None
-        axes.plot([row["step"] for row in mine], [value(row) for row in mine], color=MINE, linewidth=1.6, label=label)
-        if validation:
-            points = [row["step"] for row in validation], [row["validation_loss"] for row in validation]
-            axes.plot(*points, "o", color=MINE, markersize=5, label="validation")
-        if label:
-            axes.legend(loc="best")
+        # The first run is on top: the others are drawn before it.
+        for run, points in reversed(chart.lines):
+            width = _WIDTHS.get(run.colour, 1.6)
+            style = {"color": colour(run.colour), "solid_capstyle": "round"}
+            if len(points) > MANY_STEPS:
+                axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
+                points = smoothed(points)
+            axes.plot(*zip(*points, strict=True), linewidth=width, label=_short(run.label), **style)
+        for run, points in chart.validations:
+            alone = len(chart.validations) == 1
+            own = colour("validation" if alone or run.colour == "mine" else run.colour)
+            label = "validation" if alone else f"{_short(run.label)}, validation"
+            label = label if len(chart.validations) <= 2 else "_"  # of many runs, points in the run's colour say enough
+            size = 5 if len(points) <= 30 else 2.5
+            axes.plot(*zip(*points, strict=True), "o-", color=own, markersize=size, linewidth=1, label=label)
+        if len(chart.lines) + len(chart.validations) > 1:
+            axes.legend(loc="best").set_in_layout(False)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if top != "free":
-            axes.set_ylim(0, top)
+        if chart.top != "free":
+            axes.set_ylim(0, chart.top)
 
-    return draw(name, lines)
+    shown = [in_words(run.label, points) for run, points in chart.lines]
+    shown += [in_words(f"validation of {run.label}", points) for run, points in chart.validations]
+    words = f"{chart.title}, {chart.note}: {'; '.join(shown)}."
+    return Chart(chart.title, chart.note, draw(re.sub(r"\W+", "-", chart.title.lower()), lines, words))

@@ -7,12 +7,19 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import quoteattr
 
 import matplotlib
 
 # matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
-_INK, _GRID, MINE, EAGER = "#010101", "#020202", "#030303", "#040404"
-_PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)", MINE: "var(--mine)", EAGER: "var(--eager)"}
+_INK, _GRID = "#010101", "#020202"
+COLOURS = ("mine", "eager", "run3", "run4", "run5", "run6", "run7", "run8")  # of runs, as style.css names them
+_PLACEHOLDERS = {name: f"#0303{number:02x}" for number, name in enumerate((*COLOURS, "validation"), start=16)}
+_PAGE_COLOURS = {
+    _INK: "currentColor",
+    _GRID: "var(--grid)",
+    **{placeholder: f"var(--{name})" for name, placeholder in _PLACEHOLDERS.items()},
+}
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
@@ -33,6 +40,11 @@ _STYLE: dict[str, Any] = {
 }
 
 
+def colour(name: str) -> str:
+    """The colour of the page's variable ``name``, as matplotlib takes it."""
+    return _PLACEHOLDERS[name]
+
+
 @dataclass(frozen=True)
 class Chart:
     """A drawing with its title and note."""
@@ -42,26 +54,31 @@ class Chart:
     svg: str
 
 
-def draw(name: str, lines: Callable[[Any], None], height: float = 3.0) -> str:
-    """What ``lines`` draws on matplotlib's axes, as SVG whose ids begin with ``name``."""
+def draw(name: str, lines: Callable[[Any], None], words: str, height: float = 2.7) -> str:
+    """What ``lines`` draws on matplotlib's axes, as SVG whose ids begin with ``name``.
+
+    Args:
+        words: what the drawing shows, for readers that don't see it.
+    """
     matplotlib.use("svg")
     from matplotlib.figure import Figure
 
     style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, height), layout="constrained")
+        figure = Figure(figsize=(5.6, height), layout="constrained")
         lines(figure.subplots())
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(stream.getvalue(), name)
+    return _for_page(stream.getvalue(), name, words)
 
 
-def _for_page(svg: str, name: str) -> str:
+def _for_page(svg: str, name: str, words: str) -> str:
     """The ``<svg>`` element alone. Scales with its container, has unique ids, uses the page's font and colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label={quoteattr(words)} ', 1)
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)

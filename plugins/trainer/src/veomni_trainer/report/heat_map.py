@@ -39,7 +39,12 @@ def draw_loads(rows: list[Row]) -> Chart:
             axis.set_major_locator(MaxNLocator(integer=True))
         axes.figure.colorbar(drawn, ax=axes, label="rows over the layer's mean", extend="max")
 
-    return Chart("Experts' loads", "each line an expert, each column a step", draw("experts", picture, height=4.2))
+    words = (
+        f"Rows of each expert over its layer's mean, steps {steps[0]} to {steps[-1]}, {layers} layers. "
+        f"The largest is {loads.max():.3g} times the mean."
+    )
+    drawing = draw("experts", picture, words, height=4.2)
+    return Chart("Experts' loads", "each line an expert, each column a step", drawing)
 
 
 def _fewer(image: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:

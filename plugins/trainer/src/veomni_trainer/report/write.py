@@ -1,61 +1,71 @@
-"""The end of a run: ``summary.json``, the self-contained ``report.html``, and a few lines for the terminal."""
+"""Of a run's files, ``summary.json`` and the self-contained ``report.html``, and a few lines for the terminal."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import platform
-from datetime import datetime
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import jinja2
+import yaml
 
 from veomni_core.tables import render_table
+from veomni_trainer.job.precision import PRECISIONS
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
 from veomni_trainer.output.strict_json import to_json, with_nan
 from veomni_trainer.report.charts import draw_charts
-from veomni_trainer.report.comparison import Comparison, compare_rows
+from veomni_trainer.report.comparison import Comparison, compare_rows, comparison_sentence
+from veomni_trainer.report.ending import RunEnding
 from veomni_trainer.report.heat_map import draw_loads
+from veomni_trainer.report.page import render
 from veomni_trainer.report.progress import gigabytes
+from veomni_trainer.report.series import Series
 
 
-def write_report(folder: RunFolder) -> None:
-    """Write ``summary.json`` and ``report.html`` from the files in ``folder``, and in ``folder/eager`` if it exists."""
+def write_report(folder: RunFolder, ending: RunEnding | None = None) -> None:
+    """Write ``summary.json`` and ``report.html`` from the files in ``folder``, and in ``folder/eager`` if it exists.
+
+    Args:
+        folder: of a run that has done a step.
+        ending: what ended the run, if the caller knows; otherwise what an earlier report says, and the rows.
+    """
+    eager = folder.compared("eager")
     loads = read_metrics(folder.expert_rows)
-    rows, eager_rows = read_metrics(folder.metrics), read_metrics(folder.compared("eager").metrics)
-    comparison = compare_rows(rows, eager_rows)
+    rows, eager_rows = read_metrics(folder.metrics), read_metrics(eager.metrics)
     receipt = json.loads(folder.receipt.read_text(encoding="utf-8"))
     data = json.loads(folder.data.read_text(encoding="utf-8")) if folder.data.exists() else []  # earlier versions
+    job = folder.job.read_text(encoding="utf-8")
+    comparison = compare_rows(rows, eager_rows, loads, read_metrics(eager.expert_rows), _dtype(receipt, job))
+    ended = _complete(ending or _known_ending(folder), rows, job)
     summary = {
         "run": figures(rows),
         "eager": figures(eager_rows),
         "comparison": comparison.to_dict() if comparison else None,
         "data": data,
+        "ending": ended.to_dict(),
         "plan_sha256": receipt["plan_sha256"],
         "hardware": receipt["hardware"],
         "versions": _versions(receipt),
     }
     write_whole(folder.summary, to_json(summary, indent=1))
-    page = (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            name=folder.path.name,
-            now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-            run=summary["run"],
-            eager=summary["eager"],
-            comparison=comparison,
-            data=data,
-            charts=[*draw_charts(rows, eager_rows), *([draw_loads(loads)] if loads else [])],
-            receipt=receipt,
-            transformations=receipt.get("transformations", []),  # folders of earlier versions have none
-            ops=[_op_row(op) for op in receipt["ops"] if op["found"] or op.get("written")],
-            versions=summary["versions"],
-            job=folder.job.read_text(encoding="utf-8"),
-        )
+    charts = draw_charts(Series("this job", "mine", rows), Series("all eager", "eager", eager_rows))
+    page = render(
+        "report.html.j2",
+        name=folder.path.name,
+        banner=ended.banner,
+        run=summary["run"],
+        eager=summary["eager"],
+        comparison=comparison,
+        data=data,
+        charts=[*charts, *([draw_loads(loads)] if loads else [])],
+        receipt=receipt,
+        transformations=receipt.get("transformations", []),  # folders of earlier versions have none
+        ops=[_op_row(op) for op in receipt["ops"] if op["found"] or op.get("written")],
+        versions=summary["versions"],
+        job=job,
     )
     write_whole(folder.report, page)
 
@@ -65,23 +75,17 @@ def describe_run(folder: RunFolder) -> str:
     parts = json.loads(folder.summary.read_text(encoding="utf-8"))
     summary = {key: with_nan(parts[key] or {}) for key in ("run", "eager", "comparison")}
     names = {"run": "this job", "eager": "all eager"}
-    table = render_table(
-        ("", "steps", "loss", "step", "tokens/s", "peak memory"),
-        [(names[key], *_cells(summary[key])) for key in names if summary[key]],
-    )
+    table = figures_table({names[key]: summary[key] for key in names if summary[key]})
     lines = ["", table]
     if summary["comparison"]:
         lines.append(comparison_sentence(Comparison(**summary["comparison"])))
     return "\n".join([*lines, f"report: {folder.report}"])
 
 
-def comparison_sentence(comparison: Comparison) -> str:
-    """``Against eager: largest loss difference 1.2e-06 (step 14 of 60), 1.31 x its speed, 0.92 x its memory.``"""
-    return (
-        f"Against eager: largest loss difference {comparison.largest_loss_difference:.2g} (at step "
-        f"{comparison.at_step}, of {comparison.steps} compared), {comparison.speed_ratio:.2f} x its speed, "
-        f"{1 / comparison.memory_ratio:.2f} x its peak memory."
-    )
+def figures_table(runs: dict[str, Row]) -> str:
+    """The key figures of runs by their names, as text."""
+    heads = ("", "steps", "loss", "step", "tokens/s", "peak memory")
+    return render_table(heads, [(name, *_cells(run)) for name, run in runs.items()])
 
 
 def _cells(run: Row) -> tuple[str, ...]:
@@ -92,6 +96,31 @@ def _cells(run: Row) -> tuple[str, ...]:
         f"{run['tokens_per_second']:,.0f}",
         gigabytes(run["peak_memory_bytes"]),
     )
+
+
+def _dtype(receipt: dict[str, Any], job: str) -> str:
+    """The type in which the model computes: autocast's, else that of its weights."""
+    said = yaml.safe_load(job)
+    precision = said["train"].get("precision", "float32")  # jobs of earlier versions have none
+    return str(receipt.get("autocast") or said["model"].get("dtype") or PRECISIONS[precision].weights)
+
+
+def _known_ending(folder: RunFolder) -> RunEnding:
+    """What the last report says of the run's end. One that was written while it ran says nothing of that."""
+    if folder.summary.exists():
+        found = json.loads(folder.summary.read_text(encoding="utf-8")).get("ending")
+        if found and found["state"] != "running":
+            return RunEnding(**found)
+    return RunEnding("unfinished")
+
+
+def _complete(ending: RunEnding, rows: list[Row], job: str) -> RunEnding:
+    """``ending`` with the run's steps; a run that has all of them is not unfinished."""
+    train = (yaml.safe_load(job) or {}).get("train") or {}
+    last = max((row["step"] for row in rows), default=0)
+    steps = int(train.get("steps") or last)
+    done = ending.state == "unfinished" and last >= steps
+    return replace(ending, state="complete" if done else ending.state, step=last, steps=steps)
 
 
 def _op_row(op: dict[str, Any]) -> dict[str, Any]:
@@ -107,16 +136,3 @@ def _versions(receipt: dict[str, Any]) -> dict[str, str]:
     plugins = {kernel["distribution"]: kernel["version"] for kernel in receipt["kernels"]}
     ours = ("torch", "transformers", "accelerate", "veomni-core", "veomni-trainer")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in ours}, **plugins}
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["gigabytes"] = gigabytes
-    environment.globals["comparison_sentence"] = comparison_sentence
-    return environment

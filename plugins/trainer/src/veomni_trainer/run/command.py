@@ -15,7 +15,7 @@ from veomni_core.errors import ConfigError, did_you_mean
 from veomni_core.tables import fit
 from veomni_trainer.loop.signals import INTERRUPTED
 
-_COMPARABLE = ("eager",)
+_COMPARABLE = ("eager", "eager-after")
 _RESUME, _RESUME_FROM = "--resume", "--resume-from"
 
 train_command = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -36,7 +36,11 @@ def train(
     changes: Changes = None,
     compare: Annotated[
         str | None,
-        typer.Option("--compare", metavar="eager", help="Also train the same job all-eager, and compare the two."),
+        typer.Option(
+            "--compare",
+            metavar="eager",
+            help="Also train the same job all-eager, step by step in turns, and compare; eager-after: after this run.",
+        ),
     ] = None,
     resume: Annotated[
         bool,

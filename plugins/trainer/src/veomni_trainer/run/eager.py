@@ -1,33 +1,108 @@
-"""Trains the same job all-eager, in a separate process."""
+"""Trains the same job all-eager, in a separate process: beside this one's training, turn by turn, or after it."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from veomni_trainer.loop.signals import receiving
+from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.folder import RunFolder
 
-_ALL_EAGER = "{preset: eager}"
+EAGER = "eager"  # the name of the run, and of its folder
+_MODULE = "veomni_trainer.run.eager_process"
 _STANDARD_ERROR = 2  # its file descriptor
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    """What the process of the eager run is told.
+
+    Attributes:
+        job: the file of the job that it is compared with.
+        folder: its own output folder.
+        resume: whether it goes on from its last checkpoint.
+        accept_plan_change: whether it may go on with other kernels.
+        turns: the file descriptors by which it takes turns: where it receives, and where it sends.
+    """
+
+    job: str
+    folder: str
+    resume: bool
+    accept_plan_change: bool
+    turns: tuple[int, int] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process.
+
+        There the allocator, the peak memory and the compiled code of this run don't affect it. In its own process
+        group, it doesn't get the terminal's Ctrl-C.
+        """
+        command = [sys.executable, "-m", _MODULE, json.dumps(asdict(self))]
+        if self.turns is None:
+            # Where this process prints to standard error (under --json), so does the child.
+            output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
+            return subprocess.Popen(command, process_group=0, stdout=output)
+        # Two runs can't show their progress on one terminal.
+        return subprocess.Popen(command, process_group=0, pass_fds=self.turns, stdout=subprocess.DEVNULL)
+
+
+class EagerBeside:
+    """The eager run that takes turns with the training in this process."""
+
+    def __init__(self, child: subprocess.Popen[bytes], turns: Turns) -> None:
+        self._child, self.turns = child, turns
+
+    def wait(self, stop: bool) -> int:
+        """End this process's turns, and wait for the eager run; returns its exit code.
+
+        Args:
+            stop: whether it shall end like this process's training, with a checkpoint after the same step.
+        """
+        with receiving(lambda number, _: self._child.send_signal(number)):
+            if stop and self._child.poll() is None:
+                self._child.send_signal(signal.SIGINT)
+            self.turns.end()
+            return self._child.wait()
+
+
+@contextmanager
+def eager_beside(job_text: str, folder: RunFolder, resume: bool, accept_plan_change: bool) -> Iterator[EagerBeside]:
+    """Start the eager run of a job, which waits for its turn. If this process's training fails, the eager run ends."""
+    eager = folder.compared(EAGER)
+    received, sends = os.pipe()
+    hears, sent = os.pipe()
+    with tempfile.TemporaryDirectory() as temporary:
+        job = Path(temporary) / "job.yaml"
+        job.write_text(job_text, encoding="utf-8")
+        resume = resume and bool(eager.checkpoints())
+        child = EagerRun(str(job), str(eager.path), resume, accept_plan_change, (received, sent)).start()
+        os.close(received)
+        os.close(sent)
+        beside = EagerBeside(child, Turns(hears, sends, first=True))
+        try:
+            yield beside
+        except BaseException:
+            beside.wait(stop=True)
+            raise
+        finally:
+            beside.wait(stop=False)
 
 
 def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:
     """Run ``folder``'s job with everything eager into ``folder/eager``; returns the process's exit code.
 
-    In a separate process, the allocator, the peak memory and the compiled code of this run don't affect the eager one.
     An eager run that was interrupted before is resumed.
     """
-    eager = folder.compared("eager")
-    command = [sys.executable, "-m", "veomni_core.cli", "train", str(folder.job)]
-    command += ["--set", f"model.ops_implementation={_ALL_EAGER}"]
-    command += ["--set", f"train.output_dir={json.dumps(str(eager.path))}"]
-    command += ["--resume"] if eager.checkpoints() else ["--overwrite"]
-    command += ["--accept-plan-change"] if accept_plan_change else []
-    # Where this process prints to standard error (under --json), so does the child.
-    output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
-    # In its own process group, the child doesn't get the terminal's Ctrl-C. This process forwards each signal, once.
-    child = subprocess.Popen(command, process_group=0, stdout=output)
-    with receiving(lambda number, _: child.send_signal(number)):
+    eager = folder.compared(EAGER)
+    child = EagerRun(str(folder.job), str(eager.path), bool(eager.checkpoints()), accept_plan_change).start()
+    with receiving(lambda number, _: child.send_signal(number)):  # each signal is forwarded once
         return child.wait()

@@ -13,7 +13,9 @@ from veomni_trainer.loop.checkpoints import CheckpointCallback
 from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
+from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.disk import free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.run.record import RunRecord
@@ -35,8 +37,13 @@ class Ending:
     bad_step: str = ""
 
 
-def fit(start: Start) -> Ending:
+def fit(start: Start, compared: bool = False, turns: Turns | None = None) -> Ending:
     """Train until the job's last step, an interrupt, or a step that the job doesn't go on after.
+
+    Args:
+        start: what training starts from.
+        compared: whether the run is one of a comparison: then the routers' choices are counted.
+        turns: the turns that it takes with the other run of a comparison.
 
     Raises:
         HostError: the memory or the disk isn't enough.
@@ -48,34 +55,54 @@ def fit(start: Start) -> Ending:
         start.arguments,
         start.point,
     )
-    loads = ExpertLoads(start.base, binding, train, arguments.process_index) if train.measures_loads else None
+    counts = train.measures_loads or (compared and _can_count(start))
+    loads = ExpertLoads(start.base, binding, train, arguments.process_index) if counts else None
     progress = Progress(start.steps, point.step)
+    trackers = Trackers(train.report_to, folder.path, point.step)
     read = [source.to_dict() for source in start.corpus.read]
-    record = RunRecord(folder, binding, start.origin.job, read, point.step, progress)
+    record = RunRecord(folder, binding, start.origin.job, read, point.step, progress, trackers)
     interrupt = InterruptCallback()
     saver = CheckpointCallback(folder, start.origin, train, validates=bool(start.corpus.validation))
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
-        callbacks = [record, interrupt, *([EarlyStop(train)] if train.early_stop else []), saver]
+        early = [EarlyStop(train)] if train.early_stop else []
+        callbacks = [record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
         trainer = JobTrainer(start.model, arguments, start.corpus, record.on_row, callbacks, train, loads)
+        if turns:
+            turns.on_wait = trainer.leave_out
+            if not turns.first:  # without the run that it is compared with, there is nothing left to do
+                turns.on_lost = interrupt.request
         with progress.running(), interrupt.listening():
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)
     except torch.OutOfMemoryError as error:
+        record.end_with(error)
+        shared = "Two runs share the memory: --compare eager-after trains one after the other. Or l" if turns else "L"
         raise HostError(
-            f"out of memory: {str(error).splitlines()[0]} Lower train.batch_size or data.sequence_length (and raise "
-            "train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
+            f"out of memory: {str(error).splitlines()[0]} {shared}ower train.batch_size or data.sequence_length (and "
+            "raise train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
         ) from error
     except (OSError, RuntimeError, SafetensorError) as error:
+        record.end_with(error)
         if not (why := write_failure(error)):
             raise
         shutil.rmtree(folder.staging, ignore_errors=True)  # before free bytes are counted
         raise HostError(_explain(why, start)) from error
+    except BaseException as error:
+        record.end_with(error)
+        raise
     finally:
+        trackers.close()
         if is_main_process():
             shutil.rmtree(folder.staging, ignore_errors=True)
     bad = trainer.bad_steps
     return Ending(interrupt.interrupted, f"step {trainer.state.global_step}: {bad.problem}" if bad.problem else "")
+
+
+def _can_count(start: Start) -> bool:
+    """Whether the model has experts, whose rows can be counted, and the job doesn't say otherwise."""
+    train, sites = start.job.train, (op.sites for op in start.binding.plan.ops if op.op_name == "moe_experts")
+    return any(sites) and train.expert_loads is None and not train.torch_compile
 
 
 def _explain(why: str, start: Start) -> str:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
 
 from veomni_core.binding.bind import Binding
+from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
+from veomni_trainer.report.ending import RunEnding
 from veomni_trainer.report.progress import Progress
+from veomni_trainer.report.write import write_report
+from veomni_trainer.run.live_report import LiveReport
 from veomni_trainer.run.saying import say
 
 
 class RunRecord(TrainerCallback):
-    """Writes the run's files and shows its progress; of several processes, only the first one does."""
+    """Writes the run's files, shows its progress and hands rows on; of several processes, only the first one does."""
 
     def __init__(
         self,
@@ -26,9 +31,11 @@ class RunRecord(TrainerCallback):
         read: list[dict[str, Any]],
         resumed_from: int,
         progress: Progress,
+        trackers: Trackers,
     ) -> None:
         self._folder, self._binding, self._job_text, self._read = folder, binding, job_text, read
-        self._resumed_from, self._progress = resumed_from, progress
+        self._resumed_from, self._progress, self._trackers = resumed_from, progress, trackers
+        self._live = LiveReport(folder)
         self._begun = self._warned = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **parts: Any) -> None:
@@ -49,6 +56,15 @@ class RunRecord(TrainerCallback):
             self._warned = True
             say(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
         self._progress.show(row)
+        self._trackers.send(row)
+        self._live.update(soon="validation_loss" in row)
+
+    def end_with(self, error: BaseException) -> None:
+        """Write a report of what there is before ``error`` ends the run."""
+        if self._begun:
+            what = (str(error).strip().splitlines() or [""])[0]
+            with suppress(OSError):  # a full disk may be the error itself
+                write_report(self._folder, RunEnding("failed", f"{type(error).__name__}: {what}"))
 
     def _begin(self) -> None:
         self._folder.path.mkdir(parents=True, exist_ok=True)

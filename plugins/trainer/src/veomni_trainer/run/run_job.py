@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,15 +14,19 @@ import transformers
 from torch import distributed
 
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
+from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.loop.trackers import check_trackers
+from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.lock import locked
+from veomni_trainer.report.ending import RunEnding, State
 from veomni_trainer.report.write import describe_run, write_report
-from veomni_trainer.run.eager import train_eager
+from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
 from veomni_trainer.run.fit import Ending, fit
 from veomni_trainer.run.saying import is_main_process, say
 from veomni_trainer.run.start import prepare
@@ -37,15 +42,19 @@ def run_job(
     resume: bool | Path = False,
     overwrite: bool = False,
     accept_plan_change: bool = False,
+    compared: bool = False,
+    turns: Turns | None = None,
 ) -> bool:
     """Train, compare and report; returns whether an interrupt ended the job early.
 
     Args:
         job: the job.
-        compare: ``eager`` to train the same job all-eager too.
+        compare: ``eager`` to train the same job all-eager too, turn by turn; ``eager-after`` to do so afterwards.
         resume: whether to go on from the newest complete checkpoint; or the checkpoint to go on from.
         overwrite: whether an earlier run may be replaced.
         accept_plan_change: whether a run may go on with other kernels.
+        compared: whether this is the other run of a comparison.
+        turns: the turns that this run takes with the one that it is compared with.
 
     Raises:
         TrainingDivergedError: training ended at a step whose loss or gradient norm is not finite. Of several processes
@@ -61,40 +70,81 @@ def run_job(
     transformers.utils.logging.disable_progress_bar()
     job = for_this_machine(job)
     folder = RunFolder(Path(job.train.output_dir))
+    check_trackers(job.train.report_to)
+    run = _Run(job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns)
     with locked(folder.path) if is_main_process() else nullcontext():
-        return _run(job, folder, compare, resume, overwrite, accept_plan_change)
+        return run.run()
 
 
-def _run(
-    job: Job, folder: RunFolder, compare: str | None, resume: bool | Path, overwrite: bool, accept_plan_change: bool
-) -> bool:
-    with naming_lost_processes(job.train.timeout):
-        ending = _train(job, folder, resume, overwrite, accept_plan_change)
-    _let_go()
-    interrupted = ending.interrupted
-    if compare and not (interrupted or ending.bad_step):
-        say(f"\nThe same job, all-eager, in {folder.compared(compare).path}:")
-        code = train_eager(folder, accept_plan_change)
-        interrupted = code == INTERRUPTED
-        if code not in (0, INTERRUPTED):
-            write_report(folder)
+@dataclass
+class _Run:
+    """A job's run in its folder."""
+
+    job: Job
+    folder: RunFolder
+    resume: bool | Path
+    overwrite: bool
+    accept_plan_change: bool
+    compare: str | None
+    compared: bool
+    turns: Turns | None
+
+    def run(self) -> bool:
+        """Train, compare and report; returns whether an interrupt ended the job early."""
+        job, folder = self.job, self.folder
+        with naming_lost_processes(job.train.timeout):
+            ending, eager_code = self._train()
+        _let_go()
+        stopped = ending.interrupted or bool(ending.bad_step)
+        if self.compare and eager_code is None and not stopped:
+            say(f"\nThe same job, all-eager, in {folder.compared(EAGER).path}:")
+            eager_code = train_eager(folder, self.accept_plan_change)
+        interrupted = ending.interrupted or eager_code == INTERRUPTED
+        if is_main_process():
+            self._finish(ending, stopped or interrupted)
+        if ending.bad_step and is_main_process():  # alone: torchrun ends all others with the first one that fails
+            raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
+        if eager_code not in (None, 0, INTERRUPTED):
             raise HostError(
-                f"the eager run ended with exit code {code}, for the reason above; {folder.path} is complete"
+                f"the eager run ended with exit code {eager_code}, for the reason above; what {folder.path} holds of "
+                "this job is complete"
             )
-    if is_main_process():
+        if interrupted:
+            say("Interrupted. Continue with the same command and --resume.")
+        return interrupted
+
+    def _train(self) -> tuple[Ending, int | None]:
+        """Train unless the run is complete. Frees the model when it returns.
+
+        Returns:
+            How training ended, and the exit code of the eager run if that took turns with it.
+        """
+        job, folder = self.job, self.folder
+        point = starting_point(job, folder, self.resume, self.overwrite)
+        if _is_complete(job, folder, point, job.train.steps):
+            return Ending(), None
+        start = prepare(job, folder, point, self.accept_plan_change)
+        if _is_complete(job, folder, point, start.steps):  # a job in epochs, whose steps depend on its data
+            return Ending(), None
+        if self.compare != EAGER:
+            return fit(start, self.compared, self.turns), None
+        say(f"The same job, all-eager, takes turns with this one, in {folder.compared(EAGER).path}")
+        with eager_beside(dump_job(job), folder, bool(point.step), self.accept_plan_change) as eager:
+            ending = fit(start, self.compared, eager.turns)
+            return ending, eager.wait(stop=ending.interrupted or bool(ending.bad_step))
+
+    def _finish(self, ending: Ending, stopped: bool) -> None:
+        """Export the weights if the run has all of them, and write the report."""
+        job, folder = self.job, self.folder
+        state: State = "diverged" if ending.bad_step else "interrupted" if ending.interrupted else "complete"
         with naming_failed_writes(folder.path):
-            if job.train.export and not (interrupted or ending.bad_step):
+            if job.train.export and not stopped:
                 shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
                 merges = job.train.export == "merged"
                 export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
                 print(f"weights: {folder.exported}", flush=True)
-            write_report(folder)
+            write_report(folder, RunEnding(state, ending.bad_step))
         say(describe_run(folder))
-    if ending.bad_step and is_main_process():  # alone: torchrun ends all others with the first one that fails
-        raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
-    if interrupted:
-        say("Interrupted. Continue with the same command and --resume.")
-    return interrupted
 
 
 def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:
@@ -108,17 +158,6 @@ def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:
     ) + f"{job.train.learning_rate / 10:.2g}"
     past = ", or let training pass such steps with train.on_bad_loss: warn" if job.train.on_bad_loss == "stop" else ""
     return f"{bad_step}. {stops}, and no checkpoint was written of it. {where}. {again}{past}"
-
-
-def _train(job: Job, folder: RunFolder, resume: bool | Path, overwrite: bool, accept_plan_change: bool) -> Ending:
-    """Train unless the run is complete. Frees the model when it returns."""
-    point = starting_point(job, folder, resume, overwrite)
-    if _is_complete(job, folder, point, job.train.steps):
-        return Ending()
-    start = prepare(job, folder, point, accept_plan_change)
-    if _is_complete(job, folder, point, start.steps):  # a job in epochs, whose steps depend on its data
-        return Ending()
-    return fit(start)
 
 
 def _is_complete(job: Job, folder: RunFolder, point: StartingPoint, steps: int | None) -> bool:

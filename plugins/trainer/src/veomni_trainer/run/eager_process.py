@@ -1,0 +1,45 @@
+"""The process of the all-eager run, which ``run.eager`` starts and tells what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from veomni_core.cli import exit_code
+from veomni_core.errors import VeOmniError
+from veomni_trainer.job.load import load_job
+from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.loop.turns import Turns
+from veomni_trainer.run.eager import EagerRun
+from veomni_trainer.run.run_job import run_job
+
+_ALL_EAGER = "model.ops_implementation={preset: eager}"
+
+
+def main(told: str) -> int:
+    """Run the job; returns the exit code."""
+    run = EagerRun(**json.loads(told))
+    turns = Turns(*run.turns, first=False) if run.turns else None
+    try:
+        output = f"train.output_dir={json.dumps(run.folder)}"
+        job = load_job(Path(run.job), [_ALL_EAGER, output, "train.export=false", "train.report_to=[]"])
+        interrupted = run_job(
+            job,
+            resume=run.resume,
+            overwrite=not run.resume,
+            accept_plan_change=run.accept_plan_change,
+            compared=True,
+            turns=turns,
+        )
+    except VeOmniError as error:
+        print(f"error: the eager run: {error}", file=sys.stderr)
+        return exit_code(error)
+    finally:
+        if turns:
+            turns.end()
+    return INTERRUPTED if interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
