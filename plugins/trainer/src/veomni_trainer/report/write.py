@@ -100,9 +100,10 @@ def _cells(run: Row) -> tuple[str, ...]:
 
 def _dtype(receipt: dict[str, Any], job: str) -> str:
     """The type in which the model computes: autocast's, else that of its weights."""
-    said = yaml.safe_load(job)
-    precision = said["train"].get("precision", "float32")  # jobs of earlier versions have none
-    return str(receipt.get("autocast") or said["model"].get("dtype") or PRECISIONS[precision].weights)
+    said = yaml.safe_load(job) or {}
+    model, train = (each if isinstance(each := said.get(key), dict) else {} for key in ("model", "train"))
+    precision = train.get("precision") or "float32"  # jobs of earlier versions have none
+    return str(receipt.get("autocast") or model.get("dtype") or PRECISIONS[precision].weights)
 
 
 def _known_ending(folder: RunFolder) -> RunEnding:
