@@ -102,7 +102,7 @@ def _dtype(receipt: dict[str, Any], job: str) -> str:
     """The type in which the model computes: autocast's, else that of its weights."""
     said = yaml.safe_load(job) or {}
     model, train = (each if isinstance(each := said.get(key), dict) else {} for key in ("model", "train"))
-    precision = train.get("precision") or "float32"  # jobs of earlier versions have none
+    precision: Any = train.get("precision") or "float32"  # jobs of earlier versions have none
     return str(receipt.get("autocast") or model.get("dtype") or PRECISIONS[precision].weights)
 
 
