@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,12 @@ from veomni_core import build_foundation_model
 from veomni_core.build import build_skeleton
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import parse_job
+from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.schema import Job
+from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import model_config, ops_config
+from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.step_memory import layers_of, step_memory
 
 QWEN3_NEXT = {
@@ -48,18 +53,17 @@ DEEPSEEK_V3 = {
 }
 
 
-def _job(config: dict[str, Any], preset: str = "eager", **train: Any) -> Job:
-    return parse_job(
-        {
-            "model": {"config": config, "dtype": "float32", "ops_implementation": {"preset": preset}},
-            "data": {"files": "python-stdlib", "sequence_length": 32},
-            "train": {"output_dir": "run", "steps": 1, "batch_size": 2, "device": "cpu", **train},
-        }
-    )
+def _job(config: dict[str, Any], preset: str = "eager", lora: dict[str, Any] | None = None, **train: Any) -> Job:
+    job = {
+        "model": {"config": config, "ops_implementation": {"preset": preset}},
+        "data": {"files": "python-stdlib", "sequence_length": 32},
+        "train": {"output_dir": "run", "steps": 1, "batch_size": 2, "device": "cpu", **train},
+    }
+    return for_this_machine(parse_job(job))
 
 
 def _estimate(job: Job) -> MemoryEstimate:
-    skeleton = build_skeleton(model_config(job, load_tokenizer("bytes")), torch_dtype=job.model.dtype)
+    skeleton = build_skeleton(model_config(job, load_tokenizer("bytes")), torch_dtype=weights_dtype(job))
     torch.manual_seed(0)  # of the tokens, and so of what the experts get
     return estimate_memory(job, ops_config(job), skeleton, torch.device("cpu"))
 
@@ -140,3 +144,21 @@ def test_gradients_come_as_activations_go() -> None:
     assert MemoryEstimate(**parts, brief=0, accumulates=False).total == 40  # the backward ends with all gradients
     assert MemoryEstimate(**parts, brief=5, accumulates=False).total == 44  # it begins with all activations
     assert MemoryEstimate(**parts, brief=5, accumulates=True).total == 54
+
+
+def test_an_adapter_alone_has_gradients(tmp_path: Path) -> None:
+    config = {**LLAMA, "vocab_size": 320}
+    whole = _job(config)
+    build_foundation_model(config, ops_implementation={"preset": "eager"}, init_device="cpu").save_pretrained(tmp_path)
+    adapted = whole.model_copy(
+        update={
+            "model": replace(whole.model, config=None, weights=str(tmp_path)),
+            "data": whole.data.model_copy(update={"tokenizer": "bytes"}),
+            "lora": LoraSection(rank=2, target_modules=["q_proj"]),
+        }
+    )
+    with_all, with_adapter = _estimate(whole), _estimate(adapted)
+    elements = 2 * (LLAMA["hidden_size"] * 2 + 2 * LLAMA["hidden_size"])  # layers x (A [2, hidden] and B [hidden, 2])
+    assert with_adapter.gradients == 4 * elements
+    assert with_adapter.optimizer == 2 * with_adapter.gradients
+    assert with_adapter.weights == with_all.weights + 4 * elements

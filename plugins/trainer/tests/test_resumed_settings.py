@@ -48,7 +48,7 @@ def test_every_key_of_a_job_says_what_a_change_does() -> None:
     paths = {path for path in known_paths(Job) if path.count(".") == 1}
     aliases = {"model.config_path", "model.path"}
     assert {path for path in paths - aliases if path not in KEYS and path.split(".")[0] not in KEYS} == set()
-    assert set(KEYS) <= {*paths, "data"}
+    assert set(KEYS) <= {*paths, "data", "lora"}
 
 
 def test_a_lower_rate_is_in_force_from_the_next_step_on(
@@ -109,7 +109,7 @@ def test_when_to_log_and_to_save_is_the_new_job_s(run: TrainedRun) -> None:
     ("change", "message"),
     [
         ("train.seed=1", r"train\.seed: 0 -> 1 \(another seed draws another order of sequences"),
-        ("model.dtype=bfloat16", r"model\.dtype: float32 -> bfloat16 \(the optimizer's state"),
+        ("train.optimizer=sgd", r"train\.optimizer: adamw_torch_fused -> sgd \(the optimizer's state is of its kind"),
     ],
 )
 def test_what_a_run_cannot_go_on_with_is_refused(run: TrainedRun, change: str, message: str) -> None:

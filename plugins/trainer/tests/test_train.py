@@ -15,6 +15,7 @@ from veomni_trainer.job.load import load_job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.start import prepare
 from veomni_trainer.run.starting_point import StartingPoint
+from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 
 Train = Callable[..., bool]
@@ -141,7 +142,7 @@ def test_kernels_are_verified_before_the_first_step_where_the_job_says_so(
 def test_ddp_looks_for_unused_parameters_only_where_there_may_be_some(
     request: pytest.FixtureRequest, write_job: Any, run: Path, model: str, looks: bool
 ) -> None:
-    job = load_job(write_job(request.getfixturevalue(model)))
+    job = for_this_machine(load_job(write_job(request.getfixturevalue(model))))
     start = prepare(job, RunFolder(run), StartingPoint(), accept_plan_change=False)
     assert start.arguments.ddp_find_unused_parameters is looks
     checkpointed = job.train.model_copy(update={"gradient_checkpointing": True})

@@ -115,6 +115,8 @@ def _join(problems: list[str]) -> str:
 
 
 def _section_in(annotation: Any) -> type | None:
+    if get_origin(annotation) is list:
+        return None
     candidates = [annotation, *get_args(annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, (BaseModel, ModelSection))), None)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_core.jobs.jobfile import load_yaml
+from veomni_trainer.job.precision import PRECISIONS
 from veomni_trainer.job.schema import Job
 
 
@@ -53,7 +54,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.max_grad_norm": _APPLIED,
     "train.seed": _REFUSED,
     "train.device": _APPLIED,
-    "train.precision": _REFUSED,
+    "train.precision": _REFUSED,  # unless the weights stay in their dtype
     "train.gradient_checkpointing": _APPLIED,
     "train.torch_compile": _APPLIED,
     "train.verify": _APPLIED,
@@ -102,6 +103,8 @@ class ChangedKey:
     @property
     def on_resume(self) -> OnResume:
         """What becomes of the change."""
+        if self.key == "train.precision" and len({PRECISIONS[each].weights for each in (self.before, self.now)}) == 1:
+            return _COMPARED  # the plan
         return KEYS[self.key]
 
     def __str__(self) -> str:
