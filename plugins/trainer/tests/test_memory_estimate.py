@@ -92,7 +92,7 @@ def test_activations_of_few_layers_stand_for_all(config: dict[str, Any], measure
     assert len(kept.layers) == config["num_hidden_layers"]
     # Routers choose differently in each layer, so experts keep a little more or less there.
     assert estimate.activations == pytest.approx(sum(kept.layers), rel=0.02 if "moe_intermediate_size" in config else 0)
-    assert estimate.logits == kept.rest
+    assert estimate.logits == pytest.approx(kept.rest, rel=0.01)
     assert estimate.weights == sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers()))
 
 
