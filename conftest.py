@@ -22,6 +22,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What is printed depends on no terminal: readline, which pytest imports, sets the width for the workers of xdist.
+os.environ.pop("COLUMNS", None)
 
 # No test reads or writes the developer's own cache: kernels that failed `veomni verify`, and tokens. Subprocesses
 # inherit it.

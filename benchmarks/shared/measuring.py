@@ -4,15 +4,19 @@
 - :func:`captured`: the same call as a CUDA graph, to be timed in its place: the GPU's share, without Python's.
 - :func:`event_milliseconds`: whole steps on a GPU, by CUDA events, one after the other as in training.
 - :func:`seconds` and :func:`seconds_in_turns`: the wall clock, for CPUs, processes, and several GPUs at once.
+- :func:`command`: a command as its user waits for it: until it prints a line, with its processor time and its memory.
 
-Every one of them warms up before it counts, or says that its caller must.
+Every one of them, but the last, warms up before it counts, or says that its caller must.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +99,36 @@ def seconds_in_turns(
             if turn >= warm_ups:
                 times[name].append(taken)
     return times
+
+
+@dataclass(frozen=True)
+class CommandRun:
+    """What a command took: seconds until the line that was waited for, and of processors in all; peak memory."""
+
+    seconds: float
+    processor_seconds: float
+    peak_bytes: int  # resident memory, in which mapped pages count that the process has touched
+    lines: tuple[str, ...]
+
+
+def command(parts: Sequence[str], until: str, folder: Path) -> CommandRun:
+    """Run a command in ``folder``, and time it from its start to the first line that begins with ``until``.
+
+    Raises:
+        SystemExit: the command failed, or printed no such line.
+    """
+    lines, seconds = [], None
+    start = time.perf_counter()
+    process = subprocess.Popen(parts, stdout=subprocess.PIPE, text=True, cwd=folder)
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if seconds is None and line.startswith(until):
+            seconds = time.perf_counter() - start
+    _, status, usage = os.wait4(process.pid, 0)
+    if status or seconds is None:
+        raise SystemExit(f"{' '.join(parts)} failed, or printed no line that begins with {until!r}")
+    return CommandRun(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, tuple(lines))
 
 
 def training_step(forward: Call, backward: Callable[[Any], Any], inputs: Iterable[Tensor]) -> Call:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
+from benchmarks.shared.measuring import command
 from benchmarks.shared.results import machine, write_results
 
 _MODEL = {
@@ -58,24 +56,14 @@ def write_corpus(path: Path, size: int) -> int:
 def start(job: Path, changes: tuple[str, ...]) -> dict[str, Any]:
     """Seconds from the command to the end of its first step; the whole command's processor time and peak memory."""
     sets = [part for change in changes for part in ("--set", change)]
-    command = [sys.executable, "-m", "veomni_core.cli", "train", str(job), "--overwrite", *sets]
-    began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=job.parent)
-    assert process.stdout is not None
-    seconds, data = 0.0, ""
-    for line in process.stdout:
-        if line.startswith("data: "):
-            data = line.removeprefix("data: ").strip()
-        if line.startswith("step 1/") and not seconds:
-            seconds = time.monotonic() - began
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)} failed")
+    run = command(
+        [sys.executable, "-m", "veomni_core.cli", "train", str(job), "--overwrite", *sets], "step 1/", job.parent
+    )
     return {
-        "seconds to the first step": seconds,
-        "processor seconds": usage.ru_utime + usage.ru_stime,
-        "peak memory": usage.ru_maxrss * 1024,
-        "data": data,
+        "seconds to the first step": run.seconds,
+        "processor seconds": run.processor_seconds,
+        "peak memory": run.peak_bytes,
+        "data": next(line.removeprefix("data: ") for line in run.lines if line.startswith("data: ")),
     }
 
 

@@ -13,7 +13,7 @@ from veomni_core.jobs.job_model import ModelSection, ModelSectionError, model_se
 
 def test_what_is_not_written_has_its_default():
     section = read_model_section({"config": {"model_type": "llama"}})
-    assert section == ModelSection(config={"model_type": "llama"}, dtype="bfloat16", trust_remote_code=False)
+    assert section == ModelSection(config={"model_type": "llama"}, dtype=None, trust_remote_code=False)
     assert section.source == {"model_type": "llama"}
 
 

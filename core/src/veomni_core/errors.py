@@ -129,6 +129,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         "Did you mean 'train.learning_rate'?"
         >>> suggest("liger", ["chunk_loss", "eager", "liger_kernel"])
         "Did you mean 'liger_kernel'?"
+        >>> suggest("model.nrm.weight", ["lm_head.weight", "model.norm.weight"])
+        "Did you mean 'model.norm.weight'?"
         >>> suggest("fa2", ["auto", "eager"])
         ''
     """
@@ -141,7 +143,7 @@ def _nearest(name: str, known: list[str]) -> list[str]:
     last = {each: _plain(each.rpartition(".")[2]) for each in known}
     meanings = (word, *SYNONYMS.get(word, ()))
     if same := [each for meaning in meanings for each in known if last[each] == meaning and each != name]:
-        return same
+        return difflib.get_close_matches(name, same, n=1, cutoff=0.0) if "." in name else same
     within = [each for each in known if f"_{word}_" in f"_{last[each]}_"]
     if within:
         return sorted(within, key=len) if len(within) <= _FEW else []

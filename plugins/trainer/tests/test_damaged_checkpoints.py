@@ -14,6 +14,7 @@ from veomni_core.errors import CheckpointError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.starting_point import starting_point
+from veomni_trainer.setup.machine_defaults import for_this_machine
 
 FILES = (
     "optimizer.pt",
@@ -40,7 +41,7 @@ def run(whole: TrainedRun, tmp_path: Path) -> TrainedRun:
 
 
 def _start(run: TrainedRun, resume: bool | Path = True) -> int:
-    return starting_point(load_job(run.job), RunFolder(run.folder), resume, overwrite=False).step
+    return starting_point(for_this_machine(load_job(run.job)), RunFolder(run.folder), resume, overwrite=False).step
 
 
 def _truncate(path: Path) -> None:

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from veomni_trainer.data.corpus import read_corpus
-from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import parse_job
+from veomni_trainer.setup.tokenizer import job_tokenizer
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -104,11 +104,11 @@ def losses_by_hand(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[int, float]:
     """The losses of a ``Trainer`` by hand on the sequences of the job."""
-    data = parse_job(job_data, folder=folder).data
+    job = parse_job(job_data, folder=folder)
     hand = ByHand(
         model,
         TrainingArguments(str(folder / "hand"), **ARGUMENTS | arguments),
-        train_dataset=read_corpus(data, load_tokenizer(data.tokenizer, None)).training,
+        train_dataset=read_corpus(job.data, job_tokenizer(job)).training,
         optimizers=(optimizer, None),
     )
     hand.train()

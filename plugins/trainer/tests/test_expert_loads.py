@@ -19,6 +19,7 @@ from veomni_trainer.loop.expert_loads import leaving, rows_sent
 from veomni_trainer.report.charts import draw_charts
 from veomni_trainer.report.heat_map import draw_loads
 from veomni_trainer.report.progress import describe
+from veomni_trainer.report.series import Series
 
 Train = Callable[..., bool]
 
@@ -75,7 +76,8 @@ def test_progress_and_charts_have_what_was_measured() -> None:
     row = {"step": 1, "loss": 2.0, "tokens_per_second": 10.0, "peak_memory_bytes": 10**9, "step_seconds": 1.0}
     loads = {"expert_load": 1.5, "rank_load": 1.25, "dispatch_bytes": 3 * 10**9}
     assert describe(row | loads) == "loss 2.0000  10 tok/s  1.00 GB  experts 1.50x  ranks 1.25x  sent 3.00 GB"
-    titles = [chart.title for chart in draw_charts([row | loads, row | loads | {"step": 2}], [])]
+    series = Series("a run", "mine", [row | loads, row | loads | {"step": 2}])
+    titles = [chart.title for chart in draw_charts(series)]
     assert titles == ["Loss", "Busiest expert", "Busiest rank", "Token dispatch", "Step time", "Peak memory"]
 
 

@@ -12,6 +12,7 @@ import torch
 from small_tokenizers import CHATML, MARKED, byte_level, sentence_piece
 from transformers import AutoTokenizer, BertTokenizer, LlamaConfig, LlamaForCausalLM
 
+from veomni_core import Hardware
 from veomni_core.errors import ConfigError, JobFileError
 from veomni_trainer.data.documents import Example
 from veomni_trainer.data.tokens import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer
@@ -88,7 +89,7 @@ def test_bytes_and_weights_with_a_tokenizer_exclude_each_other(
         train(sft, "data.tokenizer=bytes")
     sft["data"]["tokenizer"] = "bytes"
     with pytest.raises(ConfigError) as planned:
-        check_job(write_job(sft))
+        check_job(write_job(sft), Hardware.cpu())
     assert str(planned.value) == str(trained.value)
     assert not run.exists()
 

@@ -8,7 +8,7 @@ from pydantic import Field, field_serializer, model_validator
 
 from veomni_trainer.job.section import Number
 from veomni_trainer.job.sequence_keys import SequenceKeys
-from veomni_trainer.job.source_keys import ReadingKeys, Source
+from veomni_trainer.job.source_keys import Files, ReadingKeys, Source
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
@@ -17,11 +17,11 @@ BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
 class DataSection(ReadingKeys, SequenceKeys):
     """The training text, and how it is tokenized and split."""
 
-    files: str | list[str] | None = None
+    files: Files | None = None
     """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
     sources: list[Source] | None = None
     """In place of ``files``: several sources, each with its files and its own keys for reading them."""
-    validation_files: str | list[str] | None = None
+    validation_files: Files | None = None
     """Documents to validate on, named as ``files`` are; in place of ``validation_fraction``."""
     tokenizer: str | None = None
     """The path of a tokenizer's folder or of a ``tokenizer.json``, or ``bytes`` (a token per byte).

@@ -103,8 +103,10 @@ class ChangedKey:
     @property
     def on_resume(self) -> OnResume:
         """What becomes of the change."""
-        if self.key == "train.precision" and len({PRECISIONS[each].weights for each in (self.before, self.now)}) == 1:
-            return _COMPARED  # the plan
+        if self.key == "train.precision":
+            before, now = PRECISIONS.get(self.before), PRECISIONS.get(self.now)
+            if before and now and before.weights == now.weights:
+                return _COMPARED  # the plan
         return KEYS[self.key]
 
     def __str__(self) -> str:

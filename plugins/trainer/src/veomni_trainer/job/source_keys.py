@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from veomni_trainer.job.section import Number, Section
+
+
+
+
+def _named(files: str | list[str]) -> str | list[str]:
+    """Refuse an empty name: as a path it would mean the working directory, with the job in it."""
+    if "" in ([files] if isinstance(files, str) else files):
+        raise ValueError("a file's name is empty; name a file, a folder or a glob")
+    return files
+
+
+def _relative(pattern: str) -> str:
+    if not pattern or PurePath(pattern).is_absolute():
+        raise ValueError("must be a glob below the folders of files, such as **/*.txt; a glob of its own goes into files")
+    return pattern
+
+
+Files = Annotated[str | list[str], AfterValidator(_named)]
 
 
 class Columns(Section):
@@ -39,7 +58,7 @@ class Columns(Section):
 class ReadingKeys(Section):
     """How the files of a source are read."""
 
-    pattern: str = "**/*"
+    pattern: Annotated[str, AfterValidator(_relative)] = "**/*"
     """Which files of a folder are read."""
     format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] | None = None
     """What the files are; by default their suffix says it. ``dataset``: a folder of ``datasets``' ``save_to_disk``."""
@@ -56,7 +75,7 @@ class ReadingKeys(Section):
 class Source(ReadingKeys):
     """One of several sources: the keys that it leaves out are those of the section ``data``."""
 
-    files: str | list[str]
+    files: Files
     """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
     weight: Number = Field(default=1.0, gt=0.0)
     """How often sequences are drawn from this source, relative to the others."""
