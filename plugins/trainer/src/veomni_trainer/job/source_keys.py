@@ -10,8 +10,6 @@ from pydantic import AfterValidator, Field, model_validator
 from veomni_trainer.job.section import Number, Section
 
 
-
-
 def _named(files: str | list[str]) -> str | list[str]:
     """Refuse an empty name: as a path it would mean the working directory, with the job in it."""
     if "" in ([files] if isinstance(files, str) else files):
@@ -21,7 +19,9 @@ def _named(files: str | list[str]) -> str | list[str]:
 
 def _relative(pattern: str) -> str:
     if not pattern or PurePath(pattern).is_absolute():
-        raise ValueError("must be a glob below the folders of files, such as **/*.txt; a glob of its own goes into files")
+        raise ValueError(
+            "must be a glob below the folders of files, such as **/*.txt; a glob of its own goes into files"
+        )
     return pattern
 
 
