@@ -95,9 +95,11 @@ def test_a_warned_run_that_recovers_is_a_success(
 class _Step:
     """One step of a job, as the callback sees it."""
 
-    def __init__(self, tmp_path: Path, skipped: bool = False) -> None:
+    def __init__(self, tmp_path: Path, scale: tuple[float | None, float | None] = (None, None)) -> None:
         train = TrainSection.model_validate({"output_dir": "run", "steps": 9})
-        self.steps = BadSteps(train, lambda: skipped)
+        scales = iter(scale)  # before the step, and after it
+        self.steps = BadSteps(train, lambda: next(scales))
+        self.steps.start_step()
         self.arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
 
     def end(self, loss: float, norm: float) -> TrainerControl:
@@ -124,9 +126,11 @@ def test_losses_and_norms_are_looked_at(tmp_path: Path, loss: float, norm: float
     assert (control.should_training_stop, control.should_save) == (bool(problem), not problem)
 
 
-def test_a_step_that_a_loss_scaler_skipped_is_not_bad(tmp_path: Path) -> None:
-    assert not _Step(tmp_path, skipped=True).end(1.0, float("inf")).should_training_stop
-    assert _Step(tmp_path, skipped=True).end(float("nan"), float("inf")).should_training_stop
+def test_a_step_that_a_loss_scaler_left_out_is_not_bad(tmp_path: Path) -> None:
+    assert not _Step(tmp_path, (65536.0, 32768.0)).end(1.0, float("inf")).should_training_stop
+    assert _Step(tmp_path, (65536.0, 32768.0)).end(float("nan"), float("inf")).should_training_stop
+    assert _Step(tmp_path, (65536.0, 65536.0)).end(1.0, float("inf")).should_training_stop
+    assert _Step(tmp_path, (65536.0, 131072.0)).end(1.0, float("nan")).should_training_stop  # it grows after good steps
 
 
 def test_a_rank_stops_for_the_loss_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

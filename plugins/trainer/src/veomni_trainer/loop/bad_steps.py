@@ -22,25 +22,28 @@ class BadSteps(TrainerCallback):
 
     Args:
         train: what the job says.
-        skipped: whether the optimizer has left the step out, as a loss scaler lets it where gradients overflow. Then
-            the norm is no problem: the scaler lowers its scale.
+        loss_scale: what losses are multiplied by; ``None`` where they are not scaled. It falls after a step whose
+            gradients overflowed. The optimizer has left that step out, so its norm is no problem. (accelerate's
+            ``optimizer_step_was_skipped`` doesn't see it of a fused optimizer, which is called and skips by itself.)
 
     Attributes:
         problem: what is bad about the step that has ended, e.g. ``the loss is nan``; otherwise empty.
         first: the first bad step, and its problem.
     """
 
-    def __init__(self, train: TrainSection, skipped: Callable[[], bool]) -> None:
-        self._stops, self._skipped = train.on_bad_loss == "stop", skipped
+    def __init__(self, train: TrainSection, loss_scale: Callable[[], float | None]) -> None:
+        self._stops, self._loss_scale = train.on_bad_loss == "stop", loss_scale
         self.problem = ""
         self.first: tuple[int, str] | None = None
+        self._losses: list[Tensor] = []
         self._norm: Tensor | float | None = None
-        self.start_step()
+        self._scale_before: float | None = None
 
     def start_step(self) -> None:
         """Forget the losses and the norm of the previous step."""
-        self._losses: list[Tensor] = []
+        self._losses = []
         self._norm = None
+        self._scale_before = self._loss_scale()
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Take the loss of a micro-step."""
@@ -66,7 +69,7 @@ class BadSteps(TrainerCallback):
     def _find(self, args: TrainingArguments) -> str:
         """The step's problem. The sum over ranks is not finite where a rank's value isn't."""
         loss = torch.stack(self._losses).sum().float()
-        seen = None if self._skipped() else self._norm
+        seen = None if self._overflowed() else self._norm
         norm = torch.as_tensor(0.0 if seen is None else seen, dtype=loss.dtype, device=loss.device)
         values = torch.stack([loss, norm])
         if args.world_size > 1:
@@ -75,3 +78,7 @@ class BadSteps(TrainerCallback):
             if not math.isfinite(value):
                 return f"the {name} is {value}"
         return ""
+
+    def _overflowed(self) -> bool:
+        before, after = self._scale_before, self._loss_scale()
+        return before is not None and after is not None and after < before

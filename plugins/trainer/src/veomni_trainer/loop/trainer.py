@@ -48,7 +48,7 @@ class JobTrainer(ResumingTrainer):
         loads: ExpertLoads | None = None,
     ) -> None:
         self._clock, self._loads, self._corpus = StepClock(), loads, corpus
-        self.bad_steps = BadSteps(train, lambda: self.accelerator.optimizer_step_was_skipped)
+        self.bad_steps = BadSteps(train, self._loss_scale)
         training = corpus.training
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
@@ -181,6 +181,10 @@ class JobTrainer(ResumingTrainer):
     def _hand_on(self, row: Row) -> None:
         if self.is_world_process_zero():
             self._on_row(row)
+
+    def _loss_scale(self) -> float | None:
+        scaler = self.accelerator.scaler
+        return scaler.get_scale() if scaler is not None else None
 
     def _mean(self, value: torch.Tensor) -> float:
         return float(self.accelerator.reduce(value.float(), "mean"))
