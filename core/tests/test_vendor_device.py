@@ -16,12 +16,12 @@ PLUGIN = """
     from veomni_core import DeviceSpec, Hardware, HardwareRequirement, KernelSpec, hookimpl
 
     VEOMNI_PLUGIN_API_VERSION = 1
-    MLU = HardwareRequirement("mlu")
-    PRESET = {"rms_norm_implementation": "mlu", "moe_implementation": "mlu"}
+    HPU = HardwareRequirement("hpu")
+    PRESET = {"rms_norm_implementation": "hpu", "moe_implementation": "hpu"}
     calls = []
 
     def detect():
-        return Hardware("mlu", name="MLU590", count=8, detected=True)
+        return Hardware("hpu", name="Gaudi 3", count=8, detected=True)
 
     def rms_norm(x, weight, eps):
         import torch
@@ -31,13 +31,13 @@ PLUGIN = """
 
     @hookimpl
     def veomni_devices():
-        return [DeviceSpec("mlu", "{module}:detect", {"mlu590": Hardware("mlu", name="MLU590")}, PRESET)]
+        return [DeviceSpec("hpu", "{module}:detect", {"gaudi3": Hardware("hpu", name="Gaudi 3")}, PRESET)]
 
     @hookimpl
     def veomni_kernels():
         return [
-            KernelSpec("mlu", "rms_norm", "standard", "{module}:rms_norm", MLU),
-            KernelSpec("mlu", "moe_experts", "standard", "{module}:absent", MLU),
+            KernelSpec("hpu", "rms_norm", "standard", "{module}:rms_norm", HPU),
+            KernelSpec("hpu", "moe_experts", "standard", "{module}:absent", HPU),
         ]
 """
 
@@ -45,26 +45,28 @@ PLUGIN = """
 @pytest.fixture
 def plugin(install):
     """The name of the installed plugin's module."""
-    return install("veomni-mlu", PLUGIN)
+    return install("veomni-hpu", PLUGIN)
 
 
 def train(values, registry):
     """One step of a tiny Llama built from a config, with the model."""
     eager = build("llama")
     ops = OpsConfig.from_dict(values, registry)
-    model = build_foundation_model(eager.config, ops_implementation=ops, torch_dtype="float32", init_device="cpu")
+    model = build_foundation_model(
+        eager.config, ops_implementation=ops, torch_dtype="float32", init_device="cpu", device="hpu"
+    )
     model.load_state_dict(eager.state_dict())
     return model, step(model.train())
 
 
 @pytest.mark.parametrize(
-    "values", [{"preset": "mlu"}, {"preset": "auto"}, {"preset": "eager", "rms_norm_implementation": "mlu"}]
+    "values", [{"preset": "hpu"}, {"preset": "auto"}, {"preset": "eager", "rms_norm_implementation": "hpu"}]
 )
 def test_a_model_trains_with_its_kernel_on_its_device(plugin, values):
-    registry = discover({"VEOMNI_PLUGINS": "veomni-mlu"})
+    registry = discover({"VEOMNI_PLUGINS": "veomni-hpu"})
     model, found = train(values, registry)
     receipt = binding_of(model).receipt.to_dict()
-    assert receipt["hardware"] == "mlu (MLU590)"
+    assert receipt["hardware"] == "hpu (Gaudi 3)"
     assert {op["op"]: op["bound"] for op in receipt["ops"] if op["bound"]} == {"rms_norm": 5}
     assert_equal_steps(found, step(build("llama")))
     assert len(__import__(plugin).calls) == 5
@@ -72,30 +74,30 @@ def test_a_model_trains_with_its_kernel_on_its_device(plugin, values):
 
 def test_its_preset_can_be_planned_anywhere_and_holds_only_there(plugin):
     registry = discover({})
-    choices = OpsConfig.from_dict({"preset": "mlu"}, registry).choices
+    choices = OpsConfig.from_dict({"preset": "hpu"}, registry).choices
     filled = {choice.config_field: choice.asked for choice in choices.values() if choice.asked != "eager"}
-    assert filled == {"rms_norm_implementation": "mlu", "moe_implementation": "mlu"}
-    plan = veomni_core.make_plan(build("llama"), {"preset": "mlu"}, registry=registry, hardware="mlu590")
-    assert [kernel.distribution for kernel in plan.kernels] == ["veomni-mlu"]
-    with pytest.raises(KernelUnavailableError, match=r"rms_norm_implementation: mlu can't run here: needs device type"):
-        veomni_core.make_plan(build("llama"), {"preset": "mlu"}, registry=registry, hardware="h200")
+    assert filled == {"rms_norm_implementation": "hpu", "moe_implementation": "hpu"}
+    plan = veomni_core.make_plan(build("llama"), {"preset": "hpu"}, registry=registry, hardware="gaudi3")
+    assert [kernel.distribution for kernel in plan.kernels] == ["veomni-hpu"]
+    with pytest.raises(KernelUnavailableError, match=r"rms_norm_implementation: hpu can't run here: needs device type"):
+        veomni_core.make_plan(build("llama"), {"preset": "hpu"}, registry=registry, hardware="h200")
 
 
 def test_without_the_plugin_there_is_no_such_preset():
-    with pytest.raises(UnknownNameError, match=r"preset: 'mlu' is unknown"):
-        OpsConfig.from_dict({"preset": "mlu"}, discover({}))
+    with pytest.raises(UnknownNameError, match=r"preset: 'hpu' is unknown"):
+        OpsConfig.from_dict({"preset": "hpu"}, discover({}))
 
 
 def test_a_preset_that_fills_a_misspelt_field_fails_its_plugin(install):
-    install("veomni-mlu", PLUGIN.replace("moe_implementation", "moe_implementatoin"))
-    record = discover({}).plugin("veomni-mlu")
+    install("veomni-hpu", PLUGIN.replace("moe_implementation", "moe_implementatoin"))
+    record = discover({}).plugin("veomni-hpu")
     assert record.status == "failed"
     assert record.problem == (
-        "device type mlu: its preset fills 'moe_implementatoin', which is not a config field. "
+        "device type hpu: its preset fills 'moe_implementatoin', which is not a config field. "
         "Did you mean 'moe_implementation'?"
     )
 
 
 def test_the_core_has_no_word_of_it():
     sources = Path(veomni_core.__file__).parent.rglob("*.py")
-    assert not [source for source in sources if "mlu" in source.read_text().lower()]
+    assert not [source for source in sources if "hpu" in source.read_text().lower()]
