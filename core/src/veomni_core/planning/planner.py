@@ -1,4 +1,4 @@
-"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what failed ``veomni verify`` here."""
+"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what ``veomni verify`` found here."""
 
 from __future__ import annotations
 
