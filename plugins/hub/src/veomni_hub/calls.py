@@ -15,38 +15,53 @@ _ATTRIBUTE = "self."
 
 
 @dataclass(frozen=True)
+class Values:
+    """What some parameters or attributes get: arguments of the op, by their names, and constants."""
+
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any]) -> Values:
+        """Read a part of an entry's ``call``, in which a constant is ``{value: ...}``."""
+        return cls(
+            {name: value for name, value in mapping.items() if isinstance(value, str)},
+            {name: value["value"] for name, value in mapping.items() if not isinstance(value, str)},
+        )
+
+    def filled(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of each parameter or attribute, where the op is given ``given``."""
+        return {**{name: given[argument] for name, argument in self.arguments.items()}, **self.constants}
+
+
+@dataclass(frozen=True)
 class Call:
-    """Which arguments a layer or a function gets.
+    """A layer or a function, called as the contract's reference is.
 
     Attributes:
         function: the function, or the layer's ``forward``.
-        parameters: the contract's arguments, in the order in which callers may pass them.
+        arguments: the contract's arguments, in the order in which callers may pass them.
         defaults: the values of those that callers may leave out.
-        keywords: the contract's argument for each parameter of ``function``.
-        attributes: the contract's argument for each attribute that the layer reads; ``None`` for a function.
-        constants, constant_attributes: the parameters and attributes that always have the same value.
+        keywords: what the function's parameters get.
+        attributes: what the layer's attributes are; ``None`` for a function.
     """
 
     function: Callable[..., Any]
-    parameters: tuple[str, ...]
+    arguments: tuple[str, ...]
     defaults: Mapping[str, Any]
-    keywords: Mapping[str, str]
-    attributes: Mapping[str, str] | None
-    constants: Mapping[str, Any]
-    constant_attributes: Mapping[str, Any]
+    keywords: Values
+    attributes: Values | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op: called as the contract's reference is."""
-        given = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
-        if len(args) > len(self.parameters) or not given.keys() <= {*self.parameters}:
-            raise TypeError(f"takes {', '.join(self.parameters)}, not {len(args)} values and {', '.join(kwargs)}")
-        keywords = {name: given[argument] for name, argument in self.keywords.items()}
+        """Compute the op."""
+        given = {**self.defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+        if len(args) > len(self.arguments) or given.keys() != {*self.arguments}:
+            raise TypeError(f"takes {', '.join(self.arguments)}, not {len(args)} values and {', '.join(kwargs)}")
+        keywords = self.keywords.filled(given)
         if self.attributes is None:
-            return self.function(**keywords, **self.constants)
+            return self.function(**keywords)
         # A layer has no state of its own: it reads what the module has whose forward it replaces.
-        attributes = {name: given[argument] for name, argument in self.attributes.items()}
-        module = SimpleNamespace(**attributes, **self.constant_attributes)
-        return self.function(module, **keywords, **self.constants)
+        return self.function(SimpleNamespace(**self.attributes.filled(given)), **keywords)
 
 
 def call_of(kernel: HubKernel, package: ModuleType, reference: Callable[..., Any]) -> Call:
@@ -57,43 +72,39 @@ def call_of(kernel: HubKernel, package: ModuleType, reference: Callable[..., Any
     """
     function = _layer(kernel, package) if kernel.layer else _function(kernel, package)
     arguments = inspect.signature(reference).parameters
-    for name, argument in kernel.call.items():
-        if isinstance(argument, str) and argument not in arguments:
-            raise ConfigError(
-                f"{kernel}: call gives {name} the argument {argument!r}, which the op doesn't have. "
-                f"{did_you_mean(argument, arguments)}"
-            )
-    if unused := [name for name in arguments if name not in kernel.call.values()]:
-        raise ConfigError(
-            f"{kernel}: call leaves out {', '.join(unused)} of the op; a kernel that ignores an argument computes "
-            "something else"
-        )
-    inputs = {name: value for name, value in kernel.call.items() if isinstance(value, str)}
-    constants = {name: value["value"] for name, value in kernel.call.items() if not isinstance(value, str)}
-    call = Call(
-        function,
-        tuple(arguments),
-        {name: each.default for name, each in arguments.items() if each.default is not each.empty},
-        _parameters(inputs),
-        _attributes(inputs) if kernel.layer else None,
-        _parameters(constants),
-        _attributes(constants),
-    )
-    keywords = {**call.keywords, **call.constants}
+    _check_arguments(kernel, tuple(arguments))
+    attributes = {name: value for name, value in kernel.call.items() if name.startswith(_ATTRIBUTE)}
+    keywords = {name: value for name, value in kernel.call.items() if name not in attributes}
     try:
         inspect.signature(function).bind(*(["self"] if kernel.layer else []), **keywords)
     except TypeError as error:
         what = f"{kernel.layer}.forward" if kernel.layer else kernel.function
         raise ConfigError(f"{kernel}: {what} can't be called with {', '.join(keywords)}: {error}") from error
-    return call
+    return Call(
+        function,
+        tuple(arguments),
+        {name: each.default for name, each in arguments.items() if each.default is not each.empty},
+        Values.of(keywords),
+        Values.of({name.removeprefix(_ATTRIBUTE): value for name, value in attributes.items()})
+        if kernel.layer
+        else None,
+    )
 
 
-def _parameters(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if not name.startswith(_ATTRIBUTE)}
-
-
-def _attributes(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(_ATTRIBUTE): value for name, value in mapping.items() if name.startswith(_ATTRIBUTE)}
+def _check_arguments(kernel: HubKernel, arguments: tuple[str, ...]) -> None:
+    """Raise unless the entry's ``call`` uses every argument of the op, and no other."""
+    used = [value for value in kernel.call.values() if isinstance(value, str)]
+    for argument in used:
+        if argument not in arguments:
+            raise ConfigError(
+                f"{kernel}: call names the argument {argument!r}, which the op doesn't have. "
+                f"{did_you_mean(argument, arguments)}"
+            )
+    if left_out := [argument for argument in arguments if argument not in used]:
+        raise ConfigError(
+            f"{kernel}: call leaves out {', '.join(left_out)} of the op; a kernel that ignores an argument computes "
+            "something else"
+        )
 
 
 def _layer(kernel: HubKernel, package: ModuleType) -> Callable[..., Any]:

@@ -92,11 +92,11 @@ def _kernel(package: Package, where: str, part: Any, problems: list[str]) -> Hub
     if bool(layer) == bool(function):
         problems.append(f"{where} needs layer (a class in the package's layers) or function: one of the two")
     call, hardware = part.get("call"), part.get("hardware", {})
-    if not isinstance(call, dict) or not call or not all(map(_is_argument, call.values())):
+    if not isinstance(call, dict) or not call or not all(map(_is_mapped, call.items())):
         problems.append(
             f"{where}.call must map each parameter to an argument of the op, or to {{value: ...}} for a constant"
         )
-    elif function and any(str(name).startswith("self.") for name in call):
+    elif function and any(name.startswith("self.") for name in call):
         problems.append(f"{where}.call: a function has no self; only a layer reads attributes")
     _is_mapping(f"{where}.hardware", hardware, _HARDWARE_KEYS, problems)
     if len(problems) > before:
@@ -116,7 +116,8 @@ def _is_mapping(where: str, value: Any, keys: tuple[str, ...], problems: list[st
     if not isinstance(value, dict):
         problems.append(f"{where} must be a mapping with some of {', '.join(keys)}")
         return False
-    problems += [f"{where}.{key}: there is no such key. {did_you_mean(str(key), keys)}" for key in {*value} - {*keys}]
+    unknown = [str(key) for key in value if key not in keys]
+    problems += [f"{where}.{key}: there is no such key. {did_you_mean(key, keys)}" for key in unknown]
     return True
 
 
@@ -128,5 +129,7 @@ def _text(where: str, entry: Mapping[str, Any], key: str, problems: list[str]) -
     return ""
 
 
-def _is_argument(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, dict) and {*value} == {"value"})
+def _is_mapped(item: tuple[Any, Any]) -> bool:
+    """Whether an item of ``call`` maps a name to an argument of the op or to a constant."""
+    name, value = item
+    return isinstance(name, str) and (isinstance(value, str) or (isinstance(value, dict) and {*value} == {"value"}))
