@@ -267,6 +267,20 @@ def test_a_layer_without_a_backward_can_evaluate(right, listed):
     assert check_kernel(spec, "cpu", "float32").ok
 
 
+@pytest.mark.parametrize("kernel", [LAYER, FUNCTION], ids=["layer", "function"])
+def test_the_call_breaks_no_graph(right, listed, kernel):
+    (spec,) = listed(right, kernel).kernels("rms_norm")
+    norm, x, weight = spec.load(), torch.randn(4, 32), torch.randn(32)
+    compiled = torch.compile(lambda x, weight: norm(x, weight, eps=1e-6), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, weight), norm(x, weight, 1e-6))
+
+
+def test_a_call_with_other_arguments_raises(right, listed):
+    (spec,) = listed(right, FUNCTION).kernels("rms_norm")
+    with pytest.raises(TypeError, match="takes x, weight, eps, not 1 values and bias"):
+        spec.load()(torch.ones(2), bias=None)
+
+
 def test_an_unknown_op_or_variant_leaves_that_kernel_out_alone(right, listed):
     unknown = [{**LAYER, "op": "rms_nrm"}, {**LAYER, "variant": "ofset"}]
     record = listed(right, LAYER, *unknown).plugin("veomni-hub")

@@ -37,7 +37,7 @@ def test_the_page_leads_from_a_folder_to_a_plan(folder: Path, monkeypatch: pytes
     digest = digest_of(folder)
     Path("hub.yaml").write_text(hub_yaml.replace("sha256:DIGEST", digest))
     Path("job.yaml").write_text(job)
-    lines = [line.removeprefix("$ ") for block in blocks("console")[1:] for line in block.splitlines()]
+    lines = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
     outputs = {}
     for line in [*lines, "veomni plan job.yaml"]:
         verb, *words = line.split()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from veomni_core.errors import ConfigError, did_you_mean
@@ -34,6 +34,17 @@ class Values:
         return {**{name: given[argument] for name, argument in self.arguments.items()}, **self.constants}
 
 
+class _Replaced:
+    """A layer's ``self``: layers have no state, and read attributes of the module whose forward they replace.
+
+    A class rather than a ``SimpleNamespace``, which torch.compile doesn't trace.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
 @dataclass(frozen=True)
 class Call:
     """A layer or a function, called as the contract's reference is.
@@ -60,8 +71,7 @@ class Call:
         keywords = self.keywords.filled(given)
         if self.attributes is None:
             return self.function(**keywords)
-        # A layer has no state of its own: it reads what the module has whose forward it replaces.
-        return self.function(SimpleNamespace(**self.attributes.filled(given)), **keywords)
+        return self.function(_Replaced(self.attributes.filled(given)), **keywords)
 
 
 def call_of(kernel: HubKernel, package: ModuleType, reference: Callable[..., Any]) -> Call:
