@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from planned_norms import chosen, kernel, plan, reasons, registry
+from planned_norms import HOPPER, chosen, kernel, plan, reasons, registry
 from veomni_core import Hardware, Site
 from veomni_core.cli import explain as explain_command
 from veomni_core.cli import verify as command
@@ -74,6 +74,15 @@ def test_the_pass_of_a_plugin_s_own_kernel_is_not_kept():
     own = registry(kernel("acme", preference=60))
     verified(registry=own)
     assert chosen(planned(registry=own)) == ["acme"] and not passed_file().exists()
+
+
+def test_a_kernel_that_can_not_run_here_is_not_asked_for_its_check():
+    far = registry(kernel("acme", preference=60, digest="a" * 64, hardware=HOPPER), PLAIN)
+    result = planned(registry=far)
+    assert chosen(result) == ["plain"] and result.passed_by == () and "veomni verify" not in reasons(result)[0]
+    with pytest.raises(KernelUnavailableError) as error:
+        planned("acme", registry=far)
+    assert "needs device type cuda" in str(error.value) and "veomni verify" not in str(error.value)
 
 
 def test_explain_shows_it(monkeypatch, capsys):

@@ -43,7 +43,7 @@ def explain(
             "runs": not (reasons := selection.why_not(kernel)) and _verified_in_any(selection, kernel),
             "reasons": list(reasons),
             "failed_verify": list(selection.failures(kernel)),
-            "unverified": list(selection.unverified(kernel)),
+            "unverified": [] if reasons else list(selection.unverified(kernel)),
             "options": [asdict(option) for option in kernel.options],
             "assumes": [] if target.detected else list(kernel.hardware.chosen_for(target).packages),
         }

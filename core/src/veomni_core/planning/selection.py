@@ -146,11 +146,13 @@ class Selection:
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
-        failures, unverified = self.failures(spec, place.dtypes), self.unverified(spec, place.dtypes)
+        unmet, failures = self._unmet_at(spec, place), self.failures(spec, place.dtypes)
+        # A kernel that can't run here anyway needs no check.
+        unverified = () if unmet else self.unverified(spec, place.dtypes)
         # Nobody waits for a kernel that `auto` never takes; naming it gives the reason at each site.
         checks = (*failures, *(unverified if spec.preference > 0 else ()))
         self.passed_by.update(dict.fromkeys(f"{spec} {why}" for why in checks))
-        return (*self._unmet_at(spec, place), *unverified, *failures)
+        return (*unmet, *unverified, *failures)
 
     def _unmet_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         reasons = list(self.why_not(spec))
