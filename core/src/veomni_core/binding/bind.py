@@ -14,7 +14,7 @@ from veomni_core.binding.placement import device_type_of, misplaced, placement_n
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
 from veomni_core.binding.receipt import Receipt, Verification
 from veomni_core.binding.site_changes import Kernels, site_changes
-from veomni_core.binding.verification import verify_plan
+from veomni_core.binding.verification import refuse_unverified, verify_plan
 from veomni_core.changes.bound_classes import run_eager
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
@@ -149,6 +149,7 @@ def bind(
             :func:`apply_plan`.
         ConfigError: the config is wrong, or was checked against another registry.
         HostError: this machine has no such ``device``.
+        KernelUnavailableError: a requested kernel can't run here, or must pass ``veomni verify`` first.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
             results differ from those of its module's own code.
@@ -215,7 +216,7 @@ def apply_plan(
 
     Raises:
         BindingError: as for :func:`bind`; or ``plan`` is a config: pass that to :func:`bind`.
-        KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
+        KernelUnavailableError, KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -239,6 +240,8 @@ def apply_plan(
 
 def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
     """Change the model, once all ranks have the plan."""
+    if not verify:
+        refuse_unverified(plan, registry)
     kernels = {planned.spec: loaded(planned.spec) for planned in plan.kernels}
     verification = Verification()
     if verify:

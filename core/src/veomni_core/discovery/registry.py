@@ -17,6 +17,8 @@ from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameErr
 
 Status = Literal["loaded", "failed", "blocked"]
 
+_DIGEST_SHOWN = 16  # 64 bits: enough to tell one content from another
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,6 +78,10 @@ class PluginRecord:
     def healthy(self) -> bool:
         """Whether the plugin loaded, so that what it describes is in the registry."""
         return self.status == "loaded"
+
+    def version_of(self, spec: KernelSpec) -> str:
+        """The version that tells what runs: the plugin's, and the digest of code that it loads from elsewhere."""
+        return f"{self.version}+{spec.digest[:_DIGEST_SHOWN]}" if spec.digest else self.version
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
