@@ -4,7 +4,8 @@ A page is run in a folder of its own, from its first block to its last:
 
 - a block whose first line is a comment with nothing but a file's name (``# job.yaml``) is written to that file;
 - Python is executed, with the names of the page's earlier blocks; one that holds ``>>>`` is run as a doctest;
-- YAML that names a model is a job, and is planned as ``job.yaml`` if it has no name; other sections are read as a job's;
+- YAML that names a model is a job, and is planned, as ``job.yaml`` if it has no name; other YAML is read as a part of
+  one;
 - JSON and TOML are read;
 - of a console's block each command is run, and what stands below it in the block is what it prints.
 
@@ -30,7 +31,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHELLS = ("", "bash", "console", "sh", "shell")
 DRAWINGS = ("mermaid",)
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^ *```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^ *```[ \t]*$", re.MULTILINE | re.DOTALL
+)
 _COMMENT_ABOVE = re.compile(r"<!--((?:(?!-->).)*)-->\s*\Z", re.DOTALL)
 _FILE = re.compile(r"(?:#|//) ?([\w./-]+\.\w+)\s*\Z")
 _MARKS = ("not run: ", "run by ", "output", "planned for ", "exits with ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import io
 import json
 import os
@@ -17,28 +18,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from documented_code import ROOT, SHELLS, Block, blocks, commands
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from documented_code import ROOT, SHELLS, Block, blocks, commands
+from veomni_core import Site, find_sites, plan_sites
 from veomni_core.cli import exit_code
 from veomni_core.cli.app import build_app
 from veomni_core.errors import VeOmniError
 from veomni_trainer.job.load import parse_job
 
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# Of a mixture of experts with a dense layer: it has a site of every op that a language model can have.
 _MODEL = {
     "model_type": "qwen3_moe",
     "vocab_size": 320,
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "mlp_only_layers": [0],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "max_position_embeddings": 131072,
 }
 _DATA = {"files": "python-stdlib", "sequence_length": 128}
-_TRAIN = {"output_dir": "runs/a", "steps": 1}
 
 
 class PageRun:
@@ -74,7 +80,7 @@ class PageRun:
 
     def _run(self, block: Block) -> None:
         if block.mark == "output":
-            _compare(block.text, self._printed)
+            check_output(block.text, self._printed)
         elif block.language == "yaml":
             self._yaml(block)
         elif block.language == "python":
@@ -109,20 +115,27 @@ class PageRun:
         self._printed = printed.getvalue()
 
     def _yaml(self, block: Block) -> None:
-        written = yaml.safe_load(block.text)
+        """Plan a job; of a page that shows a part of one, read it as a job, and plan it for a small model's sites."""
+        written, hardware = yaml.safe_load(block.text), block.value("planned for ")
         assert isinstance(written, dict), "this YAML is no mapping"
-        if "model" not in written:
-            parse_job({"model": {"config": _MODEL}, "data": _DATA, "train": _TRAIN} | _completed(written))
-            return
-        path = self._folder / (block.file or "job.yaml")
-        model = written["model"]
+        model = written.get("model", {})
         if {"config", "config_path", "weights", "path"} & model.keys():
+            path = self._folder / (block.file or "job.yaml")
             path.write_text(block.text, encoding="utf-8")
-        else:
-            path.write_text(yaml.safe_dump(_completed(written | {"model": {"config": _MODEL, **model}})))
-        hardware = block.value("planned for ")
-        code, printed = _veomni(["plan", path.name, *(["--hardware", hardware] if hardware else [])])
-        assert code == 0, printed
+            code, printed = _veomni(["plan", path.name, *(["--hardware", hardware] if hardware else [])])
+            assert code == 0, printed
+            return
+        data, train = written.get("data", {}), written.get("train", {})
+        given = {"files"} if "sources" in data else set()
+        job = {
+            **written,
+            "model": {"config": _MODEL, **model},
+            "data": {key: value for key, value in _DATA.items() if key not in given} | data,
+            "train": {"output_dir": "runs/a"} | ({} if "epochs" in train else {"steps": 1}) | train,
+        }
+        parse_job(job)
+        if kernels := model.get("ops_implementation"):
+            plan_sites(_sites(), kernels, hardware=hardware or None)
 
     def _console(self, block: Block) -> None:
         run = list(commands(block))
@@ -132,7 +145,7 @@ class PageRun:
             wanted = int(block.value("exits with ") or 0) if last else 0
             assert code == wanted, f"`{command}` ends with {code}, not {wanted}:\n{self._printed}"
             if expected:
-                _compare(expected, self._printed)
+                check_output(expected, self._printed)
 
     def _command(self, command: str) -> tuple[int, str]:
         words = shlex.split(command)
@@ -174,14 +187,12 @@ def _python(words: list[str]) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
-def _completed(job: dict[str, Any]) -> dict[str, Any]:
-    """The job's sections ``data`` and ``train`` with what a job can't do without, for a page that shows a part."""
-    data, train = job.get("data"), job.get("train")
-    if data is not None:
-        job = job | {"data": ({} if "sources" in data else _DATA) | {"sequence_length": 128} | data}
-    if train is not None:
-        job = job | {"train": ({} if "epochs" in train else {"steps": 1}) | {"output_dir": "runs/a"} | train}
-    return job if data is not None or train is None else job | {"data": _DATA}
+@functools.cache
+def _sites() -> list[Site]:
+    """The sites of a mixture of experts with a dense layer, which has all that a language model can have."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_MODEL), dtype=torch.bfloat16)
+    return find_sites(model)
 
 
 def _check_published(name: str) -> None:
@@ -197,7 +208,8 @@ def _check_published(name: str) -> None:
     raise AssertionError(f"there is no distribution {distribution}")
 
 
-def _compare(expected: str, printed: str) -> None:
+def check_output(expected: str, printed: str) -> None:
+    """Compare what is printed with what a page says, as doctest does."""
     checker = doctest.OutputChecker()
     if not checker.check_output(expected, printed, _FLAGS):
         raise AssertionError(checker.output_difference(doctest.Example("", expected), printed, _FLAGS))

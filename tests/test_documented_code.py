@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
 from documented_code import ROOT, blocks, pages, plugins
 from page_run import PageRun
 
@@ -26,8 +28,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], No
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("PYTHONPATH", "/".join([]) or ":".join(path for path in sys.path if path.endswith("/src")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.endswith("/src")))
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def run(page: Path) -> None:
