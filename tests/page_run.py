@@ -183,8 +183,8 @@ def _veomni(words: list[str]) -> tuple[int, str]:
 def _python(words: list[str]) -> tuple[int, str]:
     if words[:2] == ["-m", "build"]:
         words = [*words, "--no-isolation"]  # the backend that is installed here
-    result = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    return result.returncode, result.stdout + result.stderr
+    result = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return result.returncode, result.stdout
 
 
 @functools.cache
