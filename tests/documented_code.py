@@ -30,9 +30,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELLS = ("", "bash", "console", "sh", "shell")
-DRAWINGS = ("mermaid",)
-_FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^ *```[ \t]*$", re.MULTILINE | re.DOTALL
+NO_CODE = ("mermaid", "{")  # drawings, which other tests compare with the code; and MyST's directives
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^ *```[ \t]*$", re.MULTILINE | re.DOTALL
 )
 _COMMENT_ABOVE = re.compile(r"<!--((?:(?!-->).)*)-->\s*\Z", re.DOTALL)
 _FILE = re.compile(r"(?:#|//) ?([\w./-]+\.\w+)\s*\Z")
@@ -69,7 +69,7 @@ class Block:
     @property
     def is_run(self) -> bool:
         """Whether the block is run with its page, and not by another test or by nobody."""
-        return not self.mark.startswith(("not run: ", "run by ")) and self.language not in DRAWINGS
+        return not self.mark.startswith(("not run: ", "run by ")) and not self.language.startswith(NO_CODE)
 
     def value(self, mark: str) -> str:
         """What follows ``mark`` in the block's mark; empty if the block has another one."""
@@ -85,7 +85,7 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    for fence in _FENCE.finditer(text):
+    for fence in FENCE.finditer(text):
         above = _COMMENT_ABOVE.search(text[: fence.start()].rstrip(" "))
         comment = " ".join(above[1].split()) if above else ""
         yield Block(

@@ -61,3 +61,73 @@ def test_a_test_that_a_page_names_runs_that_page(page: Path) -> None:
             what = page.parent.name if page.name == "README.md" and page.parent != ROOT else page.name
             assert what in test.read_text(encoding="utf-8"), f"{block}: {named} doesn't name {what}"
         assert block.mark != "not run:", f"{block}: say why it is not run"
+
+
+def _written(folder: Path, text: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("```python\n1 / 0\n```\n", "page.md:1: division by zero"),
+        ("```python\nprint(1 + 1)\n```\n\n<!-- output -->\n```text\n3\n```\n", r"page.md:6: Expected:\s+3\s+Got:\s+2"),
+        ("```python\n>>> 1 + 1\n3\n```\n", r"Expected:\s+3\s+Got:\s+2"),
+        ("```text\na line\n```\n", "a block of 'text' is not run: say why not"),
+        ("```console\n$ make demo\n```\n", "`make demo` is no command that a test runs: say why not"),
+        ("```console\n$ veomni --version\nveomni-core 99\n```\n", r"Expected:\s+veomni-core 99"),
+        (
+            "```console\n$ veomni plan missing.yaml\n```\n",
+            r"ends with 2, not 0:\s+error: missing.yaml: there is no such",
+        ),
+        ("<!-- exits with 1 -->\n```console\n$ veomni --version\n```\n", "ends with 0, not 1"),
+        ("```console\n$ pip install veomni-tortch\n```\n", "there is no distribution veomni-tortch"),
+        ("```console\n$ pip install 'veomni-trainer[lore]'\n```\n", r"veomni-trainer has no extra \['lore'\]"),
+        ("```yaml\ntrain: {stepps: 3}\n```\n", "Did you mean 'steps'"),
+        ("```yaml\nmodel: {ops_implementation: {rms_norm_implementation: trch}}\n```\n", "Did you mean 'torch'"),
+        ("```json\n{'a': 1}\n```\n", "Expecting property name"),
+    ],
+)
+def test_a_block_that_is_wrong_is_seen(
+    text: str, said: str, tmp_path: Path, read: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VEOMNI_PLUGINS", "veomni-torch")
+    with pytest.raises(AssertionError, match=said):
+        read(_written(tmp_path, text))
+
+
+def test_a_page_is_run_in_order_in_a_folder_of_its_own(tmp_path: Path, read: Callable[[Path], None]) -> None:
+    page = """
+<!-- not run: it fails -->
+```python
+1 / 0
+```
+
+1. A list:
+
+   ```python
+   # greeting.py
+   GREETING = "hello"
+   ```
+
+```python
+import sys
+
+sys.path[:0] = [""]
+from greeting import GREETING
+```
+
+```python
+>>> GREETING
+'hel...'
+```
+
+```console
+$ python greeting.py
+$ python -c "import greeting; print(greeting.GREETING)"  # prints it
+hello
+```
+"""
+    read(_written(tmp_path, page))
