@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,12 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], No
     return run
 
 
-@pytest.mark.parametrize("page", RUN_HERE, ids=_name)
+def _marked(page: Path) -> Any:
+    return pytest.param(page, marks=[pytest.mark.slow] if page.parent.name == "tutorials" else [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pages' output is that of a machine without a GPU")
+@pytest.mark.parametrize("page", map(_marked, RUN_HERE), ids=_name)
 def test_the_code_of_a_page_runs(page: Path, read: Callable[[Path], None]) -> None:
     read(page)
 
