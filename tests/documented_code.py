@@ -18,7 +18,8 @@ An HTML comment above a block says what else is true of it:
 - ``<!-- exits with 1 -->``: the exit code of the block's last command.
 
 Output is compared as doctest does: white space counts once, and ``...`` stands for anything.
-``<!-- plugins: NAME, NAME -->`` anywhere on a page names the plugins that its reader has installed.
+Two comments hold for a whole page: ``<!-- all run by PATH/OF/A/TEST.py -->``, for the blocks without a mark of their own;
+and ``<!-- plugins: NAME, NAME -->``, the plugins that the page's reader has installed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Block:
         line: the number of the line with the opening fence.
         language: what stands behind the fence; may be empty.
         text: the block's lines, without the indentation of its fence.
-        mark: the HTML comment above the block, without its arrows; empty if there is none.
+        mark: the HTML comment above the block, or the page's, without its arrows; empty if there is none.
     """
 
     page: Path
@@ -85,6 +86,7 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
+    elsewhere = re.search(r"^<!-- all (run by \S+) -->", text, re.MULTILINE)
     for fence in FENCE.finditer(text):
         above = _COMMENT_ABOVE.search(text[: fence.start()].rstrip(" "))
         comment = " ".join(above[1].split()) if above else ""
@@ -93,13 +95,13 @@ def blocks(page: Path) -> Iterator[Block]:
             line=text.count("\n", 0, fence.start()) + 1,
             language=fence["language"],
             text=re.sub(f"^{fence['indent']}", "", fence["text"], flags=re.MULTILINE),
-            mark=comment if comment.startswith(_MARKS) else "",
+            mark=comment if comment.startswith(_MARKS) else elsewhere[1] if elsewhere else "",
         )
 
 
 def plugins(page: Path) -> str:
     """The plugins that the page's reader has installed, separated by commas; empty if the page doesn't say."""
-    named = re.search(r"<!-- plugins: (.*?) -->", page.read_text(encoding="utf-8"))
+    named = re.search(r"^<!-- plugins: (.*?) -->", page.read_text(encoding="utf-8"), re.MULTILINE)
     return named[1].replace(" ", "") if named else ""
 
 

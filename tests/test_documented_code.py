@@ -66,7 +66,6 @@ def test_a_test_that_a_page_names_runs_that_page(page: Path) -> None:
             assert test.is_file(), f"{block}: there is no {named}"
             what = page.parent.name if page.name == "README.md" and page.parent != ROOT else page.name
             assert what in test.read_text(encoding="utf-8"), f"{block}: {named} doesn't name {what}"
-        assert block.mark != "not run:", f"{block}: say why it is not run"
 
 
 def _written(folder: Path, text: str) -> Path:
@@ -102,6 +101,12 @@ def test_a_block_that_is_wrong_is_seen(
     monkeypatch.setenv("VEOMNI_PLUGINS", "veomni-torch")
     with pytest.raises(AssertionError, match=said):
         read(_written(tmp_path, text))
+
+
+def test_a_mark_of_a_page_holds_for_blocks_without_one(tmp_path: Path) -> None:
+    text = "<!-- all run by tests/a.py -->\n```\na\n```\n<!-- not run: why -->\n```\nb\n```\n```{toctree}\nc\n```\n"
+    marks = [(block.mark, block.is_run) for block in blocks(_written(tmp_path, text))]
+    assert marks == [("run by tests/a.py", False), ("not run: why", False), ("run by tests/a.py", False)]
 
 
 def test_a_page_is_run_in_order_in_a_folder_of_its_own(tmp_path: Path, read: Callable[[Path], None]) -> None:
