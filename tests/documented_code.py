@@ -18,8 +18,8 @@ An HTML comment above a block says what else is true of it:
 - ``<!-- exits with 1 -->``: the exit code of the block's last command.
 
 Output is compared as doctest does: white space counts once, and ``...`` stands for anything.
-Two comments hold for a whole page: ``<!-- all run by PATH/OF/A/TEST.py -->``, for the blocks without a mark of their own;
-and ``<!-- plugins: NAME, NAME -->``, the plugins that the page's reader has installed.
+Two comments hold for a whole page, on lines of their own: ``<!-- all run by PATH/OF/A/TEST.py -->`` marks all blocks
+that have no mark, and ``<!-- plugins: NAME, NAME -->`` says which plugins the page's reader has installed.
 """
 
 from __future__ import annotations

@@ -79,15 +79,18 @@ class PageRun:
                     raise AssertionError(f"{block}: {error}") from error
 
     def _run(self, block: Block) -> None:
+        if block.file:
+            self._write(block)
         if block.mark == "output":
             check_output(block.text, self._printed)
         elif block.language == "yaml":
             self._yaml(block)
+        elif block.language == "python" and block.file:
+            compile(block.text, block.file, "exec")
         elif block.language == "python":
-            self._write(block) if block.file else self._python(block)
+            self._python(block)
         elif block.language == "toml":
             tomllib.loads(block.text)
-            self._write(block)
         elif block.language == "json":
             for line in block.text.splitlines():
                 json.loads(line)
@@ -97,10 +100,9 @@ class PageRun:
             raise AssertionError(f"a block of {block.language!r} is not run: say why not, in a mark above it")
 
     def _write(self, block: Block) -> None:
-        if block.file:
-            path = self._folder / block.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text, encoding="utf-8")
+        path = self._folder / block.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
 
     def _python(self, block: Block) -> None:
         if ">>>" in block.text:

@@ -40,9 +40,14 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], No
             with torch.random.fork_rng(devices=[]):
                 PageRun(folder).run(page)
         finally:
-            for module in {*sys.modules} - before:
-                if str(folder) in str(getattr(sys.modules[module], "__file__", "")):
-                    del sys.modules[module]
+            for name in {*sys.modules} - before:
+                module = sys.modules[name]
+                places = (
+                    getattr(module, "__file__", None),
+                    *getattr(module, "__path__", ()),
+                )  # a namespace has no file
+                if any(str(place).startswith(str(folder)) for place in places):
+                    del sys.modules[name]
             importlib.invalidate_caches()
 
     return run
@@ -53,7 +58,7 @@ def _marked(page: Path) -> Any:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pages' output is that of a machine without a GPU")
-@pytest.mark.parametrize("page", map(_marked, RUN_HERE), ids=_name)
+@pytest.mark.parametrize("page", [_marked(page) for page in RUN_HERE], ids=_name)
 def test_the_code_of_a_page_runs(page: Path, read: Callable[[Path], None]) -> None:
     read(page)
 
@@ -119,7 +124,7 @@ def test_a_page_is_run_in_order_in_a_folder_of_its_own(tmp_path: Path, read: Cal
 1. A list:
 
    ```python
-   # greeting.py
+   # greetings/greeting.py
    GREETING = "hello"
    ```
 
@@ -127,7 +132,7 @@ def test_a_page_is_run_in_order_in_a_folder_of_its_own(tmp_path: Path, read: Cal
 import sys
 
 sys.path[:0] = [""]
-from greeting import GREETING
+from greetings.greeting import GREETING
 ```
 
 ```python
@@ -136,9 +141,10 @@ from greeting import GREETING
 ```
 
 ```console
-$ python greeting.py
-$ python -c "import greeting; print(greeting.GREETING)"  # prints it
+$ python greetings/greeting.py
+$ python -c "from greetings.greeting import GREETING; print(GREETING)"  # prints it
 hello
 ```
 """
     read(_written(tmp_path, page))
+    assert not {"greetings", "greetings.greeting"} & sys.modules.keys()
