@@ -62,7 +62,8 @@ class PageRun:
             "veomni": _veomni,
             "pip": self._pip,
             "python": _python,
-            "torchrun": lambda words: _python(["-m", "torch.distributed.run", *words]),
+            # Standalone: other tests may hold the port that is the default.
+            "torchrun": lambda words: _python(["-m", "torch.distributed.run", "--standalone", *words]),
         }
 
     def run(self, page: Path) -> None:
