@@ -47,7 +47,7 @@ def verify(
     registry = discover()
     record = registry.plugin(plugin)
     if not record.healthy:
-        raise PluginError(f"{record} {record.status}: {record.problem}")
+        raise PluginError(f"{record} {record.absence}")
     if dtype is not None and dtype not in DTYPES:
         one_of = ", ".join(DTYPES)
         raise UnknownNameError(f"--dtype: {dtype!r} is not a dtype; write one of {one_of}. {suggest(dtype, DTYPES)}")
