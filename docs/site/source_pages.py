@@ -70,7 +70,7 @@ def source_pages(app: Sphinx) -> Iterator[Page]:
         yield _page(folder, _listing(folder, files))
     for source in sorted(linked.difference(folders).union(*folders.values())):
         code = (app.srcdir / source).read_text(encoding="utf-8")
-        yield _page(source, app.builder.highlighter.highlight_block(code, language(source)))  # type: ignore[attr-defined]
+        yield _page(source, app.builder.highlighter.highlight_block(code, language(source)))
 
 
 def files_in(root: Path, folder: Path) -> list[Path]:
