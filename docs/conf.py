@@ -23,6 +23,7 @@ exclude_patterns = [".*", "docs/_build", "runs", "build", "dist"]
 
 myst_heading_anchors = 4  # headings are linked by the names that scripts/check_links.py and code hosts give them
 myst_fence_as_directive = ["mermaid"]
+mermaid_height = "auto"  # as high as its width makes it, so that its text can be read
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_allow_space = False  # or two sums in dollars would be a formula
 myst_dmath_allow_digits = False
