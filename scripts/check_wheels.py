@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from configparser import ConfigParser
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -17,6 +18,8 @@ from fresh_environment import FreshEnvironment, build_wheel
 ROOT = Path(__file__).resolve().parent.parent
 # No wheel depends on these, since each build of them is for one GPU or one CUDA; kernels import them when bound.
 GPU_LIBRARIES = ("flash_attn", "flash_attn_interface", "quack")
+# Extras of the bridges, each imported by one module.
+BRIDGED_LIBRARIES = ("trl",)
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 package, *absent = sys.argv[1:]
@@ -24,8 +27,9 @@ for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f
     if not module.name.endswith("__main__"):
         try:
             importlib.import_module(module.name)
-        except ModuleNotFoundError as error:
-            if str(error.name).partition(".")[0] not in absent:
+        except Exception as error:
+            missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__  # a bridge names its extra
+            if not isinstance(missing, ModuleNotFoundError) or str(missing.name).partition(".")[0] not in absent:
                 raise
 """
 
@@ -34,6 +38,16 @@ def packages(wheel: Path) -> set[str]:
     """The import packages in ``wheel``."""
     tops = {name.split("/")[0] for name in ZipFile(wheel).namelist()}
     return {top for top in tops if not top.endswith(".dist-info")}
+
+
+def number_of_plugins(wheel: Path) -> int:
+    """How many plugins ``wheel`` brings; the bridges bring none."""
+    files = ZipFile(wheel)
+    declared = ConfigParser()
+    for name in files.namelist():
+        if name.endswith(".dist-info/entry_points.txt"):
+            declared.read_string(files.read(name).decode())
+    return len(declared["veomni.plugins"]) if "veomni.plugins" in declared else 0
 
 
 def contents_problems(wheel: Path) -> list[str]:
@@ -51,11 +65,11 @@ def installation_problems(core: Path, plugin: Path | None, folder: Path) -> list
         environment.link_requirements(wheels)
         environment.install(*wheels)
         for package in packages(wheels[-1]):
-            environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES)
+            environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES, *BRIDGED_LIBRARIES)
         listed = json.loads(environment.run("-m", "veomni_core.cli", "list", "--json"))["plugins"]
     except RuntimeError as error:
         return [str(error)]
-    expected = 0 if plugin is None else 1
+    expected = 0 if plugin is None else number_of_plugins(plugin)
     others = [record for record in listed if record["distribution"] != "veomni-core"]
     if len(others) != expected or any(record["status"] != "loaded" for record in others):
         return [f"expected {expected} healthy plugin(s), `veomni list` says {json.dumps(others, indent=1)}"]
