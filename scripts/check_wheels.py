@@ -18,8 +18,6 @@ from fresh_environment import FreshEnvironment, build_wheel
 ROOT = Path(__file__).resolve().parent.parent
 # No wheel depends on these, since each build of them is for one GPU or one CUDA; kernels import them when bound.
 GPU_LIBRARIES = ("flash_attn", "flash_attn_interface", "quack")
-# Extras of the bridges, each imported by one module.
-BRIDGED_LIBRARIES = ("trl",)
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 package, *absent = sys.argv[1:]
@@ -27,9 +25,8 @@ for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f
     if not module.name.endswith("__main__"):
         try:
             importlib.import_module(module.name)
-        except Exception as error:
-            missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__  # a bridge names its extra
-            if not isinstance(missing, ModuleNotFoundError) or str(missing.name).partition(".")[0] not in absent:
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] not in absent:
                 raise
 """
 
@@ -65,7 +62,7 @@ def installation_problems(core: Path, plugin: Path | None, folder: Path) -> list
         environment.link_requirements(wheels)
         environment.install(*wheels)
         for package in packages(wheels[-1]):
-            environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES, *BRIDGED_LIBRARIES)
+            environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES)
         listed = json.loads(environment.run("-m", "veomni_core.cli", "list", "--json"))["plugins"]
     except RuntimeError as error:
         return [str(error)]

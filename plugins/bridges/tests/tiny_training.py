@@ -56,9 +56,13 @@ def trainer(model: nn.Module, folder: Any, *callbacks: Any, **changes: Any) -> T
     return Trainer(model, arguments(folder, **changes), train_dataset=sequences(), callbacks=list(callbacks))
 
 
-def losses(trained: Trainer) -> list[float]:
-    return [row["loss"] for row in trained.state.log_history if "loss" in row]
+def measured(trained: Trainer) -> list[float]:
+    """The loss of each step, and the norm of its gradients: a loss may be zero, as GRPO's first one is."""
+    steps = [row for row in trained.state.log_history if "loss" in row]
+    return [row[name] for row in steps for name in ("loss", "grad_norm")]
 
 
-def close(one: list[float], other: list[float], relative: float = 1e-5) -> bool:
-    return len(one) == len(other) and all(abs(a - b) <= relative * abs(b) for a, b in zip(one, other, strict=True))
+def close(one: list[float], other: list[float], tolerance: float = 1e-5) -> bool:
+    """Whether two runs differ by rounding only, and did learn something."""
+    pairs = list(zip(one, other, strict=True))
+    return any(one) and all(abs(a - b) <= tolerance * max(1.0, abs(b)) for a, b in pairs)

@@ -59,8 +59,8 @@ class VeOmniCallback(TrainerCallback):
         self._shown = False
         self.binding: Binding | None = None
 
-    def notes(self) -> tuple[str, ...]:
-        """What the receipt can't know of this training: a line for each."""
+    def notes(self, args: TrainingArguments) -> tuple[str, ...]:
+        """What the receipt can't know of this training: a sentence or two for each."""
         return ()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class VeOmniCallback(TrainerCallback):
         self._shown = True
         if state.is_world_process_zero:
             assert args.output_dir is not None, "TrainingArguments fills it in"
-            receipt, notes = self.binding.receipt, self.notes()
+            receipt, notes = self.binding.receipt, self.notes(args)
             print(receipt_text(receipt, notes))
             write_receipt(receipt, args.output_dir, notes)
 
@@ -116,10 +116,7 @@ def _problems(args: TrainingArguments, model: nn.Module) -> Iterator[str]:
     if isinstance(model, OptimizedModule):
         yield "the model is compiled already; pass the model itself, and torch_compile=True"
     if args.deepspeed_plugin is not None:
-        yield (
-            "bound forwards were not tested with DeepSpeed, which takes parameters apart; shard with fsdp, or leave the "
-            "callback out"
-        )
+        yield "DeepSpeed takes parameters apart, and bound forwards were not tested with it; shard with fsdp"
     if args.fsdp_plugin_args is not None and args.fsdp_plugin_args.get("fsdp_version", 1) == 1:
         yield "FSDP 1 flattens parameters; set fsdp_config={'version': 2}"
     if args.use_liger_kernel:
