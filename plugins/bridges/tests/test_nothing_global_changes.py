@@ -19,7 +19,7 @@ from trl_data import QUICK, TEXTS, make_tokenizer
 from veomni_core import binding_of
 
 LIBRARIES = ("accelerate", "peft", "transformers", "trl")
-BRIDGES = ("veomni_bridges.transformers", "veomni_bridges.trl")
+BRIDGES = ("veomni_bridges.transformers", "veomni_bridges.trl", "veomni_bridges.use_kernels")
 
 
 def of_libraries() -> Iterator[tuple[str, Any]]:
@@ -40,7 +40,7 @@ def of_libraries() -> Iterator[tuple[str, Any]]:
 
 def use(folder: Any) -> None:
     """Train by both bridges; the first model is given back, the second one stays bound."""
-    by_transformers, by_trl = (importlib.import_module(name).VeOmniCallback for name in BRIDGES)
+    by_transformers, by_trl = (importlib.import_module(name).VeOmniCallback for name in BRIDGES[:2])
     trainer(llama(), folder, by_transformers(**AUTO, undo=True)).train()
     args = SFTConfig(output_dir=str(folder), **QUICK)
     model = llama()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_training import AUTO, arguments, close, llama, measured, qwen3_moe, se
 from torch.nn.parallel import DataParallel
 from transformers import Trainer
 
+from distributed import run_ranks
 from veomni_bridges.transformers import VeOmniCallback
 from veomni_core import OpsConfig, bind, binding_of
 from veomni_core.errors import BindingError, ConfigError
@@ -79,6 +81,25 @@ def test_evaluating_alone_says_it_too_and_gives_eager_s_loss(tmp_path, capsys):
     assert capsys.readouterr().out.count("Bound on cpu") == 1
     eager = trainer(llama(), tmp_path).evaluate(sequences(4))
     assert close([bound["eval_loss"]], [eager["eval_loss"]])
+
+
+def test_two_processes_train_as_without_the_callback(tmp_path):
+    outputs = run_ranks(
+        f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from tiny_training import AUTO, close, llama, measured, trainer
+        from veomni_bridges.transformers import VeOmniCallback
+
+        runs = [trainer(llama(), {str(tmp_path)!r}, *callbacks) for callbacks in ([VeOmniCallback(**AUTO)], [])]
+        for each in runs:
+            each.train()
+        bound, eager = map(measured, runs)
+        print(type(runs[0].model_wrapped).__name__, close(bound, eager), eager)
+        """
+    )
+    assert ["Bound on cpu" in output for output in outputs] == [True, False]  # the first process says it
+    assert all("DistributedDataParallel True" in output for output in outputs), outputs
 
 
 def test_a_resumed_run_goes_on_as_the_unbound_one(tmp_path):

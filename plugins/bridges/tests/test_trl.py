@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_training import AUTO, close, llama, measured, qwen3_moe
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from tiny_training import AUTO, SHAPE, close, llama, measured, qwen3_moe
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl_data import PAIRS, PROMPTS, QUICK, TEXTS, make_tokenizer
 
 from veomni_bridges.trl import VeOmniCallback
@@ -47,6 +47,11 @@ def grpo(model: Any, folder: Path, tokenizer: Any, callbacks: list[Any]) -> GRPO
     )
 
 
+def reward(model: Any, folder: Path, tokenizer: Any, callbacks: list[Any]) -> RewardTrainer:
+    args = RewardConfig(output_dir=str(folder), **QUICK)
+    return RewardTrainer(model, args, train_dataset=PAIRS, processing_class=tokenizer, callbacks=callbacks)
+
+
 TRAINERS = {"sft": sft, "dpo": dpo, "grpo": grpo}
 
 
@@ -80,6 +85,19 @@ def test_an_adapter_that_trl_adds(tmp_path, tokenizer):
     kernels, model = VeOmniCallback(**AUTO), llama()
     bound = run(sft, model, tmp_path / "bound", tokenizer, kernels, **lora)
     assert close(bound, run(sft, llama(), tmp_path / "eager", tokenizer, **lora))
+    assert {planned.spec.op_name for planned in kernels.binding.plan.kernels} >= {"rms_norm", "swiglu_mlp"}
+
+
+def test_a_trainer_that_reads_the_logits(tmp_path, tokenizer):
+    def scorer() -> LlamaForSequenceClassification:
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0))
+
+    kernels, model = VeOmniCallback(**AUTO), scorer()
+    bound = run(reward, model, tmp_path / "bound", tokenizer, kernels)
+    assert close(bound, run(reward, scorer(), tmp_path / "eager", tokenizer))
+    (note,) = json.loads((tmp_path / "bound" / "veomni_receipt.json").read_text())["notes"]
+    assert "from the model's outputs" in note
     assert {planned.spec.op_name for planned in kernels.binding.plan.kernels} >= {"rms_norm", "swiglu_mlp"}
 
 
