@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_training import AUTO, SHAPE, close, llama, measured, qwen3_moe
+from tiny_training import AUTO, SHAPE, close, llama, measured, qwen3_moe, trainer
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl_data import PAIRS, PROMPTS, QUICK, TEXTS, make_tokenizer
 
+from veomni_bridges import transformers
 from veomni_bridges.trl import VeOmniCallback
 from veomni_core import OpsConfig, bind, binding_of
-from veomni_core.errors import ConfigError, HostError
+from veomni_core.errors import BindingError, ConfigError, HostError
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ TRAINERS = {"sft": sft, "dpo": dpo, "grpo": grpo}
 
 
 def run(make: Any, model: Any, folder: Path, tokenizer: Any, *callbacks: Any, **more: Any) -> list[float]:
-    trainer = make(model, folder, tokenizer, list(callbacks), **more)
-    trainer.train()
-    return measured(trainer)
+    training = make(model, folder, tokenizer, list(callbacks), **more)
+    training.train()
+    return measured(training)
 
 
 @pytest.mark.parametrize("make", TRAINERS.values(), ids=TRAINERS)
@@ -103,21 +104,21 @@ def test_a_trainer_that_reads_the_logits(tmp_path, tokenizer):
 
 def test_the_reference_model_can_be_bound_too(tmp_path, tokenizer):
     kernels, model = VeOmniCallback(**AUTO), llama()
-    trainer = dpo(model, tmp_path / "bound", tokenizer, [kernels])
-    binding = bind(trainer.ref_model, {"preset": "auto", "cross_entropy_loss_implementation": "eager"}, training=False)
-    trainer.train()
-    assert close(measured(trainer), run(dpo, llama(), tmp_path / "eager", tokenizer))
+    training = dpo(model, tmp_path / "bound", tokenizer, [kernels])
+    binding = bind(training.ref_model, {"preset": "auto", "cross_entropy_loss_implementation": "eager"}, training=False)
+    training.train()
+    assert close(measured(training), run(dpo, llama(), tmp_path / "eager", tokenizer))
     assert binding.active and binding.plan.kernels
 
 
 def test_undo_gives_the_eager_model_back(tmp_path, tokenizer):
     model = llama()
-    trainer = sft(model, tmp_path, tokenizer, [VeOmniCallback(**AUTO, undo=True)])
-    trainer.train()
+    sft(model, tmp_path, tokenizer, [VeOmniCallback(**AUTO, undo=True)]).train()
     assert binding_of(model) is None and type(model) is type(llama())
     assert not vars(model.model.norm).get("forward")
-    ids = torch.tensor([[5, 9, 17, 3]])
-    assert torch.isfinite(model(ids, labels=ids).loss)
+    ids, eager = torch.tensor([[5, 9, 17, 3]]), llama()
+    eager.load_state_dict(model.state_dict())
+    assert torch.equal(model(ids, labels=ids).loss, eager(ids, labels=ids).loss)
 
 
 def test_a_kernel_for_a_loss_that_trl_computes_is_refused():
@@ -125,6 +126,13 @@ def test_a_kernel_for_a_loss_that_trl_computes_is_refused():
         VeOmniCallback(preset="auto", cross_entropy_loss_implementation="chunk_loss")
     with pytest.raises(ConfigError, match="as a mapping"):
         VeOmniCallback(OpsConfig.from_dict(AUTO))
+
+
+def test_each_library_has_its_own_callback(tmp_path, tokenizer):
+    with pytest.raises(BindingError, match=r"pass the VeOmniCallback of veomni_bridges.trl"):
+        sft(llama(), tmp_path, tokenizer, [transformers.VeOmniCallback(**AUTO)])
+    with pytest.raises(BindingError, match=r"pass the VeOmniCallback of veomni_bridges.transformers"):
+        trainer(llama(), tmp_path, VeOmniCallback(**AUTO))
 
 
 def test_an_older_trl_is_refused(monkeypatch):

@@ -65,7 +65,7 @@ class VeOmniCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         model = kwargs["model"]
-        if problems := list(_problems(args, model)):
+        if problems := [*self._problems_of_library(args), *_problems(args, model)]:
             raise BindingError("kernels can't be bound for this Trainer: " + "; ".join(problems))
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
         self.binding = bind(model, self._config, device=args.device, autocast=autocast, verify=self._verify)
@@ -97,6 +97,11 @@ class VeOmniCallback(TrainerCallback):
         if self._undo and self.binding is not None and self.binding.active:
             self.binding.undo()
 
+    def _problems_of_library(self, args: TrainingArguments) -> Iterator[str]:
+        """Why another bridge's callback is needed, if one is."""
+        if is_of_trl(args):
+            yield "TRL's trainers compute their losses themselves; pass the VeOmniCallback of veomni_bridges.trl"
+
     def _show(self, args: TrainingArguments, state: TrainerState) -> None:
         """Print and write the receipt, once and on the first process."""
         if self.binding is None or self._shown:
@@ -107,6 +112,11 @@ class VeOmniCallback(TrainerCallback):
             receipt, notes = self.binding.receipt, self.notes(args)
             print(receipt_text(receipt, notes))
             write_receipt(receipt, args.output_dir, notes)
+
+
+def is_of_trl(args: TrainingArguments) -> bool:
+    """Whether these are the arguments of one of TRL's trainers."""
+    return any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
 
 
 def _problems(args: TrainingArguments, model: nn.Module) -> Iterator[str]:

@@ -51,8 +51,12 @@ class VeOmniCallback(transformers.VeOmniCallback):
         super().on_init_end(args, state, control, **kwargs)
 
     def notes(self, args: TrainingArguments) -> tuple[str, ...]:
-        assert self.binding is not None
+        assert self.binding is not None, "the base class asks for notes once it has bound"
         return tuple(_notes(args, self.binding.model))
+
+    def _problems_of_library(self, args: TrainingArguments) -> Iterator[str]:
+        if not transformers.is_of_trl(args):
+            yield "this trainer is none of TRL's; pass the VeOmniCallback of veomni_bridges.transformers"
 
 
 def _notes(args: TrainingArguments, model: nn.Module) -> Iterator[str]:
