@@ -33,7 +33,8 @@ def installed(version: str) -> Path:
     done = folder / ".installed"
     if not done.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
-        subprocess.run([*pip, "--target", str(folder), f"transformers=={version}"], check=True)
+        # With the `kernels` of its time, which hides a newer one that it can't be imported beside.
+        subprocess.run([*pip, "--target", str(folder), f"transformers[kernels]=={version}"], check=True)
         done.touch()
     return folder
 

@@ -61,7 +61,7 @@ def test_a_dry_run_of_a_resumed_job_starts_at_its_checkpoint(
     train(job_data)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     found = dry_run(load_job(write_job(job_data), ["train.steps=9"]), resume=True)
-    assert f"resumes {run / 'checkpoint-4'}" in found.describe()
+    assert f"resuming from {run / 'checkpoint-4'}\nchanged since: train.steps: 4 -> 9" in found.describe()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     with pytest.raises(ConfigError, match="holds an earlier run"):
         dry_run(load_job(write_job(job_data)))

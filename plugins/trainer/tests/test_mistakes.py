@@ -75,6 +75,9 @@ def test_a_mistake_is_answered_and_nothing_is_lost(
     assert isinstance(error, errors.VeOmniError), repr(error)
     assert (type(error).__name__, exit_code(error)) == (mistake["error"], mistake["exit"]), str(error)
     assert [word for word in mistake["says"] if word not in str(error)] == [], str(error)
+    if not mistake.get("only_training", False):
+        dry = CliRunner().invoke(build_app(), [*arguments, "--dry-run"]).exception
+        assert (type(dry), str(dry)) == (type(error), str(error))
     assert here.files() == before
     assert not (here.root / "new").exists()
 

@@ -77,7 +77,7 @@ def train(
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
-        found = dry_run(loaded, resume=start, overwrite=overwrite)
+        found = dry_run(loaded, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change)
         print_json(found.to_dict()) if json else print(fit(found.describe()))
         return
 

@@ -16,10 +16,12 @@ from veomni_core.errors import ConfigError
 from veomni_core.planning.planner import make_plan
 from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus, read_corpus
+from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.checkpoints import check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.run.start import check_enough, steps_of
-from veomni_trainer.run.starting_point import StartingPoint, starting_point
+from veomni_trainer.run.start import check_enough, check_settings, steps_of
+from veomni_trainer.run.starting_point import StartingPoint, completion, describe_resumption, starting_point
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
@@ -42,12 +44,14 @@ class DryRun:
     """What a job would do.
 
     Attributes:
+        resumption: of a job that goes on: from where, and what has changed since; otherwise empty.
         memory: ``None`` where one micro-batch of the first layers is too large for the device.
         device_bytes: the memory of the device, or of this machine for a CPU.
     """
 
     job: Job
     point: StartingPoint
+    resumption: str
     corpus: Corpus
     plan: Plan
     parameters: int
@@ -78,15 +82,14 @@ class DryRun:
     def describe(self) -> str:
         """The text for the terminal."""
         train = self.job.train
-        begins = f"resumes {self.point.checkpoint}" if self.point.checkpoint else "starts from step 0"
         processes = f", {self.processes} processes" if self.processes > 1 else ""
         epochs = f", {self.epochs:.2g} epochs" if self.epochs else ""
         lines = [
             self.corpus.describe(),
             f"model: {self.parameters / 1e6:,.1f} M parameters, on {self.device}{processes}",
             self.plan.table(),
-            f"train: {begins}; {self.steps:,} steps of {self.tokens_per_step:,} tokens{epochs}; "
-            f"writes to {train.output_dir}",
+            *([self.resumption] if self.resumption else ()),
+            f"train: {self.steps:,} steps of {self.tokens_per_step:,} tokens{epochs}; writes to {train.output_dir}",
             self._memory_table(),
             "Nothing was written but tokens to data.cache. Leave out --dry-run to train.",
         ]
@@ -126,7 +129,9 @@ class DryRun:
         return "\n".join(lines)
 
 
-def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -> DryRun:
+def dry_run(
+    job: Job, *, resume: bool | Path = False, overwrite: bool = False, accept_plan_change: bool = False
+) -> DryRun:
     """Do everything that ``veomni train`` does before it loads weights, and estimate the memory.
 
     Raises:
@@ -138,15 +143,21 @@ def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -
     transformers.utils.logging.set_verbosity_error()
     job = for_this_machine(job)
     ops = ops_config(job)
-    point = starting_point(job, RunFolder(Path(job.train.output_dir)), resume, overwrite)
+    folder = RunFolder(Path(job.train.output_dir))
+    point = starting_point(job, folder, resume, overwrite)
+    done = completion(job, folder, point, job.train.steps)
     tokenizer = job_tokenizer(job)
+    check_settings(job)
     check_model(job, tokenizer)
     if job.model.weights:
         check_weights(Path(job.model.weights))
     device, under = device_of(job.train), conditions(job)
     processes = max(job.train.fsdp_size * job.train.tp_size, job.train.sp_size)
     corpus = read_corpus(job.data, tokenizer, job.train.seed)
+    if point.checkpoint:
+        check_sequences(point.checkpoint, fingerprint(corpus))
     check_enough(corpus, job.train, processes)
+    done = done or completion(job, folder, point, steps_of(corpus, job.train, processes))
     config = model_config(job, tokenizer)
     skeleton = build_skeleton(config, torch_dtype=weights_dtype(job), trust_remote_code=job.model.trust_remote_code)
     plan = make_plan(
@@ -156,12 +167,16 @@ def dry_run(job: Job, *, resume: bool | Path = False, overwrite: bool = False) -
         autocast=under.autocast,
         distributed_config=under.distributed_config,
     )
+    resumption = ""
+    if point.checkpoint:
+        check_plan(point.checkpoint, plan, accept_plan_change)
+        resumption = done or describe_resumption(job, folder, point)
     try:
         memory = estimate_memory(job, ops, skeleton, device)
     except torch.OutOfMemoryError:
         memory = None
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    return DryRun(job, point, corpus, plan, parameters, processes, device, memory, _memory_of(device))
+    return DryRun(job, point, resumption, corpus, plan, parameters, processes, device, memory, _memory_of(device))
 
 
 def _size(count: int) -> str:

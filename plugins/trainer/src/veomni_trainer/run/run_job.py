@@ -16,9 +16,7 @@ from torch import distributed
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
-from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.loop.signals import INTERRUPTED
-from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
@@ -30,7 +28,7 @@ from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
 from veomni_trainer.run.fit import Ending, fit
 from veomni_trainer.run.saying import is_main_process, say
 from veomni_trainer.run.start import prepare
-from veomni_trainer.run.starting_point import StartingPoint, starting_point
+from veomni_trainer.run.starting_point import completion, starting_point
 from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.waiting import naming_lost_processes
 
@@ -70,7 +68,6 @@ def run_job(
     transformers.utils.logging.disable_progress_bar()
     job = for_this_machine(job)
     folder = RunFolder(Path(job.train.output_dir))
-    check_trackers(job.train.report_to)
     run = _Run(job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns)
     with locked(folder.path) if is_main_process() else nullcontext():
         return run.run()
@@ -121,10 +118,12 @@ class _Run:
         """
         job, folder = self.job, self.folder
         point = starting_point(job, folder, self.resume, self.overwrite)
-        if _is_complete(job, folder, point, job.train.steps):
+        if done := completion(job, folder, point, job.train.steps):
+            say(done)
             return Ending(), None
         start = prepare(job, folder, point, self.accept_plan_change)
-        if _is_complete(job, folder, point, start.steps):  # a job in epochs, whose steps depend on its data
+        if done := completion(job, folder, point, start.steps):  # of a job in epochs, whose steps depend on its data
+            say(done)
             return Ending(), None
         if self.compare != EAGER:
             return fit(start, self.compared, self.turns), None
@@ -158,26 +157,6 @@ def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:
     ) + f"{job.train.learning_rate / 10:.2g}"
     past = ", or let training pass such steps with train.on_bad_loss: warn" if job.train.on_bad_loss == "stop" else ""
     return f"{bad_step}. {stops}, and no checkpoint was written of it. {where}. {again}{past}"
-
-
-def _is_complete(job: Job, folder: RunFolder, point: StartingPoint, steps: int | None) -> bool:
-    """Whether nothing is left to train; says so if that is the case."""
-    length = "steps" if job.train.epochs is None else "epochs"
-    if point.checkpoint is None or steps is None:
-        return False
-    if point.step > steps:
-        asked = f"train.{length} is {getattr(job.train, length)}"
-        raise ConfigError(f"{asked}, but {point.checkpoint} is already past that. Raise train.{length}")
-    if point.step == steps:
-        say(f"{folder.path} is complete: it stands at step {point.step} of {steps}. Raise train.{length} to go on.")
-    elif has_stopped(point.checkpoint, job.train):
-        say(
-            f"{folder.path} is complete: it stopped early at step {point.step}. "
-            "Raise train.early_stop.patience to go on."
-        )
-    else:
-        return False
-    return True
 
 
 def _let_go() -> None:

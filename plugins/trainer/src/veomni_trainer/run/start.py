@@ -19,6 +19,7 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
 from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
+from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.saying import say
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
@@ -64,9 +65,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     """
     ops = ops_config(job)
     tokenizer = job_tokenizer(job)
-    check_schedule(job.train)
-    check_optimizer(job.train)
-    check_packages(job, to_train=True)
+    check_settings(job)
     if job.train.is_sharded or job.train.parameter_groups or job.lora:
         check_model(job, tokenizer)
     if job.train.is_sharded:
@@ -106,6 +105,19 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
         say(describe_resumption(job, folder, point))
     origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
     return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin)
+
+
+def check_settings(job: Job) -> None:
+    """Check what the job's settings need of this machine and its libraries, before any data is read.
+
+    Raises:
+        ConfigError: a schedule, an optimizer or one of their options that there isn't.
+        HostError: a package is missing.
+    """
+    check_trackers(job.train.report_to)
+    check_schedule(job.train)
+    check_optimizer(job.train)
+    check_packages(job, to_train=True)
 
 
 def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:

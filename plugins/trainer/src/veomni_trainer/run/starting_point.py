@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from veomni_core.errors import CheckpointError
+from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.resuming import OnResume, changed_keys, refuse_changes
 from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
@@ -54,6 +55,28 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
     refuse_changes(checkpoint, changed_keys(checkpoint, job))
     check_layout(checkpoint, Layout.of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
     return StartingPoint(step, checkpoint)
+
+
+def completion(job: Job, folder: RunFolder, point: StartingPoint, steps: int | None) -> str:
+    """Why nothing is left to train of a job of so many steps, as a sentence; empty if there is something left.
+
+    Raises:
+        ConfigError: the checkpoint is of a later step than the job's last one.
+    """
+    if point.checkpoint is None or steps is None:
+        return ""
+    length = "steps" if job.train.epochs is None else "epochs"
+    if point.step > steps:
+        asked = f"train.{length} is {getattr(job.train, length)}"
+        raise ConfigError(f"{asked}, but {point.checkpoint} is already past that. Raise train.{length}")
+    if point.step == steps:
+        return f"{folder.path} is complete: it stands at step {point.step} of {steps}. Raise train.{length} to go on."
+    if has_stopped(point.checkpoint, job.train):
+        return (
+            f"{folder.path} is complete: it stopped early at step {point.step}. "
+            "Raise train.early_stop.patience to go on."
+        )
+    return ""
 
 
 def describe_resumption(job: Job, folder: RunFolder, point: StartingPoint) -> str:
