@@ -27,6 +27,15 @@ class NamedRMSNorm(LlamaRMSNorm):
     """As transformers' norms are with the version of ``kernels`` that it asks for."""
 
 
+class NamedFunction(nn.Module):
+    """As the layer is that ``kernels`` makes of a function."""
+
+    kernel_layer_name = ""
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+
 class Zeros(nn.Module):
     """A hub kernel whose results can't be mistaken for a norm's."""
 
@@ -41,9 +50,14 @@ class Repository:
         return Zeros
 
 
-@pytest.fixture
-def model():
+def kernelized(*, shared: str = ""):
+    """A model whose norms run a hub kernel, and one shared function, if it is named for a layer that has one."""
     model = llama()
+    function = NamedFunction()
+    function_layers = {"apply_rotary_pos_emb": function} if shared else {}
+    NamedFunction.kernel_layer_name = shared
+    for layer in model.model.layers:
+        layer.self_attn._kernel_funcs = function_layers  # as kernels.use_kernelized_func sets it
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):
             module.__class__ = NamedRMSNorm
@@ -51,6 +65,11 @@ def model():
         kernelize(model, mode=Mode.TRAINING, device="cpu")
     model._use_kernels = True  # as transformers' kernelize sets it
     return model
+
+
+@pytest.fixture
+def model():
+    return kernelized()
 
 
 def loss(model) -> torch.Tensor:
@@ -78,6 +97,21 @@ def test_a_config_that_is_refused_leaves_the_hub_kernels(model):
 def test_a_forward_that_others_have_replaced_since_is_not_lost(model):
     norm = model.model.norm
     theirs = norm.forward = functools.partial(norm.forward)
-    with pytest.raises(BindingError, match=r"the forward of model.norm was replaced after"):
+    with pytest.raises(BindingError, match=r"the forward of model.norm was replaced since"):
         bind_instead(model, AUTO)
     assert norm.forward is theirs and model.use_kernels
+
+
+def test_a_shared_function_without_a_hub_kernel_is_left_alone():
+    model = kernelized(shared="without a kernel")
+    function = model.model.layers[0].self_attn._kernel_funcs["apply_rotary_pos_emb"]
+    forward = vars(function)["forward"]
+    bind_instead(model, AUTO)
+    assert vars(function)["forward"] is forward
+
+
+def test_a_hub_kernel_in_a_shared_function_is_refused():
+    model = kernelized(shared="RMSNorm")
+    with pytest.raises(BindingError, match=r"apply_rotary_pos_emb runs one, and all models of this process share it"):
+        bind_instead(model, AUTO)
+    assert model.use_kernels and binding_of(model) is None
