@@ -20,7 +20,7 @@ PLUGINS = {
     name
     for file in [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
     for project in [tomllib.loads(file.read_text(encoding="utf-8"))["project"]]
-    for name in (project["name"], *project["entry-points"]["veomni.plugins"])
+    for name in (project["name"], *project.get("entry-points", {}).get("veomni.plugins", ()))
 }
 IMAGINED = {"acme"}  # the plugin that the how-to writes
 VEOMNI = get_command(build_app())

@@ -12,7 +12,7 @@ from veomni_core.binding import hub_kernels
 from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
-from veomni_core.binding.receipt import Receipt, Verification
+from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
 from veomni_core.binding.verification import refuse_unverified, verify_plan
 from veomni_core.changes.bound_classes import run_eager
@@ -42,10 +42,10 @@ class Binding(Transformation):
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
         >>> with bind(model, {"preset": "eager", "swiglu_mlp_implementation": "torch"}, device="cpu") as binding:
-        ...     binding.active, binding.receipt.to_dict()["kernels"][0]["kernel"]
-        (True, 'swiglu_mlp/standard:torch')
-        >>> binding.active
-        False
+        ...     binding
+        <Binding of LlamaForCausalLM on cpu (CPU): swiglu_mlp/standard:torch at 2 sites; 9 sites eager>
+        >>> binding
+        <Binding, not in force: swiglu_mlp/standard:torch at 2 sites; 9 sites eager>
     """
 
     name = "binding"
@@ -54,6 +54,11 @@ class Binding(Transformation):
         super().__init__(model, changes)
         changes.classes.binding = self
         self.plan, self.verification = plan, verification
+
+    def __repr__(self) -> str:
+        """What is bound where, in one line."""
+        where = f" of {type(self.model).__name__} on {self.plan.conditions}" if self.active else ", not in force"
+        return f"<Binding{where}: {kernels_line(self.plan)}>"
 
     def describe(self) -> str:
         """For receipts: ``plan 4f2a91c07d3e for NVIDIA H200``."""
