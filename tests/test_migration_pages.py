@@ -60,6 +60,8 @@ def test_from_attn_implementation(folder: Path) -> None:
     assert before["model"].config._attn_implementation == "sdpa"
     assert [site.kernel for op in after["binding"].plan.ops for site in op.sites if site.bound] == ["sdpa"]
     assert_same_losses(losses(after["model"]), losses(before["model"]))
+    (job,) = (yaml.safe_load(block) for block in blocks("from-attn-implementation.md", "yaml"))
+    assert OpsConfig.from_dict(job, discover()).choices["attention"].names == ("sdpa",)
 
 
 def test_a_later_change_of_the_attention_is_in_the_receipt(folder: Path) -> None:
