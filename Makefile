@@ -24,20 +24,22 @@ test: $(INSTALLED)  ## run every distribution's tests, and those that cross dist
 test-versions: $(INSTALLED)  ## run the binding tests against other versions: TRANSFORMERS="5.2.0 5.9.0 5.17.0"
 	for version in $(TRANSFORMERS); do $(BIN)/python scripts/test_with_transformers.py $$version || exit 1; done
 
-check: $(INSTALLED)  ## format, lint, types, import layers, links, and each wheel alone beside the core
+check: $(INSTALLED)  ## format, lint, types, import layers, the documentation, and each wheel alone beside the core
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_links.py
+	$(BIN)/python scripts/build_site.py
 	$(BIN)/python scripts/check_wheels.py
 
 format: $(INSTALLED)  ## rewrite the sources as check wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED)  ## check the documentation's links
+docs: $(INSTALLED)  ## build the documentation site into docs/_build, and check every link
 	$(BIN)/python scripts/check_links.py
+	$(BIN)/python scripts/build_site.py
 
 wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	rm -rf dist
@@ -63,7 +65,7 @@ job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
 	$(BIN)/python scripts/job_page.py
 
 clean:  ## remove everything that make has made
-	rm -rf $(VENV) dist runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist docs/_build runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # hatchling and editables come first: with them here, the editable installs need no build environments of their own.
 $(INSTALLED): constraints.txt pyproject.toml $(DISTRIBUTIONS:=/pyproject.toml)

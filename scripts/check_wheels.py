@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from configparser import ConfigParser
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -36,6 +37,16 @@ def packages(wheel: Path) -> set[str]:
     return {top for top in tops if not top.endswith(".dist-info")}
 
 
+def number_of_plugins(wheel: Path) -> int:
+    """How many plugins ``wheel`` brings; the bridges bring none."""
+    files = ZipFile(wheel)
+    declared = ConfigParser()
+    for name in files.namelist():
+        if name.endswith(".dist-info/entry_points.txt"):
+            declared.read_string(files.read(name).decode())
+    return len(declared["veomni.plugins"]) if "veomni.plugins" in declared else 0
+
+
 def contents_problems(wheel: Path) -> list[str]:
     """What is missing from ``wheel``, or should not be in it."""
     names = ZipFile(wheel).namelist()
@@ -55,7 +66,7 @@ def installation_problems(core: Path, plugin: Path | None, folder: Path) -> list
         listed = json.loads(environment.run("-m", "veomni_core.cli", "list", "--json"))["plugins"]
     except RuntimeError as error:
         return [str(error)]
-    expected = 0 if plugin is None else 1
+    expected = 0 if plugin is None else number_of_plugins(plugin)
     others = [record for record in listed if record["distribution"] != "veomni-core"]
     if len(others) != expected or any(record["status"] != "loaded" for record in others):
         return [f"expected {expected} healthy plugin(s), `veomni list` says {json.dumps(others, indent=1)}"]

@@ -33,17 +33,19 @@ class FreshEnvironment:
         """Provide all that ``wheels`` and the requirements ``also`` need, directly or not, apart from the wheels."""
         described = [_metadata_of_wheel(wheel) for wheel in wheels]
         own = {canonicalize_name(metadata.name) for metadata in described}
-        seen: set[str] = set(own)
+        seen: set[tuple[str, str]] = set()
         waiting = [requirement for metadata in described for requirement in _requirements(metadata)]
         waiting += map(Requirement, also)
         while waiting:
-            name = canonicalize_name(waiting.pop().name)
-            if name in seen:
-                continue
-            seen.add(name)
-            installed = distribution(name)
-            self._link(installed)
-            waiting += _requirements(installed)
+            requirement = waiting.pop()
+            name = canonicalize_name(requirement.name)
+            for extra in {"", *requirement.extras}:
+                if name in own or (name, extra) in seen:
+                    continue
+                seen.add((name, extra))
+                installed = distribution(name)
+                self._link(installed)
+                waiting += _requirements(installed, extra)
 
     def install(self, *wheels: Path) -> None:
         """``pip install`` the wheels, with no index: what they require must be here already."""
@@ -84,6 +86,6 @@ def _metadata_of_wheel(wheel: Path) -> Distribution:
     return PathDistribution(info)  # type: ignore[arg-type]
 
 
-def _requirements(described: Distribution) -> list[Requirement]:
+def _requirements(described: Distribution, extra: str = "") -> list[Requirement]:
     requirements = [Requirement(text) for text in described.requires or ()]
-    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs Debian's Chromium for the report's browser test, if there is no browser yet. Needs root.
+# Installs Debian's Chromium for the tests that look at pages, if there is no browser yet. Needs root.
 set -eu
 if command -v chromium >/dev/null 2>&1; then
   exit 0

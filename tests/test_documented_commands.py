@@ -7,34 +7,30 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+from documented_code import FENCE, ROOT, SHELLS, pages
 from veomni_core.cli.app import build_app
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [
-    page for page in sorted(ROOT.glob("**/*.md")) if not {".venv", "dist", "runs"} & {*page.relative_to(ROOT).parts}
-]
+PAGES = pages()
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 PLUGINS = {
     name
     for file in [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
     for project in [tomllib.loads(file.read_text(encoding="utf-8"))["project"]]
-    for name in (project["name"], *project["entry-points"]["veomni.plugins"])
+    for name in (project["name"], *project.get("entry-points", {}).get("veomni.plugins", ()))
 }
 IMAGINED = {"acme"}  # the plugin that the how-to writes
 VEOMNI = get_command(build_app())
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def commands(page: str) -> Iterator[str]:
     """The shell lines of a page: of blocks that are no other language, and of code within a sentence."""
-    for language, block in FENCE.findall(page):
-        if language in ("", "bash", "console", "sh", "shell"):
-            for line in block.splitlines():
+    for fence in FENCE.finditer(page):
+        if fence["language"] in SHELLS:
+            for line in fence["text"].splitlines():
                 yield from re.split(r"&&|;|\|", line.strip().removeprefix("$ ").partition(" #")[0])
     yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", page)))
 

@@ -153,6 +153,11 @@ def test_policy_is_decided_before_the_plugin_is_imported(install, install_health
     assert module not in sys.modules
 
 
+def test_naming_a_kernel_of_a_blocked_plugin_says_what_blocks_it():
+    registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+    assert registry.absence("rms_norm", "liger_kernel").endswith("which is blocked: VEOMNI_PLUGINS doesn't name it")
+
+
 def test_a_plugin_for_several_api_versions_loads_without_the_hooks_that_are_not_here(install):
     kernels = f"@hookimpl\ndef veomni_kernels():\n    return [{SPEC}]\n"
     newer = "@hookimpl(optionalhook=True)\ndef veomni_schedules():\n    return []\n"

@@ -1,16 +1,13 @@
-"""The report in a real browser: nothing overflows, on a phone and on a desk, and text can be read in light and dark."""
+"""The report in a browser, on a phone and on a desk, in light and in dark: nothing overflows, all can be read."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from in_browser import chromium, inaccessible, opened, overflowing, views
 from veomni_core import Hardware, Plan
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import append_metrics, figures, read_metrics
@@ -40,17 +37,6 @@ RECEIPT = {
         for name in ("rms_norm", "cross_entropy_loss", "load_balancing_loss")
     ],
 }
-OVERFLOWING = """
-() => {
-  document.querySelectorAll("details").forEach(each => { each.open = true; });
-  const inside = (each, box) => each.left >= box.left - 1 && each.right <= box.right + 1;
-  const wide = each => each.closest("svg")
-    ? !inside(each.getBoundingClientRect(), each.closest("svg").getBoundingClientRect()) && each.tagName === "text"
-    : each.clientWidth > 0 && each.scrollWidth > each.clientWidth;
-  const found = [document.documentElement, ...document.querySelectorAll("body, body *")].filter(wide);
-  return found.map(each => `${each.tagName} ${each.className} ${each.scrollWidth} > ${each.clientWidth}`);
-}
-"""
 # The contrast of every text with what is behind it, and of the charts' lines with their card.
 CONTRASTS = """
 () => {
@@ -104,30 +90,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder.report, folder.path / "comparison.html"]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium, which continuous integration must have."""
-    found = shutil.which("chromium")
-    if found is None:
-        why = "there is no chromium; scripts/install_browser.sh installs it"
-        pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=120_000)
-        yield chromium
-        chromium.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_overflows_and_everything_can_be_read(pages: list[Path], browser: Any, width: int, scheme: str) -> None:
-    for path in pages:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.set_default_timeout(120_000)
-        page.goto(path.as_uri())
-        assert page.evaluate(OVERFLOWING) == []
-        assert page.evaluate(CONTRASTS) == []
-        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 22)"
-        assert dark == (scheme == "dark")
-        page.close()
+def test_nothing_overflows_and_everything_can_be_read(pages: list[Path], tmp_path: Path) -> None:
+    with chromium() as browser:
+        for path in pages:
+            with opened(browser, path) as page:
+                for view in views(page, tmp_path / path.stem):
+                    assert overflowing(page) == [], view
+                    assert page.evaluate(CONTRASTS) == [], view
+                    assert inaccessible(page) == [], view

@@ -12,9 +12,9 @@ from veomni_core.binding import hub_kernels
 from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
-from veomni_core.binding.receipt import Receipt, Verification
+from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
-from veomni_core.binding.verification import verify_plan
+from veomni_core.binding.verification import refuse_unverified, verify_plan
 from veomni_core.changes.bound_classes import run_eager
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
@@ -42,10 +42,10 @@ class Binding(Transformation):
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
         >>> with bind(model, {"preset": "eager", "swiglu_mlp_implementation": "torch"}, device="cpu") as binding:
-        ...     binding.active, binding.receipt.to_dict()["kernels"][0]["kernel"]
-        (True, 'swiglu_mlp/standard:torch')
-        >>> binding.active
-        False
+        ...     binding
+        <Binding of LlamaForCausalLM on cpu (CPU): swiglu_mlp/standard:torch at 2 sites; 9 sites eager>
+        >>> binding
+        <Binding, not in force: swiglu_mlp/standard:torch at 2 sites; 9 sites eager>
     """
 
     name = "binding"
@@ -54,6 +54,11 @@ class Binding(Transformation):
         super().__init__(model, changes)
         changes.classes.binding = self
         self.plan, self.verification = plan, verification
+
+    def __repr__(self) -> str:
+        """What is bound where, in one line."""
+        where = f" of {type(self.model).__name__} on {self.plan.conditions}" if self.active else ", not in force"
+        return f"<Binding{where}: {kernels_line(self.plan)}>"
 
     def describe(self) -> str:
         """For receipts: ``plan 4f2a91c07d3e for NVIDIA H200``."""
@@ -149,6 +154,7 @@ def bind(
             :func:`apply_plan`.
         ConfigError: the config is wrong, or was checked against another registry.
         HostError: this machine has no such ``device``.
+        KernelUnavailableError: a requested kernel can't run here, or must pass ``veomni verify`` first.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
             results differ from those of its module's own code.
@@ -215,7 +221,7 @@ def apply_plan(
 
     Raises:
         BindingError: as for :func:`bind`; or ``plan`` is a config: pass that to :func:`bind`.
-        KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
+        KernelUnavailableError, KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -239,6 +245,8 @@ def apply_plan(
 
 def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
     """Change the model, once all ranks have the plan."""
+    if not verify:
+        refuse_unverified(plan, registry)
     kernels = {planned.spec: loaded(planned.spec) for planned in plan.kernels}
     verification = Verification()
     if verify:

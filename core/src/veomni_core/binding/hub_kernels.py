@@ -18,7 +18,8 @@ def refuse_model_with(model: nn.Module) -> None:
     if getattr(model, "use_kernels", False):
         raise BindingError(
             "this model was built with use_kernels=True: transformers puts hub kernels over its forwards at every "
-            "train() and eval(), and would replace ours. Set model.use_kernels = False first"
+            "train() and eval(), and would replace ours. Load it without, or take them off with bind_instead of "
+            "veomni_bridges.use_kernels; model.use_kernels = False leaves them on"
         )
 
 

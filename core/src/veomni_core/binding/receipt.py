@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,18 @@ class Receipt:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def kernels_line(plan: Plan) -> str:
+    """The kernels of ``plan`` in one line: ``rms_norm/standard:torch at 5 sites; 7 sites eager``."""
+    counts = Counter(str(each.spec) if each.bound else EAGER for op in plan.ops for each in op.sites)
+    eager = counts.pop(EAGER, 0)
+    kernels = ", ".join(f"{spec} at {_sites(count)}" for spec, count in counts.items()) or "no kernel"
+    return f"{kernels}; {_sites(eager)} eager"
+
+
+def _sites(count: int) -> str:
+    return f"{count} site{'s' * (count != 1)}"
 
 
 def _kernel_to_dict(kernel: PlannedKernel) -> dict[str, Any]:

@@ -14,13 +14,36 @@ from veomni_core.binding.site_comparison import Run, autocast_on, compare
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import ConformanceError
+from veomni_core.errors import ConformanceError, KernelUnavailableError
 from veomni_core.ops.contract import Contract, contract_for, dtype_name
 from veomni_core.planning.decisions import SiteDecision
+from veomni_core.planning.passed_checks import passed_checks, unverified
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
 from veomni_core.testing import check_kernel
+
+
+def refuse_unverified(plan: Plan, registry: Registry) -> None:
+    """Raise if a kernel of foreign code has not passed ``veomni verify`` here.
+
+    A plan for this machine has such kernels only where they passed. One for named hardware, or from another machine,
+    does not know.
+
+    Raises:
+        KernelUnavailableError: a kernel has not passed; the message says how to check it.
+    """
+    foreign = [planned for planned in plan.kernels if planned.spec.digest]
+    if not foreign:
+        return
+    hardware, passed, reasons = registry.detect_hardware(plan.hardware.torch_device_type), passed_checks(), []
+    for planned in foreign:
+        decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
+        dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
+        why = unverified(planned.spec, planned.distribution, planned.version, dtypes, hardware, passed)
+        reasons += [f"{planned.spec} {why}"] if why else []
+    if reasons:
+        raise KernelUnavailableError("; ".join(reasons))
 
 
 def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Verification:

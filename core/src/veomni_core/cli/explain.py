@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -10,8 +11,10 @@ import typer
 from veomni_core.cli.completion import complete_op
 from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.planning.failed_checks import failed_checks
+from veomni_core.planning.passed_checks import passed_checks
 from veomni_core.planning.selection import Selection
 from veomni_core.tables import fit, render_table
 
@@ -30,16 +33,17 @@ def explain(
     registry = discover()
     spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    selection = Selection(registry, target, {}, failed=failed_checks())
+    selection = Selection(registry, target, {}, failed=failed_checks(), passed=passed_checks())
     rows: list[dict[str, Any]] = [
         {
             "variant": kernel.variant,
             "kernel": kernel.name,
             "plugin": str(registry.plugin_of(kernel)),
             "preference": kernel.preference,
-            "runs": not (reasons := selection.why_not(kernel)),
+            "runs": not (reasons := selection.why_not(kernel)) and _verified_in_any(selection, kernel),
             "reasons": list(reasons),
             "failed_verify": list(selection.failures(kernel)),
+            "unverified": [] if reasons else list(selection.unverified(kernel)),
             "options": [asdict(option) for option in kernel.options],
             "assumes": [] if target.detected else list(kernel.hardware.chosen_for(target).packages),
         }
@@ -69,7 +73,7 @@ def explain(
             r["kernel"],
             r["plugin"],
             str(r["preference"]),
-            "; ".join(["yes" if r["runs"] else f"no: {'; '.join(r['reasons'])}", *r["failed_verify"]]),
+            "; ".join([_runs(r), *r["failed_verify"]]),
         )
         for r in rows
     ] + [("", name, "-", "", f"no: {reason}") for name, reason in absent.items()]
@@ -83,6 +87,15 @@ def explain(
     for name, distribution in spec.published.items():
         if distribution and name in absent:
             print(fit(f"pip install {distribution} would add {name}, if its own requirements are met"))
+
+
+def _runs(row: Mapping[str, Any]) -> str:
+    why = "; ".join((*row["reasons"], *row["unverified"]))
+    return f"yes{why and f'; {why}'}" if row["runs"] else f"no: {why}"
+
+
+def _verified_in_any(selection: Selection, kernel: KernelSpec) -> bool:
+    return any(not selection.unverified(kernel, (dtype,)) for dtype in kernel.dtypes)
 
 
 def _option(option: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import HostError, PluginError, UnknownNameError, suggest
 from veomni_core.planning.failed_checks import CheckedKernel, remember
+from veomni_core.planning.passed_checks import remember_passed
 from veomni_core.tables import render_table
 
 
@@ -46,7 +47,7 @@ def verify(
     registry = discover()
     record = registry.plugin(plugin)
     if not record.healthy:
-        raise PluginError(f"{record} {record.status}: {record.problem}")
+        raise PluginError(f"{record} {record.absence}")
     if dtype is not None and dtype not in DTYPES:
         one_of = ", ".join(DTYPES)
         raise UnknownNameError(f"--dtype: {dtype!r} is not a dtype; write one of {one_of}. {suggest(dtype, DTYPES)}")
@@ -84,16 +85,17 @@ def verify(
 
 
 def _remember(rows: list[Row], record: PluginRecord, hardware: Hardware) -> None:
-    """Keep the failures for this machine's plans. A contract that failed, or a skipped kernel, says nothing."""
-    at = {
-        result: {
-            CheckedKernel.here(row.kernel, record.distribution, record.version, row.dtype, hardware): row.detail
-            for row in rows
-            if row.result == result
-        }
-        for result in (FAILED, OK)
-    }
-    remember({checked: (detail or ("",))[0] for checked, detail in at[FAILED].items()}, at[OK])
+    """Keep the results for this machine's plans. A contract that failed, or a skipped kernel, says nothing."""
+    specs = {str(spec): spec for spec in record.kernels}
+
+    def checked(row: Row) -> CheckedKernel:
+        version = record.version_of(specs[row.kernel])
+        return CheckedKernel.here(row.kernel, record.distribution, version, row.dtype, hardware)
+
+    failed = {checked(row): (row.detail or ("",))[0] for row in rows if row.result == FAILED}
+    passed = {checked(row): specs[row.kernel] for row in rows if row.result == OK}
+    remember(failed, passed)
+    remember_passed([each for each, spec in passed.items() if spec.digest], failed)
 
 
 def show_results(rows: Iterable[Row], title: str) -> None:

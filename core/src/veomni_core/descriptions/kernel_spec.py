@@ -57,6 +57,8 @@ class KernelSpec:
             builds them, with the call signature of ``transformers.masking_utils.sdpa_mask``.
         options: the settings that a job may change (``{kernel: acme, options: {chunk_rows: 512}}``).
         settings: ``(name, value)`` pairs that a job has set. Planning fills them in, by :meth:`configured`.
+        digest: a hash that identifies code which the plugin loads from elsewhere, such as a folder of the Hub. A kernel
+            with a digest is chosen only where ``veomni verify`` has passed it, with this digest, on the same hardware.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -79,6 +81,7 @@ class KernelSpec:
     mask: str = ""
     options: tuple[KernelOption, ...] = ()
     settings: tuple[tuple[str, Value], ...] = ()
+    digest: str = ""
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -92,6 +95,7 @@ class KernelSpec:
                 require_reference(owner, name, getattr(self, name))
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
+        require_text(owner, "digest", self.digest)
         require_integer(owner, "preference", self.preference)
         for name in ("deterministic", "backward", "expert_parallel"):
             require_boolean(owner, name, getattr(self, name))

@@ -134,7 +134,7 @@ def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[Plug
     if op is None:
         for record in records:
             if any(absent.name == spec.op_name for absent in record.ops):
-                return f"op {spec.op_name!r} is defined by {record}, which {record.status}: {record.problem}"
+                return f"op {spec.op_name!r} is defined by {record}, which {record.absence}"
         return f"op {spec.op_name!r} is unknown. {did_you_mean(spec.op_name, ops)}"
     if op.canonical_variant(spec.variant) not in op.variants:
         nearest = did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])

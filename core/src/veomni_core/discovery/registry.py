@@ -17,6 +17,8 @@ from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameErr
 
 Status = Literal["loaded", "failed", "blocked"]
 
+_DIGEST_SHOWN = 16  # 64 bits: enough to tell one content from another
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,6 +78,15 @@ class PluginRecord:
     def healthy(self) -> bool:
         """Whether the plugin loaded, so that what it describes is in the registry."""
         return self.status == "loaded"
+
+    @property
+    def absence(self) -> str:
+        """What became of a plugin that is not healthy, in the words that follow "which"."""
+        return f"{'is blocked' if self.status == 'blocked' else self.status}: {self.problem}"
+
+    def version_of(self, spec: KernelSpec) -> str:
+        """The version that tells what runs: the plugin's, and the digest of code that it loads from elsewhere."""
+        return f"{self.version}+{spec.digest[:_DIGEST_SHOWN]}" if spec.digest else self.version
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
@@ -164,7 +175,7 @@ class Registry:
                 )
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
-                return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+                return f"{name} is provided by {plugin}, which {plugin.absence}"
             for skipped in plugin.skipped:
                 if (skipped.spec.op_name, skipped.spec.name) == (op, name):
                     return f"{name} is provided by {plugin}, but left out: {skipped.reason}"
@@ -175,7 +186,7 @@ class Registry:
             return f"{name} is not provided by any distribution yet"
         for plugin in self.plugins:
             if plugin.distribution == published[name] and not plugin.healthy:
-                return f"{name} is provided by {plugin}, which {plugin.status}: {plugin.problem}"
+                return f"{name} is provided by {plugin}, which {plugin.absence}"
         return f"{name} is not installed: pip install {published[name]}"
 
     def describe_conflicts(self) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def failed_checks() -> dict[CheckedKernel, FailedCheck]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        _warn_once(path, f"can't be read ({error}), so no failure of veomni verify is remembered. Remove the file")
+        warn_once(path, f"can't be read ({error}), so no failure of veomni verify is remembered. Remove the file")
         return {}
 
 
@@ -96,8 +96,12 @@ def remember(failed: Mapping[CheckedKernel, str], passed: Iterable[CheckedKernel
     kept = {checked: failure for checked, failure in known.items() if checked not in {*passed}} | news
     if kept == known:
         return
-    path = cache_file()
-    text = json.dumps([asdict(failure) for failure in kept.values()], indent=1)
+    write_whole(cache_file(), [asdict(failure) for failure in kept.values()])
+
+
+def write_whole(path: Path, entries: Iterable[object]) -> None:
+    """Write ``entries`` to ``path`` as JSON, so that the file appears whole. That it can't be written is a warning."""
+    text = json.dumps(list(entries), indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_name(f"{path.name}.{os.getpid()}")
@@ -107,10 +111,10 @@ def remember(failed: Mapping[CheckedKernel, str], passed: Iterable[CheckedKernel
         finally:
             written.unlink(missing_ok=True)
     except OSError as error:
-        _warn_once(
+        warn_once(
             path,
-            f"can't be written ({error}), so plans will not know what failed. Set VEOMNI_CACHE to a folder that can be "
-            "written",
+            f"can't be written ({error}), so plans will not know what was verified. Set VEOMNI_CACHE to a folder that "
+            "can be written",
         )
 
 
@@ -126,7 +130,8 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _warn_once(path: Path, problem: str) -> None:
+def warn_once(path: Path, problem: str) -> None:
+    """Log what is wrong with the file ``path``, the first time."""
     if path not in _warned:
         _warned.add(path)
         logger.warning("%s %s", path, problem)

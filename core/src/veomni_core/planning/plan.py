@@ -49,7 +49,7 @@ class Plan:
         failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
-        passed_by: kernels that were not chosen because they failed ``veomni verify`` on this machine, and how.
+        passed_by: kernels that were not chosen for what ``veomni verify`` says of them on this machine, and how.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what failed ``veomni verify`` here."""
+"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what ``veomni verify`` found here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.failed_checks import failed_checks
+from veomni_core.planning.passed_checks import passed_checks
 from veomni_core.planning.plan import Plan, PlannedKernel
 from veomni_core.planning.plan_problems import raise_problems
 from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
@@ -122,7 +123,8 @@ def _plan(
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
     failed = failed_checks() if hardware.detected else {}
-    selection = Selection(registry, hardware, config.profile, autocast, training, failed)
+    passed = passed_checks() if hardware.detected else frozenset()
+    selection = Selection(registry, hardware, config.profile, autocast, training, failed, passed)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -162,12 +164,15 @@ def _planned_kernels(ops: tuple[OpDecision, ...], registry: Registry) -> Iterabl
     used = {decision.spec for op in ops for decision in op.sites if decision.spec is not None}
     for spec in sorted(used, key=str):
         plugin = registry.plugin_of(spec)
-        yield PlannedKernel(spec, plugin.distribution, plugin.version)
+        yield PlannedKernel(spec, plugin.distribution, plugin.version_of(spec))
 
 
 def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware) -> tuple[str, ...]:
     return tuple(
-        f"{kernel.spec}: {package}"
+        f"{kernel.spec}: {assumption}"
         for kernel in kernels
-        for package in kernel.spec.hardware.chosen_for(hardware).packages
+        for assumption in (
+            *kernel.spec.hardware.chosen_for(hardware).packages,
+            *(["has passed veomni verify"] if kernel.spec.digest else []),
+        )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from veomni_core.descriptions.hardware import Hardware
@@ -12,6 +12,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError
 from veomni_core.planning.choice import AUTO, Requested
 from veomni_core.planning.failed_checks import CheckedKernel, FailedCheck
+from veomni_core.planning.passed_checks import unverified
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -54,12 +55,14 @@ class Selection:
         autocast: str | None = None,
         training: bool = True,
         failed: Mapping[CheckedKernel, FailedCheck] | None = None,
+        passed: Set[CheckedKernel] = frozenset(),
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
         self._failed = failed or {}
+        self._passed = passed
         self.passed_by: dict[str, None] = {}
-        """The kernels that :meth:`choose` passed by because they failed ``veomni verify`` here, and how."""
+        """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
@@ -126,17 +129,30 @@ class Selection:
             return ()
         plugin = self._registry.plugin_of(spec)
         checked = [
-            CheckedKernel.here(str(spec), plugin.distribution, plugin.version, dtype, self._hardware)
+            CheckedKernel.here(str(spec), plugin.distribution, plugin.version_of(spec), dtype, self._hardware)
             for dtype in spec.dtypes
             if not dtypes or dtype in dtypes
         ]
         return tuple(str(self._failed[each]) for each in checked if each in self._failed)
 
+    def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
+        if not self._hardware.detected or self.failures(spec, dtypes):
+            return ()
+        plugin = self._registry.plugin_of(spec)
+        version = plugin.version_of(spec)
+        why = unverified(spec, plugin.distribution, version, dtypes, self._hardware, self._passed)
+        return (why,) if why else ()
+
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
-        failures = self.failures(spec, place.dtypes)
-        self.passed_by.update(dict.fromkeys(f"{spec} {failure}" for failure in failures))
-        return (*self._unmet_at(spec, place), *failures)
+        unmet, failures = self._unmet_at(spec, place), self.failures(spec, place.dtypes)
+        # A kernel that can't run here anyway needs no check.
+        unverified = () if unmet else self.unverified(spec, place.dtypes)
+        # Nobody waits for a kernel that `auto` never takes; naming it gives the reason at each site.
+        checks = (*failures, *(unverified if spec.preference > 0 else ()))
+        self.passed_by.update(dict.fromkeys(f"{spec} {why}" for why in checks))
+        return (*unmet, *unverified, *failures)
 
     def _unmet_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         reasons = list(self.why_not(spec))
@@ -179,7 +195,7 @@ class Selection:
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         usable = [spec for spec in self._registry.kernels(op_name, place.variant) if not self._why_not_at(spec, place)]
-        passed_over = [*passed_over, *self._failed_alone(op_name, place)] if usable else passed_over
+        passed_over = [*passed_over, *self._unchecked_alone(op_name, place)] if usable else passed_over
         by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in by_name if name in times]
@@ -194,12 +210,14 @@ class Selection:
         reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
         return Verdict(best, _after(passed_over, reason), as_asked=False)
 
-    def _failed_alone(self, op_name: str, place: _Place) -> Iterator[str]:
-        """The kernels that nothing but a failed ``veomni verify`` keeps from ``place``."""
+    def _unchecked_alone(self, op_name: str, place: _Place) -> Iterator[str]:
+        """The kernels that nothing but what ``veomni verify`` says of them keeps from ``place``."""
         for spec in self._registry.kernels(op_name, place.variant):
-            failures = self.failures(spec, place.dtypes)
-            if failures and not self._unmet_at(spec, place):
-                yield f"{spec.name} {' and '.join(failures)}"
+            why = self.failures(spec, place.dtypes)
+            if not why and spec.preference > 0:
+                why = self.unverified(spec, place.dtypes)
+            if why and not self._unmet_at(spec, place):
+                yield f"{spec.name} {' and '.join(why)}"
 
     def _why_none(self, op_name: str, place: _Place) -> str:
         specs = self._registry.kernels(op_name, place.variant)

@@ -1,0 +1,1 @@
+"""Kernels in the layout of the Hugging Face Hub, as kernels of a plugin."""
