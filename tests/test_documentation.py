@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from headline_picture import MODELS, PICTURE, steps
 from veomni_core.cli.app import build_app
 from veomni_core.descriptions.hardware import NAMED
 from veomni_core.discovery.discover import discover
@@ -27,6 +29,11 @@ def block(text: str, language: str) -> str:
     """The first fenced block of a language."""
     (first, *_) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return first
+
+
+PLUGIN = next(
+    text for text in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL) if "hookimpl" in text
+)
 
 
 def veomni(*arguments: str) -> str:
@@ -48,7 +55,7 @@ def test_the_readme_s_plugin_is_a_plugin(tmp_path, monkeypatch):
     package = tmp_path / "acme_norm"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text(block(README, "python"))
+    (package / "plugin.py").write_text(PLUGIN)
     info = tmp_path / "acme_norm-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-norm\nVersion: 1.0\n")
@@ -61,7 +68,7 @@ def test_the_readme_s_plugin_is_a_plugin(tmp_path, monkeypatch):
     spec = registry.resolve("rms_norm", "standard", "acme")
     assert spec.hardware.unmet(registry.named_hardware("h200")) == ()
     assert spec.hardware.unmet(registry.named_hardware("a100")) != ()
-    assert len(block(README, "python").strip().splitlines()) <= 21
+    assert len(PLUGIN.strip().splitlines()) <= 21
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
@@ -100,7 +107,7 @@ def test_the_ascend_page_writes_every_field_that_the_npu_plugin_serves():
 
 def test_the_files_that_contributing_names_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = {name for name in re.findall(r"`([^`\s]+/[^`\s]*)`", text) if "<" not in name}
+    named = {name for name in re.findall(r"`([^`\s]+/[^`\s]*)`", text) if "<" not in name} - {"docs/_build/html"}
     assert len(named) >= 40
     assert not [name for name in named if not (ROOT / name).exists()]
 
@@ -124,6 +131,26 @@ def test_yaml_blocks_of_the_documentation_are_yaml():
     for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")]:
         for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             assert isinstance(yaml.safe_load(textwrap.dedent(text)), dict), page
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 120
+
+
+def test_the_readme_s_times_are_the_benchmarks():
+    pages = {
+        name: (ROOT / "docs" / "benchmarks" / name).read_text() for name in re.findall(r"benchmarks/(\w+\.md)", README)
+    }
+    for before, after, name in re.findall(r"(\d+) → (\d+) ms\]\(docs/benchmarks/(\w+\.md)\)", README):
+        times = {f"{float(time):.0f}" for time in re.findall(r"\| ([\d.]+) \(", pages[name])}
+        assert {before, after} <= times, name
+
+
+def test_the_headline_picture_has_the_benchmarks_figures():
+    drawn = re.findall(r">([^<>]*)</text>", PICTURE.read_text(encoding="utf-8"))
+    for page, title in MODELS.items():
+        assert title in [html.unescape(text) for text in drawn]
+        assert {str(step) for step in steps(page).values()} <= {*drawn}, "run: make headline-picture"
 
 
 def test_the_readme_s_claim_about_coverage_is_the_page_s():
