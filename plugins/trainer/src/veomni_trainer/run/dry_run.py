@@ -89,7 +89,8 @@ class DryRun:
             f"model: {self.parameters / 1e6:,.1f} M parameters, on {self.device}{processes}",
             self.plan.table(),
             *([self.resumption] if self.resumption else ()),
-            f"train: starts from step {self.point.step:,}; {self.steps:,} steps of {self.tokens_per_step:,} tokens{epochs}; writes to {train.output_dir}",
+            f"train: starts from step {self.point.step:,}; {self.steps:,} steps of "
+            f"{self.tokens_per_step:,} tokens{epochs}; writes to {train.output_dir}",
             self._memory_table(),
             "Nothing was written but tokens to data.cache. Leave out --dry-run to train.",
         ]
