@@ -10,7 +10,7 @@ WORKERS ?= auto
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
-.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture job-page clean
+.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture job-page reference clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
@@ -66,6 +66,9 @@ headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg from the fig
 
 job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
 	$(BIN)/python scripts/job_page.py
+
+reference: $(INSTALLED)  ## write the pages of docs/reference that list kernels, ops, hooks and errors
+	cd scripts && ../$(BIN)/python -m reference_pages
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) dist docs/_build runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

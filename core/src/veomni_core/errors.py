@@ -19,23 +19,39 @@ class ConfigError(VeOmniError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """The name of a field, value, preset, op, plugin or hardware is unknown."""
+    """The name of a field, value, preset, op, plugin or hardware is unknown.
+
+    Write the name that the message suggests, or install the plugin that brings it.
+    """
 
 
 class KernelUnavailableError(ConfigError):
-    """A requested kernel cannot run here; the message lists every reason and every alternative."""
+    """A requested kernel cannot run here; the message lists every reason and every alternative.
+
+    Install what the message names, move to hardware that meets it, or name another kernel: a list takes the first that
+    can run, and ``auto`` chooses.
+    """
 
 
 class NoSiteError(ConfigError):
-    """The config names a kernel for an op, or a module path, that the model does not contain."""
+    """The config names a kernel for an op, or a module path, that the model does not contain.
+
+    Leave the field or the path out. ``veomni explain`` and the plan list what the model has.
+    """
 
 
 class MissingOpsImplementationError(ConfigError):
-    """The call or the job does not say which kernels to use."""
+    """The call or the job does not say which kernels to use.
+
+    Write ``model.ops_implementation``; ``{preset: auto}`` will do, and ``{preset: eager}`` binds nothing.
+    """
 
 
 class JobFileError(ConfigError):
-    """A job file is missing, is not valid YAML, or does not have the expected structure."""
+    """A job file is missing, is not valid YAML, or does not have the expected structure.
+
+    Correct the keys that the message lists, all of them at once.
+    """
 
 
 class PluginError(VeOmniError):
@@ -43,23 +59,38 @@ class PluginError(VeOmniError):
 
 
 class SpecError(PluginError, ValueError):
-    """A plugin's description (of a kernel, op, device, site rule or command) is invalid."""
+    """A plugin's description (of a kernel, op, device, site rule or command) is invalid.
+
+    Correct the field that the message names.
+    """
 
 
 class ContractError(SpecError):
-    """An op's contract can't be used: it is missing, or its reference fails on its own samples."""
+    """An op's contract can't be used: it is missing, or its reference fails on its own samples.
+
+    Correct the contract or its samples; ``veomni verify`` shows the same.
+    """
 
 
 class PluginLoadError(PluginError):
-    """A plugin could not be loaded, under ``VEOMNI_PLUGINS_STRICT=1``."""
+    """A plugin could not be loaded, under ``VEOMNI_PLUGINS_STRICT=1``.
+
+    Mend or uninstall the plugin, or unset the variable: then it is left out, and ``veomni list`` says why.
+    """
 
 
 class KernelLoadError(PluginError):
-    """A kernel's factory failed to import or to build the kernel."""
+    """A kernel's factory failed to import or to build the kernel.
+
+    Reinstall or upgrade the library that the message names; ``veomni doctor`` imports each in a process of its own.
+    """
 
 
 class ConformanceError(PluginError):
-    """A kernel does not compute what its op's contract says."""
+    """A kernel does not compute what its op's contract says.
+
+    Don't use the kernel here: report it to its author with the message, and name another one.
+    """
 
 
 class HostError(VeOmniError):
@@ -67,39 +98,67 @@ class HostError(VeOmniError):
 
 
 class PlanMismatchError(HostError):
-    """Two ranks, or a run and its checkpoint, have different plans."""
+    """Two ranks, or a run and its checkpoint, have different plans.
+
+    Make the machines, or the job and its checkpoint, alike in what the message names. ``--accept-plan-change`` lets a
+    run go on with other kernels.
+    """
 
 
 class CheckpointError(HostError):
-    """A checkpoint does not exist, is damaged, or does not fit the model."""
+    """A checkpoint does not exist, is damaged, or does not fit the model.
+
+    Name another checkpoint, or restore what the message says is missing, damaged or different.
+    """
 
 
 class TrainingDivergedError(VeOmniError):
-    """To be fixed in a job's settings or data: the loss or the gradients of a step are not finite."""
+    """To be fixed in a job's settings or data: the loss or the gradients of a step are not finite.
+
+    Go on from the last checkpoint with other settings, such as a lower learning rate.
+    """
 
 
 class BindingError(VeOmniError, RuntimeError):
-    """To be fixed in the code that binds or unbinds: the model is not in the state that the call needs."""
+    """To be fixed in the code that binds or unbinds: the model is not in the state that the call needs.
+
+    Undo what stands in the way, or bind earlier, as the message says.
+    """
 
 
 class SiteChangedError(BindingError):
-    """A setting of a bound module was changed on which the proof depends that its kernel computes the same."""
+    """A setting of a bound module was changed on which the proof depends that its kernel computes the same.
+
+    Set it before ``bind``, or undo the binding first; ``on_change: eager`` lets the module run its own code instead.
+    """
 
 
 class LogitsGoneError(BindingError):
-    """The deferred logits of a training step were read after their inputs had been freed or changed."""
+    """The deferred logits of a training step were read after their inputs had been freed or changed.
+
+    Read the logits before the weights change, or bind the loss with ``eager``.
+    """
 
 
 class ShardedLogitsError(BindingError):
-    """The deferred logits of a training step were read, but each rank has only those of a part of the vocabulary."""
+    """The deferred logits of a training step were read, but each rank has only those of a part of the vocabulary.
+
+    Read them in evaluation, where they are whole, or bind the loss with ``eager``.
+    """
 
 
 class SlotInUseError(BindingError):
-    """A slot that several models share already holds another kernel for one of them."""
+    """A slot that several models share already holds another kernel for one of them.
+
+    Undo the other model's binding first.
+    """
 
 
 class BoundModelPickleError(BindingError, TypeError):
-    """A bound model can't be pickled: its kernels would silently be lost."""
+    """A bound model can't be pickled: its kernels would silently be lost.
+
+    Undo the binding, or save the ``state_dict``.
+    """
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

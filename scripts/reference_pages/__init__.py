@@ -1,0 +1,20 @@
+"""The pages of docs/reference that list what the code has: kernels, ops, hooks and errors.
+
+``make reference`` writes them (``python -m reference_pages`` in the folder ``scripts``); a test compares them with the
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from reference_pages import errors, hooks, kernels, ops
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
+PAGES: dict[str, Callable[[], str]] = {
+    "kernels.md": kernels.page,
+    "ops.md": ops.page,
+    "hooks.md": hooks.page,
+    "errors.md": errors.page,
+}

@@ -1,0 +1,107 @@
+"""docs/reference/kernels.md: every kernel by op, what it needs, and where its speed was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from reference_pages.markdown import table
+from reference_pages.repository import ROOT, registry
+from veomni_core.descriptions.hardware import ANY_DEVICE, HardwareRequirement, show_capability
+from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
+
+_HEAD = """# Kernels
+
+What the distributions of this repository bring, by op: the names that a job may write, and what each kernel needs.
+`auto` takes the usable kernel with the highest preference, and none whose preference is 0. `veomni explain OP` says
+which of them can run on your machine, and `veomni plan` at which sites of a model: some kernels are limited to widths
+or head sizes as well, which the plan says.
+
+*Device* is the compute capability for NVIDIA's GPUs. Under *limits*: `no backward` can only evaluate; `may differ`
+does not promise the same bits on every run; `one rank's experts` runs under expert parallelism.
+"""
+# The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
+MEASURED = {
+    "attention": ("flash_attention_h200",),
+    "rms_norm": ("triton_rms_norm_h200", "quack_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
+    "rotary_pos_emb": ("triton_rotary_pos_emb_h200", "liger_adapters_h200"),
+    "swiglu_mlp": ("triton_swiglu_mlp_h200", "liger_adapters_h200", "cpu_kernels"),
+    "cross_entropy_loss": ("chunk_sizes_h200", "quack_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
+    "moe_experts": ("moe_h200", "moe_2048_tokens_h200", "cpu_kernels"),
+    "load_balancing_loss": ("triton_load_balancing_loss_h200", "cpu_kernels"),
+    "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
+}
+
+
+def page() -> str:
+    """The page's text."""
+    return "\n".join([_HEAD, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    found = registry()
+    for op in found.ops.values():
+        kernels = sorted(
+            found.kernels(op.name),
+            key=lambda kernel: (kernel.name, op.variants.index(op.canonical_variant(kernel.variant))),
+        )
+        yield f"## `{op.name}`\n"
+        yield f"Field `{op.config_field}`: {op.description}. [Its contract](ops.md#{op.name}).\n"
+        if not kernels:
+            yield "No kernel yet: sites are found and proven, and stay the model's own code.\n"
+            continue
+        rows = [_row(list(group)) for _, group in groupby(kernels, key=lambda kernel: kernel.name)]
+        yield from table(("kernel", "from", "variants", "device", "packages", "dtypes", "preference", "limits"), rows)
+        yield ""
+        links = ", ".join(f"[{_title(name)}](../benchmarks/{name}.md)" for name in MEASURED.get(op.name, ()))
+        yield f"Measured: {links}.\n" if links else "Not measured by itself.\n"
+
+
+def _row(kernels: list[KernelSpec]) -> tuple[str, ...]:
+    """One name's row; its variants may differ in what they need, and then each says its own."""
+    return (
+        f"`{kernels[0].name}`",
+        registry().plugin_of(kernels[0]).distribution,
+        ", ".join(dict.fromkeys(f"`{kernel.variant}`" for kernel in kernels)),
+        _told(kernels, lambda kernel: " or ".join(map(_device, _alternatives(kernel)))),
+        _told(
+            kernels,
+            lambda kernel: " or ".join(
+                dict.fromkeys(", ".join(each.packages) or "-" for each in _alternatives(kernel))
+            ),
+        ),
+        _told(kernels, lambda kernel: "all" if {*kernel.dtypes} == {*DTYPES} else ", ".join(kernel.dtypes)),
+        _told(kernels, lambda kernel: str(kernel.preference)),
+        _told(kernels, _limits) or "-",
+    )
+
+
+def _told(kernels: list[KernelSpec], tell: object) -> str:
+    assert callable(tell)
+    said = {kernel.variant: tell(kernel) for kernel in kernels}
+    if len({*said.values()}) == 1:
+        return str(next(iter(said.values())))
+    return "; ".join(f"`{variant}`: {what or 'none'}" for variant, what in said.items())
+
+
+def _alternatives(kernel: KernelSpec) -> tuple[HardwareRequirement, ...]:
+    return (kernel.hardware, *kernel.hardware.others)
+
+
+def _device(needed: HardwareRequirement) -> str:
+    low, high = needed.min_compute_capability, needed.max_compute_capability
+    text = "any" if needed.device_type == ANY_DEVICE else needed.device_type
+    if low is not None and low == high:
+        return f"{text} {show_capability(low)}"
+    text += f" {show_capability(low)}" if low is not None else ""
+    return text + (f" to {show_capability(high)}" if high is not None else " and above" * (low is not None))
+
+
+def _limits(kernel: KernelSpec) -> str:
+    found = ["no backward"] * (not kernel.backward) + ["may differ"] * (not kernel.deterministic)
+    return ", ".join([*found, *["one rank's experts"] * kernel.expert_parallel])
+
+
+def _title(name: str) -> str:
+    first = (ROOT / "docs" / "benchmarks" / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# ")
