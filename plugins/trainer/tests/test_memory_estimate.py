@@ -114,6 +114,7 @@ def test_what_is_kept_is_counted_once_and_without_weights() -> None:
             self.weight = torch.nn.Parameter(torch.ones(3, 3))
 
         def forward(self, x: torch.Tensor) -> Any:
+            Square.apply(x.repeat(2, 1) @ self.weight)  # nothing holds this until the backward
             return SimpleNamespace(loss=Square.apply(x @ self.weight).sum())
 
     kept = step_memory(Model(), {"x": torch.ones(5, 3)}, None)

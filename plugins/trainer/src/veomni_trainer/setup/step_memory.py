@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -50,19 +51,37 @@ def step_memory(model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype 
         stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack))
         loss = model(**inputs).loss
+    kept = counter.bytes()
     loss.backward()
-    kept = sum(counter.bytes.values())
-    brief = max(_peak(device) - before - kept, 0) if device.type != "cpu" else 0
-    return StepMemory(tuple(counter.bytes[index] for index in range(len(layers))), counter.bytes[None], brief)
+    brief = max(_peak(device) - before - kept.total(), 0) if device.type != "cpu" else 0
+    return StepMemory(tuple(kept[index] for index in range(len(layers))), kept[None], brief)
+
+
+class _Saved:
+    """A tensor that autograd saves, for as long as its graph holds it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 class _Counter:
-    """Adds up what is saved while each layer runs; ``None`` stands for outside of every layer."""
+    """Knows which memory autograd holds, and which layer ran when it was saved; ``None``: outside of every layer.
+
+    What a graph lets go of before the backward is forgotten, since other tensors may lie at its address then.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.bytes: Counter[int | None] = Counter()
-        self._seen = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._weights = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._held: dict[int, tuple[int | None, int]] = {}  # by address: the layer, and the bytes
+        self._holders: Counter[int] = Counter()
         self._layer: int | None = None
+
+    def bytes(self) -> Counter[int | None]:
+        """The bytes that are held now, by layer."""
+        found: Counter[int | None] = Counter()
+        for layer, size in self._held.values():
+            found[layer] += size
+        return found
 
     def entering(self, index: int) -> Any:
         def enter(*_: Any) -> None:
@@ -73,14 +92,21 @@ class _Counter:
     def leave(self, *_: Any) -> None:
         self._layer = None
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (memory := _memory(tensor)) not in self._seen:
-            self._seen.add(memory)
-            self.bytes[self._layer] += tensor.untyped_storage().nbytes()
-        return tensor
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        saved, memory = _Saved(tensor), _memory(tensor)
+        if memory not in self._weights:
+            self._held.setdefault(memory, (self._layer, tensor.untyped_storage().nbytes()))
+            self._holders[memory] += 1
+            weakref.finalize(saved, self._let_go, memory)
+        return saved
 
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def unpack(self, saved: _Saved) -> torch.Tensor:
+        return saved.tensor
+
+    def _let_go(self, memory: int) -> None:
+        self._holders[memory] -= 1
+        if not self._holders[memory]:
+            del self._held[memory]
 
 
 def _memory(tensor: torch.Tensor) -> int:
