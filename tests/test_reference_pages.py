@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from reference_pages import FOLDER, PAGES, hooks, kernels, markdown
 from reference_pages.repository import ROOT, registry
+from veomni_core import errors
 from veomni_core.descriptions import hookspecs
 
 
@@ -22,6 +24,20 @@ def test_every_field_of_a_description_is_explained():
     for description in hookspecs.DESCRIPTIONS.values():
         said = hooks.arguments(description)
         assert [f.name for f in dataclasses.fields(description) if f.init and not said.get(f.name)] == []
+
+
+def test_each_page_has_a_heading_for_each_thing():
+    known = {
+        "errors.md": [
+            n for n, each in vars(errors).items() if isinstance(each, type) and each is not errors.VeOmniError
+        ],
+        "hooks.md": [*hookspecs.DESCRIPTIONS],
+        "ops.md": [*registry().ops],
+        "kernels.md": [*registry().ops],
+    }
+    for page, names in known.items():
+        text = (FOLDER / page).read_text(encoding="utf-8")
+        assert sorted(re.findall(r"^##+ `(\w+)`$", text, re.MULTILINE)) == sorted(names), page
 
 
 def test_kernels_are_measured_on_pages_of_their_own_op():

@@ -27,8 +27,8 @@ def _sections(base: type[VeOmniError], level: int) -> Iterator[str]:
     for error in base.__subclasses__():
         if error.__module__ != errors.__name__:
             continue
-        if level > 2:
-            builtin = next(each.__name__ for each in error.__mro__ if each.__module__ == "builtins")
-            yield f"Exit code {exit_code(error())}{f'; a `{builtin}` too' * (builtin != 'Exception')}.\n"
+        yield f"{'#' * level} `{error.__name__}`\n"
+        builtin = next(each.__name__ for each in error.__mro__ if each.__module__ == "builtins")
+        yield f"Exit code {exit_code(error())}{f'; a `{builtin}` too' * (builtin != 'Exception')}.\n"
         yield f"{prose(error)}\n"
         yield from _sections(error, min(level + 1, 4))
