@@ -22,6 +22,7 @@ PLUGINS = {
     for project in [tomllib.loads(file.read_text(encoding="utf-8"))["project"]]
     for name in (project["name"], *project.get("entry-points", {}).get("veomni.plugins", ()))
 }
+_HELP = {"-h", "--help"}  # click adds them to every verb
 IMAGINED = {"acme"}  # the plugin that the how-to writes
 VEOMNI = get_command(build_app())
 
@@ -63,13 +64,12 @@ def problem(command: str) -> str:
 def _problem_of_veomni(words: list[str]) -> str:
     verb, *rest = words
     if verb.startswith("-"):
-        return (
-            "" if verb in {option for parameter in VEOMNI.params for option in parameter.opts} else f"no option {verb}"
-        )
+        options = {option for parameter in VEOMNI.params for option in parameter.opts} | _HELP
+        return "" if verb in options else f"no option {verb}"
     found = VEOMNI.get_command(None, verb)
     if found is None:
         return f"no verb {verb!r}"
-    options = {option for parameter in found.params for option in parameter.opts} | {"-h", "--help"}
+    options = {option for parameter in found.params for option in parameter.opts} | _HELP
     unknown = [word for word in rest if word.startswith("--") and word.strip("[]").partition("=")[0] not in options]
     if unknown:
         return f"veomni {verb} has no option {unknown}"
