@@ -1,14 +1,15 @@
 """Runs the binding tests against another version of transformers: ``test_with_transformers.py 5.2.0``.
 
-The version is installed beside the running environment, in a folder of its own that is kept for the next time.
+The version is installed beside the running environment.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from installed_beside import environment_with, installed_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
@@ -27,21 +28,11 @@ TESTS = (
 )
 
 
-def installed(version: str) -> Path:
-    """The folder that holds this version of transformers and what it needs."""
-    folder = Path(sys.prefix) / f"transformers-{version}"
-    done = folder / ".installed"
-    if not done.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
-        # With the `kernels` of its time, which hides a newer one that it can't be imported beside.
-        subprocess.run([*pip, "--target", str(folder), f"transformers[kernels]=={version}"], check=True)
-        done.touch()
-    return folder
-
-
 def main() -> int:
     (version,) = sys.argv[1:]
-    environment = {**os.environ, "PYTHONPATH": str(installed(version)), "TESTED_TRANSFORMERS": version}
+    # With the `kernels` of its time, which hides a newer one that it can't be imported beside.
+    folder = installed_beside(f"transformers[kernels]=={version}")
+    environment = environment_with(folder, TESTED_TRANSFORMERS=version)
     command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", "-p", "no:cacheprovider", *TESTS]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
