@@ -41,4 +41,5 @@ def installed_beside(*requirements: str, dependencies: bool = True) -> Path:
 
 def environment_with(*folders: Path, **variables: str) -> dict[str, str]:
     """The environment of a process in which ``folders`` come first, and ``variables`` are set."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **variables}
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
