@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from sharded_jobs import Case, dump
+from sharded_jobs import Case, run_cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forked_processes import finish, fork_ranks
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.run_job import run_job
 
@@ -93,19 +91,11 @@ class Jobs:
 
     def together(self, processes: int, cases: list[Case]) -> dict[int, list[str]]:
         """Run cases on several processes; returns, by the case's number, the errors that ranks raised."""
-        path = self.root / "cases.json"
-        path.write_text(dump(cases), encoding="utf-8")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        result = subprocess.run(
-            [*torchrun, str(Path(__file__).with_name("sharded_jobs.py")), str(path)],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        ranks = finish(fork_ranks(run_cases, cases, processes=processes), timeout=400)
+        for rank in ranks:
+            assert rank.returncode == 0, f"{rank.stdout[-2000:]}\n{rank.stderr[-4000:]}"
         errors: dict[int, list[str]] = {}
-        for line in result.stdout.splitlines():
+        for line in (line for rank in ranks for line in rank.stdout.splitlines()):
             if line.startswith('{"case"'):
                 each = json.loads(line)
                 errors.setdefault(each["case"], []).append(f"{each['error']}: {each['message']}")

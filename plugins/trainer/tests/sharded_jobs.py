@@ -1,15 +1,13 @@
-"""Runs several jobs, one after the other, in the same processes: importing everything costs more than a tiny job.
+"""Runs several jobs, one after the other, in the same processes.
 
-Under torchrun with a JSON file of :class:`Case`. What a job raises is printed by each rank as one line of JSON; the
-next job runs nevertheless.
+What a job raises is printed by each rank as one line of JSON; the next job runs nevertheless.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +69,13 @@ class Case:
         assert not plain
 
 
-def main(cases: Path) -> None:
-    torch.set_num_threads(1)
+def run_cases(cases: list[Case]) -> None:
+    """Run them on this rank, one after the other."""
     destroy, run_job._let_go = run_job._let_go, lambda: None  # the process group lives on to the next job
-    for number, case in enumerate(json.loads(cases.read_text(encoding="utf-8"))):
+    for number, case in enumerate(cases):
         try:
-            Case(**case).run()
+            case.run()
         except VeOmniError as error:
-            problem = json.dumps({"case": number, "error": type(error).__name__, "message": str(error)})
-            sys.stdout.write(f"{problem}\n")  # in one piece, since all ranks write
-            sys.stdout.flush()
+            print(json.dumps({"case": number, "error": type(error).__name__, "message": str(error)}))
         AcceleratorState._reset_state()
     destroy()
-
-
-def dump(cases: list[Case]) -> str:
-    """What :func:`main` reads."""
-    return json.dumps([asdict(case) for case in cases])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

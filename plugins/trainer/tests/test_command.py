@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,42 +14,24 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from forked_processes import finish, fork_veomni, veomni
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError
-
-VEOMNI = [sys.executable, "-m", "veomni_core.cli"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
 
 
-def _veomni(
-    *arguments: str | Path, command: list[str] = VEOMNI, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=ENVIRONMENT | environment,
-    )
-
-
 def _interrupt_after(rows: int, metrics: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command, and press Ctrl-C once ``metrics`` has so many rows."""
-    process = subprocess.Popen(
-        [*VEOMNI, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    process = fork_veomni(*arguments)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_running():
         if metrics.exists() and len(metrics.read_text(encoding="utf-8").splitlines()) >= rows:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    return finish([process], timeout=60)[0]
 
 
 def test_describing_the_plugin_imports_nothing_heavy() -> None:
@@ -62,8 +43,8 @@ def test_describing_the_plugin_imports_nothing_heavy() -> None:
 
 
 def test_the_verb_is_there_and_explains_itself() -> None:
-    result = _veomni("train", "--help")
-    assert result.returncode == 0
+    command = [sys.executable, "-m", "veomni_core.cli", "train", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     for option in ("--set", "--compare", "--resume", "--overwrite", "--accept-plan-change", "--json"):
         assert option in result.stdout
 
@@ -79,7 +60,7 @@ def test_the_verb_is_there_and_explains_itself() -> None:
 def test_bad_usage_is_one_clean_message(
     job_data: dict[str, Any], write_job: WriteJob, arguments: list[str], message: str
 ) -> None:
-    result = _veomni("train", write_job(job_data), *arguments)
+    result = veomni("train", write_job(job_data), *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(message)
     assert "Traceback" not in result.stderr
@@ -91,7 +72,7 @@ def test_a_compared_run_lies_on_the_eager_one(
     job_data["model"]["config"] = qwen3_moe
     job_data["model"]["ops_implementation"] = {"preset": "auto"}
     job = write_job(job_data)
-    result = _veomni("train", job, "--compare", "eager")
+    result = veomni("train", job, "--compare", "eager")
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
     for (step, loss), (eager_step, eager_loss) in zip(losses(run), losses(run / "eager"), strict=True):
@@ -108,7 +89,7 @@ def test_a_compared_run_lies_on_the_eager_one(
 
 def test_json_is_all_of_standard_output(job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
     job_data["train"] |= {"steps": 2, "export": True}
-    result = _veomni("train", write_job(job_data), "--json", "--compare", "eager")
+    result = veomni("train", write_job(job_data), "--json", "--compare", "eager")
     assert result.returncode == 0, result.stderr
     answer, run = json.loads(result.stdout), tmp_path / "run"
     assert answer == {
@@ -152,7 +133,7 @@ def test_an_eager_run_that_fails_leaves_the_job_s_own_results(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "eager").touch()
-    result = _veomni("train", write_job(job_data), "--compare", "eager")
+    result = veomni("train", write_job(job_data), "--compare", "eager")
     assert result.returncode == 1
     assert "the eager run ended with exit code" in result.stderr
     assert (tmp_path / "run" / "report.html").exists()
@@ -165,7 +146,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
     job_data["train"] |= {"steps": 60, "gradient_accumulation": 2, "save_every": "never", "warmup": 5}
     job = write_job(job_data)
     whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert _veomni("train", job, "--set", f"train.output_dir={whole}").returncode == 0
+    assert veomni("train", job, "--set", f"train.output_dir={whole}").returncode == 0
     assert not [*whole.glob("checkpoint-*")]
 
     stopped = _interrupt_after(4, halved / "metrics.jsonl", "train", job, "--set", f"train.output_dir={halved}")
@@ -177,7 +158,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
     assert f"checkpoint-{len(losses(halved))}" == checkpoint.name
     assert (halved / "report.html").exists()
 
-    resumed = _veomni("train", job, "--set", f"train.output_dir={halved}", "--resume")
+    resumed = veomni("train", job, "--set", f"train.output_dir={halved}", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(halved) == losses(whole)
 
@@ -191,7 +172,7 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     assert stopped.returncode == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert 3 <= len(losses(run)) == len(losses(run / "eager")) < 30
-    resumed = _veomni("train", job, "--compare", "eager", "--resume")
+    resumed = veomni("train", job, "--compare", "eager", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert [step for step, _ in losses(run)] == list(range(1, 31))
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))

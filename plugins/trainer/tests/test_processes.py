@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import weakref
@@ -13,54 +11,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from forked_processes import veomni, veomni_on_ranks
 from veomni_trainer.run import run_job
 
 pytestmark = pytest.mark.slow
-
-ALONE = [sys.executable, "-m", "veomni_core.cli"]
-TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "veomni_core.cli"]
-
-_SECONDS = 120
 
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
 Curve = dict[str, list[float]]
 
 
-def _veomni(command: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What it printed and returned; where it hangs, a failure that shows where each of its processes stands."""
-    whole = [*command, *map(str, arguments)]
-    with subprocess.Popen(
-        whole,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-    ) as process:
-        try:
-            printed, errors = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            printed, errors = process.communicate()
-            pytest.fail(f"still running after {_SECONDS} s\n{printed}\n{errors}")
-    return subprocess.CompletedProcess(whole, process.returncode, printed, errors)
+def _on_two(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command on two processes; gives their highest exit code, and what both have printed."""
+    ranks = veomni_on_ranks(*arguments, processes=2)
+    printed, errors = ("".join(getattr(each, name) for each in ranks) for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(arguments, max(each.returncode for each in ranks), printed, errors)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """torchrun starts its workers in sessions of their own; aborted, each of all these prints its stack."""
-    for each in (*psutil.Process(process.pid).children(recursive=True), process):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
-            each.send_signal(signal.SIGABRT)
+def _by_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, "-m", "veomni_core.cli", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
-def _train(command: list[str], job: Path, run: Path, *changes: str) -> tuple[Curve, str]:
+def _train(
+    command: Callable[..., subprocess.CompletedProcess[str]], job: Path, run: Path, *changes: str
+) -> tuple[Curve, str]:
     """What the run's metrics say of losses and gradients, and what was printed."""
     sets = [part for change in (*changes, f"train.output_dir={run}") for part in ("--set", change)]
-    result = _veomni(command, "train", job, *sets)
+    result = command("train", job, *sets)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     keys = ("loss", "aux_loss", "grad_norm", "validation_loss")
@@ -85,14 +69,14 @@ def test_two_processes_train_save_and_resume_as_one_job(
     job_data["data"]["validation_fraction"] = 0.03  # five sequences in batches of two: one process has no second batch
     job_data["train"] |= {"steps": 4, "save_every": 2}
     job, run = write_job(job_data), tmp_path / "run"
-    found, printed = _train(TWO, job, run)
+    found, printed = _train(_by_torchrun, job, run)
     assert printed.count("step 4/4  loss") == 1
-    alone, _ = _train(ALONE, job, tmp_path / "single", "train.batch_size=4")
+    alone, _ = _train(veomni, job, tmp_path / "single", "train.batch_size=4")
     assert len(alone["loss"]) == 4
     _assert_same(found, alone)
     whole = losses(run)
     (run / "checkpoint-4" / "plan.json").unlink()  # it is incomplete now, and passed over
-    resumed = _veomni(TWO, "train", job, "--resume")
+    resumed = _on_two("train", job, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(run) == whole
 
@@ -101,7 +85,7 @@ def test_two_processes_stop_at_the_same_bad_step_and_write_the_report(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:
     job_data["train"] |= {"learning_rate": 1e38, "save_every": 1, "keep_checkpoints": 1}
-    result = _veomni(TWO, "train", write_job(job_data))
+    result = _on_two("train", write_job(job_data))
     assert result.returncode == 1
     assert result.stderr.count("error: step 2: the loss is nan. Training stopped there") == 1
     assert "The first one is step 2" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
@@ -112,10 +96,10 @@ def test_two_processes_balance_experts_as_one(
     balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:
     job = write_job(balanced_moe_data)
-    found, _ = _train(TWO, job, tmp_path / "run")
+    found, _ = _train(_on_two, job, tmp_path / "run")
     # One process takes the same batches one after the other, and adds the load-balancing loss for each.
     alone, _ = _train(
-        ALONE,
+        veomni,
         job,
         tmp_path / "single",
         "train.gradient_accumulation=2",
@@ -127,8 +111,8 @@ def test_two_processes_balance_experts_as_one(
 
 def test_two_processes_train_an_adapter_as_one(lora_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
     job = write_job(lora_data)
-    found, _ = _train(TWO, job, tmp_path / "run", "train.export=merged")
-    alone, _ = _train(ALONE, job, tmp_path / "single", "train.batch_size=4")
+    found, _ = _train(_on_two, job, tmp_path / "run", "train.export=merged")
+    alone, _ = _train(veomni, job, tmp_path / "single", "train.batch_size=4")
     _assert_same(found, alone)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
@@ -142,9 +126,9 @@ def test_two_processes_that_share_each_sequence_train_as_one(
     data["data"]["validation_fraction"] = 0.1  # seventeen sequences, and batches of two
     data["train"] |= {"steps": 6, "gradient_accumulation": 2}
     job = write_job(data)
-    shared, printed = _train(TWO, job, tmp_path / "run", "train.sp_size=2")
+    shared, printed = _train(_on_two, job, tmp_path / "run", "train.sp_size=2")
     assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
-    alone, _ = _train(ALONE, job, tmp_path / "single")
+    alone, _ = _train(veomni, job, tmp_path / "single")
     assert (len(alone["loss"]), len(alone["aux_loss"]), len(alone["validation_loss"])) == (6, 6 * is_moe, 1)
     _assert_same(shared, alone)
 
@@ -154,8 +138,8 @@ def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_
 ) -> None:
     job_data["model"]["weights"] = "nowhere"
     job_data["model"]["config"] |= {"num_attention_heads": 1}
-    result = _veomni(TWO, "train", write_job(job_data), "--set", "train.sp_size=2")
-    assert result.returncode == 1
+    result = _on_two("train", write_job(job_data), "--set", "train.sp_size=2")
+    assert result.returncode == 2
     assert "error: LlamaForCausalLM can't run sequence-parallel over 2 ranks: its attention is eager" in result.stderr
     assert "2 does not divide 1 query heads" in result.stderr
     assert "nowhere" not in result.stderr

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ from safetensors.torch import load_file
 from sharded_jobs import Case
 from transformers import AutoModelForCausalLM
 
+from forked_processes import finish, fork_ranks, run_veomni
 from veomni_core.errors import CheckpointError
 from veomni_trainer.output.export import export_checkpoint
 
@@ -172,30 +170,14 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_in_one(jobs: Jobs)
     sizes = ("train.fsdp_size=2", "train.ep_size=2", balance(2), "train.save_every=3", "train.timeout=60")
     case = jobs.case("killed", "moe", *sizes)
     sets = [part for change in case.changes for part in ("--set", change)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "veomni_core.cli", "train", case.job, *sets],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{31500 + os.getpid() % 2000}", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        ends = time.monotonic() + 120
-        while not (jobs.run("killed") / "checkpoint-3").exists():
-            assert time.monotonic() < ends and ranks[0].poll() is None
-            time.sleep(0.05)
-        ranks[1].send_signal(signal.SIGKILL)
-        _, errors = ranks[0].communicate(timeout=100)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[0].returncode == 1
-    assert "error: another process of this job ended, or did not answer for 60 s (train.timeout)" in errors
+    ranks = fork_ranks(run_veomni, "train", case.job, *sets, processes=2)
+    ends = time.monotonic() + 120
+    while not (jobs.run("killed") / "checkpoint-3").exists() and time.monotonic() < ends and ranks[0].is_running():
+        time.sleep(0.05)
+    ranks[1].send_signal(signal.SIGKILL)
+    survivor, _ = finish(ranks, timeout=100)
+    assert survivor.returncode == 1
+    assert "error: another process of this job ended, or did not answer for 60 s (train.timeout)" in survivor.stderr
     assert not (jobs.run("killed") / ".incomplete").exists()
     jobs.alone("killed", "moe", ACCUMULATING, balance(1), resume=True)
     jobs.assert_same("killed", "moe alone, 2 batches")
