@@ -69,11 +69,11 @@ def test_the_command_of_a_plugin_is_completed(install):
     assert completed("veomni greet x --lou") == ["--loudly"]
 
 
-def test_completion_is_shown_and_loads_no_torch():
+def test_completion_is_shown_and_loads_no_torch(monkeypatch):
     code = "from veomni_core.cli.app import build_app\nbuild_app()(prog_name='veomni')"
     environment = {**os.environ, "_VEOMNI_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "veomni "}
-    given = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # this process may have been started by no shell
-    show = CliRunner(env=given).invoke(build_app(), ["--show-completion", "bash"], prog_name="veomni")
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # no shell may have started this process
+    show = CliRunner().invoke(build_app(), ["--show-completion", "bash"], prog_name="veomni")
     assert "_VEOMNI_COMPLETE=complete_bash" in show.stdout, show.output
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], env=environment, capture_output=True, text=True
