@@ -23,7 +23,7 @@ def installed_beside(*requirements: str, dependencies: bool = True) -> Path:
         dependencies: whether what they require is installed there too. Without it, it is taken from here.
 
     Raises:
-        subprocess.CalledProcessError: if pip can't install them.
+        RuntimeError: pip can't install them.
     """
     # pip reads names without regard to case, so the folder's name does too.
     digest = hashlib.sha256("\n".join([*requirements, str(dependencies)]).lower().encode()).hexdigest()[:8]
@@ -34,7 +34,9 @@ def installed_beside(*requirements: str, dependencies: bool = True) -> Path:
         if not done.exists():
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
             pip += ["--target", str(folder), *(() if dependencies else ("--no-deps",))]
-            subprocess.run([*pip, *requirements], check=True)
+            result = subprocess.run([*pip, *requirements], capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"pip can't install {', '.join(requirements)}:\n{result.stderr}")
             done.touch()
     return folder
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from library_names import differences, names_of
 from tiny_training import AUTO, llama, trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -23,15 +23,8 @@ BRIDGES = ("veomni_bridges.transformers", "veomni_bridges.trl", "veomni_bridges.
 
 
 def of_libraries() -> Iterator[tuple[str, Any]]:
-    """Each name of each loaded module of the libraries, and of each class there, with what it stands for."""
-    for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in LIBRARIES:
-            continue
-        for attribute, value in vars(module).items():
-            yield f"{name}.{attribute}", id(value)
-            if inspect.isclass(value) and value.__module__ == name:
-                for member, held in vars(value).items():
-                    yield f"{name}.{attribute}.{member}", id(held)
+    """The names of the libraries, and what their registries hold."""
+    yield from names_of(*LIBRARIES)
     yield "attention", dict(ALL_ATTENTION_FUNCTIONS.items())
     yield "masks", dict(ALL_MASK_ATTENTION_FUNCTIONS.items())
     yield "losses", dict(LOSS_MAPPING)
@@ -46,10 +39,6 @@ def use(folder: Any) -> None:
     model = llama()
     SFTTrainer(model, args, train_dataset=TEXTS, processing_class=make_tokenizer(), callbacks=[by_trl(**AUTO)]).train()
     assert binding_of(model).active
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
 
 
 def test_the_libraries_are_as_they_were(tmp_path, monkeypatch):

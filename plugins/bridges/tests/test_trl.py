@@ -137,5 +137,5 @@ def test_each_library_has_its_own_callback(tmp_path, tokenizer):
 
 def test_an_older_trl_is_refused(monkeypatch):
     monkeypatch.setattr("veomni_bridges.libraries.version", lambda name: "1.4.0")
-    with pytest.raises(HostError, match=r"trl 1.16 or newer, and 1.4.0 is here"):
+    with pytest.raises(HostError, match=r"trl 1.9 or newer, and 1.4.0 is here"):
         VeOmniCallback(**AUTO).on_init_end(None, None, None)

@@ -29,7 +29,7 @@ class VeOmniCallback(transformers.VeOmniCallback):
     Raises:
         ConfigError: a kernel is named for a loss that TRL computes itself; or as there.
         BindingError: as there.
-        HostError: when the trainer is made, if TRL is older than 1.16.
+        HostError: when the trainer is made, if TRL is older than 1.9.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VeOmniCallback(transformers.VeOmniCallback):
         self._config = written | dict.fromkeys(_LOSSES, "eager")
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        require("trl", "1.16", extra="trl")
+        require("trl", "1.9", extra="trl")
         super().on_init_end(args, state, control, **kwargs)
 
     def notes(self, args: TrainingArguments) -> tuple[str, ...]:
