@@ -75,8 +75,8 @@ def config() -> OpsConfig:
 def distances(found: Step, wanted: Step) -> dict[str, float]:
     """Per gradient the norm of the difference, as a share of the gradient's plus 1e-5 of that of all gradients.
 
-    The second part is for gradients that are zero in exact arithmetic, as that of a key's bias is: a thousandth of it is
-    1e-8 of all gradients, still less than float32 resolves (6e-8).
+    The second part is for gradients that are zero in exact arithmetic, as that of a key's bias is: a thousandth of it
+    is 1e-8 of all gradients, still less than float32 resolves (6e-8).
     """
     mine, theirs = (
         {name: gradient.double() for name, gradient in gradients.items()} for _, gradients in (found, wanted)
