@@ -1,0 +1,87 @@
+"""The launch of the rotation: how much of a sequence each program gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from veomni_triton_moe.rotary_pos_emb.form import Form
+from veomni_triton_moe.rotary_pos_emb.kernel import rotate_kernel
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Each program, of ``num_warps`` warps, rotates all heads at ``positions`` consecutive positions."""
+
+    positions: int
+    num_warps: int
+
+
+def rotate_launch(q: Tensor, unsqueeze_dim: int) -> Launch:
+    """The launch in which a thread holds 64 elements of ``q``, loaded 16 bytes at a time if they are of 16 bits.
+
+    Of the launches that `benchmarks/rotary_pos_emb/triton_rotary_pos_emb.py --tune` tries on an H200, none is
+    faster by 1 %.
+    """
+    # q[:, :, s] padded to powers of two: a program has all heads of a position, since they share its angles.
+    heads, positions = q.shape[unsqueeze_dim], q.shape[3 - unsqueeze_dim]
+    per_position = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
+    num_warps = min(16, max(4, per_position // (32 * 32)))
+    together = max(1, 64 * 32 * num_warps // per_position)
+    return Launch(min(together, triton.next_power_of_2(positions)), num_warps)
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, form: Form, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """Launch the rotation of ``q`` and ``k``.
+
+    Args:
+        q: ``[B, Hq, S, D]``, or ``[B, S, Hq, D]`` with ``unsqueeze_dim=2``; of any strides.
+        k: ``[B, Hk, S, D]``, or ``[B, S, Hk, D]``; without elements if Hk is 0.
+        cos: ``[B or 1, S, R/2]``, one entry for each pair.
+        sin: ``[B or 1, S, R/2]``.
+        unsqueeze_dim: The dimension of q and k that is the heads', 1 or 2.
+        form: Where the pairs are, and which way they turn.
+        launch: Positions per program, and its warps.
+    """
+    batch, positions, pairs = q.shape[0], q.shape[3 - unsqueeze_dim], cos.shape[2]
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    # A stride of 0 where one sequence of angles serves the whole batch: the kernel needs no case for it.
+    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    with torch.cuda.device_of(q):
+        rotate_kernel[triton.cdiv(positions, launch.positions), batch](
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            _strides(q, unsqueeze_dim),
+            _strides(k, unsqueeze_dim),
+            cos.stride(),
+            sin.stride(),
+            _strides(q_out, unsqueeze_dim),
+            _strides(k_out, unsqueeze_dim),
+            positions,
+            Q_HEADS=q.shape[unsqueeze_dim],
+            K_HEADS=k.shape[unsqueeze_dim],
+            HALF=pairs,
+            REST=q.shape[3] - 2 * pairs,
+            POSITIONS=launch.positions,
+            READS_NEIGHBOURS=form.reads_neighbours,
+            WRITES_NEIGHBOURS=form.writes_neighbours,
+            LAST=form.last,
+            BACKWARDS=form.backwards,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=False,  # a fused multiply-add would not round the product, which the reference does
+        )
+    return q_out, k_out
+
+
+def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
+    """The strides of batch, position, head and dimension, in this order for either layout."""
+    return x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim), x.stride(3)
