@@ -84,17 +84,13 @@ def single_tail(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> 
     return _rotated(x, _no_heads(x, unsqueeze_dim), cos, sin, unsqueeze_dim, form)[0]
 
 
-def _whole(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, form: Form
-) -> tuple[Tensor, Tensor]:
+def _whole(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, form: Form) -> tuple[Tensor, Tensor]:
     if 2 * cos.shape[-1] != q.shape[-1]:
         raise ValueError(f"cos is for {2 * cos.shape[-1]} of a head's {q.shape[-1]} dimensions, expected all of them")
     return _rotated(q, k, cos, sin, unsqueeze_dim, form)
 
 
-def _rotated(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, form: Form
-) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, form: Form) -> tuple[Tensor, Tensor]:
     """Rotate by ``cos`` and ``sin`` of ``[B or 1, S, pairs]``."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")

@@ -19,9 +19,7 @@ _LIBRARY.define(
 )
 
 
-def _rotated(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *form: bool
-) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *form: bool) -> tuple[Tensor, Tensor]:
     return rotate(q, k, cos, sin, unsqueeze_dim, Form(*form), rotate_launch(q, unsqueeze_dim))
 
 
