@@ -78,7 +78,7 @@ def candidates(q: Tensor, k: Tensor, angles: list[Tensor], form: Form) -> Iterat
     per_position = triton.next_power_of_2(q.shape[1]) * triton.next_power_of_2(q.shape[3])
     launches = [Launch(positions, warps) for positions, warps in product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))]
     fitting = [each for each in launches if 16 <= each.positions * per_position // (32 * each.num_warps) <= 128]
-    for launch in dict.fromkeys((rotate_launch(q, 1), *fitting)):
+    for launch in dict.fromkeys((rotate_launch(*q.shape[1:]), *fitting)):
         yield launch, lambda launch=launch: rotate(q, k, *angles, 1, form, launch)
 
 
@@ -88,7 +88,7 @@ def tune(case: Case) -> None:
     q, k = case.drawn_heads()
     angles = [each[..., : case.rotated // 2] for each in case.drawn_angles()]
     form = FORMS[case.variant]
-    print(f"{case}: taken is {rotate_launch(q, 1)}")
+    print(f"{case}: taken is {rotate_launch(*q.shape[1:])}")
     for name, each in (("forward", form), ("backward", form.transposed())):
         memory_bound.fastest(f"{case} {name}", candidates(q, k, angles, each), keep=20)
 

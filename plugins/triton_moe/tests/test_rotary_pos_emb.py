@@ -207,6 +207,8 @@ def test_what_cannot_be_rotated_is_refused():
         kernels.full(q, k, *_angles("full", 1, 3, 4))
     with pytest.raises(ValueError, match="cos is for 12 dimensions, but a head has 8"):
         kernels.partial(q, k, *_angles("partial", 1, 3, 12))
+    with pytest.raises(ValueError, match="cos is for 2 sequences, but q has 1"):
+        kernels.full(q, k, *_angles("full", 2, 3, 8))
     with pytest.raises(ValueError, match="unsqueeze_dim is 0"):
         kernels.partial(q, k, *_angles("partial", 1, 3, 8), unsqueeze_dim=0)
 

@@ -20,7 +20,8 @@ _LIBRARY.define(
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *form: bool) -> tuple[Tensor, Tensor]:
-    return rotate(q, k, cos, sin, unsqueeze_dim, Form(*form), rotate_launch(q, unsqueeze_dim))
+    launch = rotate_launch(q.shape[unsqueeze_dim], q.shape[3 - unsqueeze_dim], q.shape[3])
+    return rotate(q, k, cos, sin, unsqueeze_dim, Form(*form), launch)
 
 
 def _outputs(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
