@@ -1,90 +1,123 @@
-"""The Triton rotary embedding on one GPU against transformers' own, compiled and not, and Liger's, in place and not."""
+"""The Triton rotary embedding on one GPU against transformers' own, compiled and not, Liger's and QuACK's.
+
+In bf16, at the shapes and in the memory layouts of several families. Our results and gradients are compared with
+float64 first. Liger's kernel is for one of the variants, and QuACK's for those that write a pair where they read it.
+``--tune`` times our kernel alone over launches instead.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
+from benchmarks.rotary_pos_emb.cases import CASES, Case
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
 from veomni_core.ops.rotary_pos_emb import CONTRACTS
 from veomni_triton_moe import rotary_pos_emb
+from veomni_triton_moe.rotary_pos_emb.form import Form
+from veomni_triton_moe.rotary_pos_emb.launch import Launch, rotate, rotate_launch
 
-BATCH, POSITIONS, Q_HEADS, K_HEADS, WIDTH = 4, 4096, 32, 8, 128
 TITLE = "Rotary position embedding, bf16"
-SHAPE = f"B={BATCH} S={POSITIONS} heads {Q_HEADS}/{K_HEADS} D={WIDTH}"
+FORMS = {
+    "full": Form(),
+    "partial": Form(),
+    "interleaved": Form(reads_neighbours=True, writes_neighbours=True),
+    "deinterleaved": Form(reads_neighbours=True),
+}
 
 
-def functions() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
+def functions(case: Case) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
+    model_function = case.model_function()
     found: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-        "triton": rotary_pos_emb.full,
-        "transformers": apply_rotary_pos_emb,
-        "transformers, compiled": torch.compile(apply_rotary_pos_emb, dynamic=False),
+        "triton": getattr(rotary_pos_emb, case.variant),
+        "transformers": model_function,
+        "transformers, compiled": torch.compile(model_function, dynamic=False),
     }
+    if case.variant == "full":
+        try:
+            liger = import_module("liger_kernel.ops.rope").LigerRopeFunction
+        except ImportError as error:
+            print(f"without Liger: {error}")
+        else:
+            found["Liger"] = lambda q, k, cos, sin: liger.apply(q.clone(), k.clone(), cos, sin)
+            found["Liger, in place"] = liger.apply
     try:
-        from liger_kernel.ops.rope import LigerRopeFunction
+        quack = import_module("veomni_quack.rotary_pos_emb")
     except ImportError as error:
-        print(f"without Liger: {error}")
+        print(f"without QuACK: {error}")
     else:
-        found["Liger"] = lambda q, k, cos, sin: LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)
-        found["Liger, in place"] = LigerRopeFunction.apply
+        if hasattr(quack, case.variant):
+            found["QuACK, by veomni-quack"] = getattr(quack, case.variant)
     return found
 
 
-def check(arguments: list[Tensor], upstream: list[Tensor]) -> None:
+def check(case: Case, arguments: list[Tensor], upstream: list[Tensor]) -> None:
     """Hold our results and gradients against the contract's reference in float64."""
-    contract = CONTRACTS["full"]
+    contract = CONTRACTS[case.variant]
     exact = [each.detach().double().requires_grad_(each.requires_grad) for each in arguments]
-    found, wanted = rotary_pos_emb.full(*arguments), contract.reference(*exact)
+    found, wanted = getattr(rotary_pos_emb, case.variant)(*arguments), contract.reference(*exact)
     dfound = torch.autograd.grad(found, arguments[:2], upstream)
     dwanted = torch.autograd.grad(wanted, exact[:2], [each.double() for each in upstream])
     for name, mine, theirs in zip(("q", "k", "dq", "dk"), (*found, *dfound), (*wanted, *dwanted), strict=True):
-        hold(name, mine, theirs, contract.values["bfloat16"].norm)
+        hold(f"{case}: {name}", mine, theirs, contract.values["bfloat16"].norm)
 
 
-def candidates(arguments: list[Tensor], transposed: bool) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    for positions, num_warps in product((1, 2, 4), (1, 2, 4, 8)):
-        launch = rotary_pos_emb.Launch(positions, num_warps)
-        yield launch, lambda launch=launch: rotary_pos_emb.rotate(*arguments, 1, transposed, launch)
+def candidates(q: Tensor, k: Tensor, angles: list[Tensor], form: Form) -> Iterator[tuple[Any, Callable[[], Any]]]:
+    """Launches in which a thread has 16 to 128 elements of ``q``, and the one that is taken, first."""
+    per_position = triton.next_power_of_2(q.shape[1]) * triton.next_power_of_2(q.shape[3])
+    launches = [Launch(positions, warps) for positions, warps in product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))]
+    fitting = [each for each in launches if 16 <= each.positions * per_position // (32 * each.num_warps) <= 128]
+    for launch in dict.fromkeys((rotate_launch(*q.shape[1:]), *fitting)):
+        yield launch, lambda launch=launch: rotate(q, k, *angles, 1, form, launch)
+
+
+def tune(case: Case) -> None:
+    """Forward on what the model gives, and backward on gradients of the same layout."""
+    torch.manual_seed(0)
+    q, k = case.drawn_heads()
+    angles = [each[..., : case.rotated // 2] for each in case.drawn_angles()]
+    form = FORMS[case.variant]
+    print(f"{case}: taken is {rotate_launch(*q.shape[1:])}")
+    for name, each in (("forward", form), ("backward", form.transposed())):
+        memory_bound.fastest(f"{case} {name}", candidates(q, k, angles, each), keep=20)
+
+
+def measure(case: Case, only: list[str] | None) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    # Leaves with the model's strides, and gradients asked for by name: none is copied into another layout.
+    leaves = [each.detach().requires_grad_() for each in case.drawn_heads()]
+    arguments = [*leaves, *case.drawn_angles()]
+    upstream = list(case.drawn_heads())
+    check(case, arguments, upstream)
+    for name, function in memory_bound.selected(functions(case), only).items():
+        yield memory_bound.measure(
+            name,
+            str(case),
+            lambda function=function: function(*arguments),
+            lambda results: torch.autograd.grad(results, leaves, upstream),
+            leaves,
+            traffic=4 * sum(each.nbytes for each in leaves),
+        )
 
 
 def main() -> None:
     options = memory_bound.options(__doc__)
-    torch.manual_seed(0)
-    leaves = [
-        torch.randn(BATCH, POSITIONS, heads, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (Q_HEADS, K_HEADS)
-    ]
-    q, k = (each.transpose(1, 2) for each in leaves)
-    angles = torch.randn(BATCH, POSITIONS, WIDTH // 2, device="cuda").repeat(1, 1, 2)
-    arguments = [q, k, angles.cos().bfloat16(), angles.sin().bfloat16()]
-    upstream = [torch.randn_like(each) for each in (q, k)]
-    check(arguments, upstream)
     if options.tune:
-        detached = [each.detach() for each in arguments]
-        for name in ("forward", "backward"):
-            memory_bound.fastest(name, candidates(detached, name == "backward"))
+        for case in CASES:
+            tune(case)
         return
-    figures = [
-        memory_bound.measure(
-            name,
-            SHAPE,
-            lambda function=function: function(*arguments),
-            lambda results: torch.autograd.backward(results, upstream),
-            leaves,
-            traffic=4 * (q.nbytes + k.nbytes),
-        )
-        for name, function in memory_bound.selected(functions(), options.only).items()
-    ]
+    figures = [found for case in CASES for found in measure(case, options.only)]
     memory_bound.write(options.name, TITLE, figures, __file__)
 
 

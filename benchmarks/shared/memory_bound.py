@@ -21,6 +21,7 @@ COLUMNS = (
     "forward+backward ms (20 to 80 %)",
     "GB/s",
     "as a CUDA graph, ms",
+    "GB/s as a graph",
     "peak MiB",
 )
 
@@ -61,12 +62,13 @@ def fastest(what: str, candidates: Iterable[tuple[Any, Call]], keep: int = 5) ->
 
 
 def write(name: str | None, title: str, figures: Sequence[dict[str, Any]], script: str) -> None:
-    """The page, where one is asked for; ``script`` is the ``__file__`` of what measured."""
+    """The page, where one is asked for, with the GPU in its title; ``script`` is the ``__file__`` of what measured."""
     copy = copy_gb_per_second()
     print(f"a copy runs at {copy:.0f} GB/s")
     if name:
         data = {"machine": machine(), "copy GB/s": copy, "figures": list(figures)}
-        write_page(name, title, data, script)
+        # "NVIDIA H100 80GB HBM3" is an H100.
+        write_page(name, f"{title}, {data['machine']['gpu'].split()[1]}", data, script)
 
 
 def write_page(name: str, title: str, data: dict[str, Any], script: str) -> None:
@@ -83,10 +85,14 @@ def _row(found: dict[str, Any]) -> tuple[str, ...]:
         found["name"],
         f"{found['forward']['median']:.3f}",
         f"{both['median']:.3f} ({both['low']:.3f} to {both['high']:.3f})",
-        f"{found['traffic'] / both['median'] / 1e6:.0f}",
-        f"{found['graph']['median']:.3f}" if "graph" in found else "",
+        _gb_per_second(found, both),
+        *((f"{graph['median']:.3f}", _gb_per_second(found, graph)) if (graph := found.get("graph")) else ("", "")),
         f"{found['peak MiB']:.0f}" if "peak MiB" in found else "",
     )
+
+
+def _gb_per_second(found: dict[str, Any], time: dict[str, float]) -> str:
+    return f"{found['traffic'] / time['median'] / 1e6:.0f}"
 
 
 def selected(contenders: dict[str, Any], only: Sequence[str] | None) -> dict[str, Any]:

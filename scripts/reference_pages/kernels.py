@@ -23,8 +23,11 @@ does not promise the same bits on every run; `one rank's experts` runs under exp
 # The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
 MEASURED = {
     "attention": ("flash_attention_h200",),
-    "rms_norm": ("triton_rms_norm_h200", "quack_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
-    "rotary_pos_emb": ("triton_rotary_pos_emb_h200", "liger_adapters_h200"),
+    "rms_norm": (
+        *("triton_rms_norm_h200", "triton_rms_norm_h100", "quack_adapters_h200", "liger_adapters_h200"),
+        "cpu_kernels",
+    ),
+    "rotary_pos_emb": ("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "liger_adapters_h200"),
     "swiglu_mlp": ("triton_swiglu_mlp_h200", "liger_adapters_h200", "cpu_kernels"),
     "cross_entropy_loss": ("chunk_sizes_h200", "quack_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
     "moe_experts": ("moe_h200", "moe_2048_tokens_h200", "cpu_kernels"),

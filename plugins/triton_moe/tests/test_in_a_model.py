@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from models import step
 from tiny_models import tiny_model
@@ -22,6 +23,17 @@ FIELDS = {
     "rotary_pos_emb_implementation": "triton",
     "load_balancing_loss_implementation": "triton",
 }
+_NO_LOSS = ("load_balancing_loss_implementation",)
+# By model type: the variant of its rotation, and what it has no site of.
+MODELS = {
+    "qwen3_moe": ("full", ()),
+    "gpt_oss": ("half_width", ()),
+    "glm4_moe": ("partial", _NO_LOSS),
+    "glm4_moe_lite": ("deinterleaved", _NO_LOSS),
+    "deepseek_v3": ("deinterleaved", _NO_LOSS),
+    "deepseek_v4": ("single_tail", ()),
+    "ernie4_5": ("interleaved", (*_NO_LOSS, "moe_implementation")),
+}
 
 
 def registry(anywhere: bool):
@@ -31,12 +43,17 @@ def registry(anywhere: bool):
     return build_registry([CORE, record], {})
 
 
-@pytest.mark.parametrize(("model_type", "absent"), [("qwen3_moe", ()), ("gpt_oss", ("rotary_pos_emb_implementation",))])
-def test_a_step_is_as_eager(model_type, absent):
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_step_is_as_eager(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    rotation, absent = MODELS[model_type]
     model = tiny_model(model_type, torch.float32).to(DEVICE)
     model.config.output_router_logits = True
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     wanted, wanted_gradients = step(model, ids)
+    sites = [site for site in find_sites(model, registry(anywhere=True)) if site.op_name == "rotary_pos_emb"]
+    assert {site.variant for site in sites} == {rotation}
     fields = {name: kernel for name, kernel in FIELDS.items() if name not in absent}
     with bind(model, {"preset": "eager", **fields}, registry=registry(anywhere=True)) as binding:
         found, gradients = step(model, ids)

@@ -47,12 +47,16 @@ def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
 def veomni_kernels() -> list[KernelSpec]:
     """Every kernel, deterministic in forward and backward."""
     norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
+    rotations = (
+        *("full", "partial", "sign_flipped", "half_width", "pairwise", "pairwise_partial"),
+        *("interleaved", "interleaved_partial", "deinterleaved", "single", "single_tail"),
+    )
     return [
         *_kernels("fused_triton", "moe_experts", ("standard", "clamped"), "gather, product and activation in one"),
         _asked_for("recompute", "standard_recomputing", "with the pre-activations computed anew in backward"),
         _asked_for("accumulate", "standard_accumulating", "adding the weights' gradients in place to earlier ones"),
         *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
-        *_kernels("triton", "rotary_pos_emb", ("full", "partial"), "one pass over queries and keys, not in place"),
+        *_kernels("triton", "rotary_pos_emb", rotations, "one pass over queries and keys, not in place"),
         *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
         *_kernels(
             "triton",
