@@ -1,6 +1,7 @@
-"""``--frozen``, and a job's ``frozen``: read before any plugin is imported, and told to discovery by ``VEOMNI_FROZEN``.
+"""``--frozen``, and a job's ``train.frozen``: which lock file holds, told to discovery by ``VEOMNI_FROZEN``.
 
-A verb may be a plugin's own, so finding it imports plugins. Therefore this is read from the command line as it was typed.
+A verb may be a plugin's own, and finding it imports plugins. So this is read before, from the command line as it was
+typed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -78,7 +80,7 @@ def _named(rest: Sequence[str]) -> Path | None:
         if text.startswith(f"{_OPTION}=") and text != f"{_OPTION}=":
             named[_OPTION] = Path(text.partition("=")[2])
     for job, lock in _of_jobs(rest):
-        named[f"frozen of {job}"] = lock
+        named[f"train.frozen of {job}"] = lock
     if os.environ.get(FROZEN, "").strip():
         named[FROZEN] = Path(os.environ[FROZEN].strip())
     if _OPTION in rest and not named:
@@ -91,17 +93,18 @@ def _named(rest: Sequence[str]) -> Path | None:
 
 
 def _of_jobs(rest: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """The jobs among the arguments that say ``frozen``, with their lock files."""
-    changes = [value for name, value in zip(rest, rest[1:], strict=False) if name == _SET]
+    """The jobs among the arguments that say ``train.frozen``, with their lock files."""
+    changes = [value for name, value in pairwise(rest) if name == _SET]
     changes += [each.partition("=")[2] for each in rest if each.startswith(f"{_SET}=")]
     for text in rest:
         job = Path(text)
         if job.suffix in (".yaml", ".yml") and job.is_file():
             try:
-                said = assigned(load_yaml(job), read_assignments(changes)).get("frozen")
+                train = assigned(load_yaml(job), read_assignments(changes)).get("train")
             except ConfigError:  # the verb reads the job too, and says what is wrong with it
                 continue
+            said = train.get("frozen") if isinstance(train, dict) else None
             if isinstance(said, str) and said:
                 yield text, Path(beside_job(said, job.parent))
             elif said is not None:
-                raise job_file_error(text, {"frozen": f"must be the path of a lock file, got {shown(said)}"})
+                raise job_file_error(text, {"train.frozen": f"must be the path of a lock file, got {shown(said)}"})

@@ -21,8 +21,6 @@ from veomni_core.planning.config import OpsConfig
 if TYPE_CHECKING:
     from veomni_core.planning.plan import Plan
 
-_OF_THE_CORE = ("model", "frozen")  # what the core reads of a job itself
-
 
 @dataclass(frozen=True)
 class CheckedJob:
@@ -86,7 +84,7 @@ def checked_job(job: Path, changes: Sequence[str], hardware: str | None, registr
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     sections = dict.fromkeys([*map(str, written), *(each.parts[0] for each in assignments)])
-    others = [name for name in sections if name not in _OF_THE_CORE]
+    others = [name for name in sections if name != "model"]
     conditions = _conditions(others, job, list(changes), registry, target)
     data = assigned(written, assignments)
     if conditions.device and not hardware:

@@ -35,7 +35,7 @@ def lock(
 ) -> None:
     """Write the versions and hashes of all plugins, what they describe, and the plans of jobs. Nothing is trained."""
     if os.environ.get(FROZEN):
-        raise ConfigError(f"{FROZEN} is set, which forbids what differs from {os.environ[FROZEN]}; unset it to lock anew")
+        raise ConfigError(f"{FROZEN} is set, and this may differ from {os.environ[FROZEN]}; unset it to lock anew")
     if hardware and not jobs:
         raise ConfigError("--hardware says for what jobs are planned; name the jobs too")
     distributions = installed()

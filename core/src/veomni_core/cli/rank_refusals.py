@@ -43,7 +43,7 @@ def refuse_on_all_ranks() -> None:
 
 
 def _answers_of_all(rank: int, ranks: int, answer: str) -> Mapping[int, str]:
-    from torch.distributed import rendezvous
+    from torch.distributed.rendezvous import rendezvous
 
     from veomni_core.binding.rank_exchange import NoAnswerError, RankExchange
 

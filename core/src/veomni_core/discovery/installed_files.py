@@ -36,23 +36,12 @@ def hashed_files(distribution: Distribution, modules: Iterable[str] = ()) -> dic
     Raises:
         HostError: a file can't be read.
     """
-    found: dict[str, Path] = {}
-    recorded = [PurePosixPath(path) for path in distribution.files or ()]
-    sources = list(_source_folders(distribution, recorded)) if _is_editable(distribution) else None
-    if sources is None:
-        packages = set(_topmost_packages(recorded))
-        data = [path for path in recorded if _is_content(path) and not _inside(path, packages)]
-        single = {path for path in data if len(path.parts) == 1 and _module_name(path.name)}
-        names = {".".join(package.parts) for package in packages} | {_module_name(path.name) for path in single}
-        found |= {str(path): Path(str(distribution.locate_file(path))) for path in data if path not in single}
-    else:
-        names = {name for folder in sources for name in _importable(folder)}
-    known = {*names}
-    for module in modules:
-        name = _root_of(module)
-        if not any(name == each or name.startswith(f"{each}.") for each in known):
-            names.add(name)
-    for name in sorted(names):
+    names, data = _editable_contents(distribution) if _is_editable(distribution) else _contents(distribution)
+    for root in map(_root_of, modules):
+        if not any(root == name or root.startswith(f"{name}.") for name in names):
+            names.add(root)
+    found = {path: Path(str(distribution.locate_file(path))) for path in data}
+    for name in names:
         found |= _files_of_module(name)
     return {path: _sha256(file) for path, file in sorted(found.items()) if file.is_file()}
 
@@ -70,16 +59,25 @@ def _is_editable(distribution: Distribution) -> bool:
         return False
 
 
-def _source_folders(distribution: Distribution, recorded: Iterable[PurePosixPath]) -> Iterator[Path]:
-    """The folders that an editable install adds to the path, by its ``.pth`` files."""
-    for path in recorded:
+def _contents(distribution: Distribution) -> tuple[set[str], set[str]]:
+    """The packages and modules of an installed wheel, and the paths of its other files, as RECORD has them."""
+    content = {path for path in map(PurePosixPath, distribution.files or ()) if _is_content(path)}
+    packages = set(_topmost_packages(content))
+    loose = {path for path in content if not packages & {*path.parents}}
+    modules = {path: _module_name(path.name) for path in loose if len(path.parts) == 1}
+    names = {".".join(package.parts) for package in packages} | {*filter(None, modules.values())}
+    return names, {str(path) for path in loose if not modules.get(path)}
+
+
+def _editable_contents(distribution: Distribution) -> tuple[set[str], set[str]]:
+    """The same of an editable install: what lies at the top of the folders that its ``.pth`` files add to the path."""
+    names = set()
+    for path in distribution.files or ():
         file = Path(str(distribution.locate_file(path)))
         if path.suffix == ".pth" and file.is_file():
-            yield from (folder for line in file.read_text("utf-8", "replace").splitlines() if _is_folder(folder := Path(line)))
-
-
-def _is_folder(folder: Path) -> bool:
-    return folder.is_absolute() and folder.is_dir()
+            lines = map(Path, file.read_text("utf-8", "replace").splitlines())
+            names |= {name for line in lines if line.is_absolute() and line.is_dir() for name in _importable(line)}
+    return names, set()
 
 
 def _importable(folder: Path) -> Iterator[str]:
@@ -91,14 +89,10 @@ def _importable(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _topmost_packages(recorded: Iterable[PurePosixPath]) -> Iterator[PurePosixPath]:
+def _topmost_packages(content: Iterable[PurePosixPath]) -> Iterator[PurePosixPath]:
     """The folders with an ``__init__.py`` that lie in no other such folder; namespace packages have none."""
-    packages = {path.parent for path in recorded if path.name == "__init__.py" and _is_content(path)}
+    packages = {path.parent for path in content if path.name == "__init__.py"}
     yield from (package for package in packages if not packages & {*package.parents})
-
-
-def _inside(path: PurePosixPath, packages: set[PurePosixPath]) -> bool:
-    return bool(packages & {*path.parents})
 
 
 def _is_content(path: PurePosixPath) -> bool:
@@ -141,7 +135,7 @@ def _files_of_module(name: str) -> dict[str, Path]:
     if not spec.submodule_search_locations:
         origin = Path(spec.origin)
         return {str(inside.with_name(origin.name)): origin}
-    found = {}
+    found: dict[str, Path] = {}
     for folder in map(Path, spec.submodule_search_locations):
         for parent, folders, files in os.walk(folder, followlinks=True):
             folders[:] = [each for each in folders if each not in _CACHES and not _leads_back(Path(parent, each))]

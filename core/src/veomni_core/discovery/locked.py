@@ -67,7 +67,7 @@ def with_specs(distributions: Mapping[str, LockedDistribution], records: Iterabl
 
 
 def refuse_changed_files(lock: Lock) -> None:
-    """Raise LockMismatchError unless the distributions of ``lock`` are installed, and no others, with the same files."""
+    """Raise LockMismatchError unless just the distributions of ``lock`` are installed, with the same files."""
     here = installed()
     changes = [f"{name} {each.version} is not installed any more" for name, each in _only(lock.distributions, here)]
     changes += [f"{name} {each.version} was added" for name, each in _only(here, lock.distributions)]

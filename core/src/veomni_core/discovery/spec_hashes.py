@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.op_spec import VariantSpec
+from veomni_core.descriptions.spec import DeviceSpec
 from veomni_core.discovery.registry import PluginRecord
 
 _DESCRIBED = {
@@ -37,9 +40,9 @@ def spec_hashes(record: PluginRecord) -> dict[str, str]:
 
 def _name(spec: Any) -> str:
     """What ``str`` gives for a kernel or a variant, else the name."""
-    if type(spec).__str__ is not object.__str__:
+    if isinstance(spec, (KernelSpec, VariantSpec)):
         return str(spec)
-    return str(getattr(spec, "name", None) or spec.device_type)
+    return str(spec.device_type if isinstance(spec, DeviceSpec) else spec.name)
 
 
 def _plain(value: Any) -> Any:

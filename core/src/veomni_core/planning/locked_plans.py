@@ -62,9 +62,8 @@ class FrozenJob:
         """
         jobs = self.lock.jobs
         if not jobs:
-            logger.warning(
-                "%s has no plans, so the plan of %s is not compared: veomni lock %s", self.lock.path, self.name, self.name
-            )
+            name = self.name
+            logger.warning("%s has no plans, so that of %s is not compared: veomni lock %s", self.lock.path, name, name)
             return
         if self.name not in jobs:
             raise LockMismatchError(
@@ -89,7 +88,7 @@ def frozen_job(job: Path, environ: Mapping[str, str] | None = None) -> FrozenJob
         LockFileError: there is no such lock file, or it is damaged.
     """
     lock = frozen_lock(os.environ if environ is None else environ)
-    return lock and FrozenJob(lock, job_key(job, lock.path))
+    return FrozenJob(lock, job_key(job, lock.path)) if lock else None
 
 
 def _changes(before: LockedPlan, now: LockedPlan) -> list[str]:
