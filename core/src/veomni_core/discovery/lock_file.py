@@ -22,7 +22,7 @@ from veomni_core.jobs.jobfile import parse_yaml
 FORMAT = 1
 NAME = "veomni.lock"
 _ABOUT = "# What this run may rely on. Written by `veomni lock`, which alone can change it.\n"
-_HASH = re.compile(r"# format (\d+), sha256 of what follows: ([0-9a-f]{64})\n")
+_HASH = re.compile(r"# format ([0-9]+), sha256 of what follows: ([0-9a-f]{64})\n")
 _SHOWN = 16  # digits of a hash that only tells which part changed: the whole is compared by all 64
 
 _Value = TypeVar("_Value")
@@ -97,7 +97,7 @@ class Lock:
             "distributions": {name: _distribution_data(each) for name, each in self.distributions.items()},
             "jobs": {job: {name: dict(vars(plan)) for name, plan in plans.items()} for job, plans in self.jobs.items()},
         }
-        body = yaml.safe_dump(data, sort_keys=True, default_flow_style=False, allow_unicode=True, width=10_000)
+        body = yaml.safe_dump(data, sort_keys=True, default_flow_style=False, width=10_000)
         return f"{_ABOUT}# format {FORMAT}, sha256 of what follows: {_sha256(body)}\n{body}"
 
 
@@ -130,7 +130,7 @@ def parse_lock(text: str, path: Path) -> Lock:
     head = _HASH.match(text, len(_ABOUT)) if text.startswith(_ABOUT) else None
     if head is None:
         raise LockFileError(f"{path} is no lock file: its first lines are not those that `veomni lock` writes")
-    if int(head[1]) != FORMAT:
+    if head[1] != str(FORMAT):
         raise LockFileError(
             f"{path} has format {head[1]}, and this veomni-core reads format {FORMAT}: use the version that wrote it, "
             "or write it again with `veomni lock`"
@@ -143,12 +143,9 @@ def parse_lock(text: str, path: Path) -> Lock:
         )
     try:
         data = parse_yaml(body, str(path))
-        return Lock(
-            _each(data["distributions"], _distribution_of),
-            _each(data["jobs"], lambda plans: _each(plans, lambda plan: LockedPlan(**plan))),
-            path,
-        )
-    except (JobFileError, KeyError, TypeError, AttributeError) as error:
+        jobs = _each(data["jobs"], lambda plans: _each(plans, _plan_of))
+        return Lock(_each(data["distributions"], _distribution_of), jobs, path)
+    except (JobFileError, KeyError, TypeError) as error:
         raise LockFileError(f"{path} is no lock file ({error}). Write it again with `veomni lock`") from None
 
 
@@ -157,12 +154,38 @@ def _distribution_data(locked: LockedDistribution) -> dict[str, Any]:
     return {**vars(locked), "plugins": plugins}
 
 
-def _distribution_of(data: Mapping[str, Any]) -> LockedDistribution:
-    return LockedDistribution(**{**data, "plugins": _each(data["plugins"], lambda plugin: LockedPlugin(**plugin))})
+def _distribution_of(data: Any) -> LockedDistribution:
+    return LockedDistribution(
+        version=_text(data["version"]),
+        files=_each(data["files"], _text),
+        sha256=_text(data["sha256"]),
+        plugins=_each(data["plugins"], _plugin_of),
+    )
 
 
-def _each(data: Mapping[str, Any], make: Callable[[Any], _Value]) -> dict[str, _Value]:
-    return {name: make(value) for name, value in data.items()}
+def _plugin_of(data: Any) -> LockedPlugin:
+    return LockedPlugin(_text(data["module"]), _each(data["specs"], _text), _text(data["specs_sha256"]))
+
+
+def _plan_of(data: Any) -> LockedPlan:
+    return LockedPlan(
+        sha256=_text(data["sha256"]),
+        conditions=_text(data["conditions"]),
+        sites=_each(data["sites"], lambda paths: _each(paths, _text)),
+        kernels=_each(data["kernels"], _text),
+    )
+
+
+def _each(data: Any, make: Callable[[Any], _Value]) -> dict[str, _Value]:
+    if not isinstance(data, dict):
+        raise TypeError(f"{data!r} is no mapping")
+    return {_text(name): make(value) for name, value in data.items()}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _sha256(text: str) -> str:

@@ -24,8 +24,9 @@ def locked_plan(plan: Plan) -> LockedPlan:
     identity = plan.identity()
     sites: dict[str, dict[str, str]] = defaultdict(dict)
     for key, runs in sorted(identity["sites"].items()):
-        op_name, path, rule, variant = key.split("|")
-        of_variant, where = sites[f"{op_name}/{variant}"], path or "the model"
+        op_name, _, rest = key.partition("|")
+        path, rule, variant = rest.rsplit("|", 2)
+        of_variant, where = sites[f"{op_name}/{'?' if variant == 'None' else variant}"], path or "the model"
         of_variant[where if where not in of_variant else f"{where} ({rule})"] = runs
     autocast = f"autocast to {plan.autocast}" if plan.autocast else "no autocast"
     return LockedPlan(plan.sha256, f"{autocast}, for {plan.use}", dict(sites), identity["kernels"])
