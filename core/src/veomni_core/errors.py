@@ -113,7 +113,7 @@ class PlanMismatchError(HostError):
 
 
 class LockMismatchError(HostError):
-    """What is installed, or a job's plan, differs from the lock file. No code of a plugin that differs was imported.
+    """What is installed, what plugins describe, or a job's plan differs from the lock file.
 
     Restore what the message names, or accept it: look at what changed, and write the file again with ``veomni lock``.
     """

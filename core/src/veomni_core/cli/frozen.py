@@ -18,7 +18,7 @@ import typer
 from veomni_core.cli.rank_refusals import refuse_on_all_ranks
 from veomni_core.discovery.lock_file import NAME
 from veomni_core.discovery.locked import FROZEN
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, LockFileError
 from veomni_core.jobs.assignments import assigned, read_assignments
 from veomni_core.jobs.jobfile import beside_job, job_file_error, load_yaml, shown
 
@@ -56,8 +56,8 @@ def frozen_as_said(arguments: Sequence[str]) -> Iterator[list[str]]:
         The arguments, with ``--frozen`` in place of ``--frozen=LOCK``.
 
     Raises:
-        ConfigError: two different lock files are named.
-        LockFileError, LockMismatchError: this rank, or another one, is refused.
+        LockFileError: two different lock files are named, or the one can't be read.
+        LockMismatchError: this rank, or another one, is refused.
     """
     verb, *rest = arguments
     before = os.environ.get(FROZEN)
@@ -88,7 +88,7 @@ def _named(rest: Sequence[str]) -> Path | None:
     files = {path.expanduser().absolute().resolve() for path in named.values()}
     if len(files) > 1:
         said = ", ".join(f"{source}: {path}" for source, path in named.items())
-        raise ConfigError(f"different lock files are named ({said}); leave one")
+        raise LockFileError(f"different lock files are named ({said}); leave one")
     return next(iter(files), None)
 
 

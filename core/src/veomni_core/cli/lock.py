@@ -44,7 +44,7 @@ def lock(
     text = Lock(locked.distributions, _by_job(plans)).to_text()
     before = _jobs_before(output)
     _write(output, text)
-    print(f"{output} is written: {len(distributions)} distributions, {len(plans)} plans")
+    print(f"{output} is written; distributions: {len(distributions)}, plans: {len(plans)}")
     if dropped := sorted(before - {job for job, _ in plans}):
         print(f"no longer in it: {', '.join(dropped)}. Name all jobs in one call to keep their plans")
 
