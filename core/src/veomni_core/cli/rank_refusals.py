@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import LockMismatchError, VeOmniError
+from veomni_core.errors import LockMismatchError
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = 300.0
@@ -23,15 +23,15 @@ def refuse_on_all_ranks() -> None:
 
     Raises:
         LockMismatchError: this rank or another one is refused, and the message says which; or some did not answer.
-        VeOmniError: all ranks are refused for the same reason.
+        LockFileError, or another error of :func:`~veomni_core.discover`: all ranks are refused for the same reason.
     """
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks == 1 or any(name not in os.environ for name in _LAUNCHED):
         return
+    refusal: Exception | None = None
     try:
         discover()
-        refusal = None
-    except VeOmniError as error:
+    except Exception as error:  # whatever it is must reach the other ranks, which wait
         refusal = error
     answers = _answers_of_all(rank, ranks, str(refusal) if refusal else "")
     refused = {each: text for each, text in answers.items() if text}
