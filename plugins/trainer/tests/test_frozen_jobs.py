@@ -90,31 +90,43 @@ def test_the_eager_run_of_a_comparison_has_a_plan_of_its_own(job: Path, run: Pat
     assert (run / "eager" / "summary.json").exists()
 
 
-def test_both_processes_end_where_one_has_another_plugin(job: Path, run: Path, tmp_path: Path) -> None:
-    info = tmp_path / "newer" / "acme_more-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-more\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[veomni.plugins]\nacme-more = nothing_of_this_name\n")
+def on_two_ranks(job: Path, *of_each: dict[str, str]) -> str:
+    """Train with a process for each of these environments; gives their error, which must be the same."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    paths = [os.environ.get("PYTHONPATH", ""), os.pathsep.join([str(info.parent), os.environ.get("PYTHONPATH", "")])]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "veomni_core.cli", "train", str(job)],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path},
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
         )
-        for rank, path in enumerate(paths)
+        for rank, environment in enumerate(of_each)
     ]
     try:
-        said = [process.communicate(timeout=120)[1] for process in ranks]  # a rank that waits does so for 300 seconds
+        first, second = (process.communicate(timeout=120)[1] for process in ranks)  # one that waits does so for 300 s
     finally:
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [1, 1]
-    assert said[0] == said[1]
-    assert "error: 1 of 2 ranks are refused:\nrank 1: what is installed differs from" in said[0]
-    assert "acme-more 1.0 was added" in said[0]
+    assert first == second
+    return first
+
+
+def test_both_processes_end_where_one_has_another_plugin(job: Path, run: Path, tmp_path: Path) -> None:
+    info = tmp_path / "newer" / "acme_more-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-more\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[veomni.plugins]\nacme-more = nothing_of_this_name\n")
+    path = os.pathsep.join([str(info.parent), os.environ.get("PYTHONPATH", "")])
+    said = on_two_ranks(job, {}, {"PYTHONPATH": path})
+    assert "error: 1 of 2 ranks are refused:\nrank 1: what is installed differs from" in said
+    assert "acme-more 1.0 was added" in said
+    assert not run.exists()
+
+
+def test_both_processes_end_where_one_names_another_lock_file(job: Path, run: Path) -> None:
+    said = on_two_ranks(job, {"VEOMNI_FROZEN": "another.lock"}, {})
+    assert "error: 1 of 2 ranks are refused:\nrank 0: different lock files are named" in said
     assert not run.exists()

@@ -41,7 +41,7 @@ class RankExchange:
     def __init__(
         self, store: Any, name: str, ranks: list[int], rank: int, timeout: float, kinds: tuple[str, ...]
     ) -> None:
-        self._store, self._name, self._ranks, self._rank, self._timeout = store, name, ranks, rank, timeout
+        self._store, self._name, self.ranks, self.rank, self.timeout = store, name, ranks, rank, timeout
         # The round's number agrees across ranks that exchange in the same order.
         self._prefix, self._kinds = f"{name}/{_rounds[name]}", kinds
 
@@ -51,18 +51,18 @@ class RankExchange:
         Raises:
             NoAnswerError: some ranks did not answer in time.
         """
-        mine = self._key(what, self._rank)
+        mine = self._key(what, self.rank)
         self._store.set(mine, answer)
-        keys = [self._key(what, rank) for rank in self._ranks]
+        keys = [self._key(what, rank) for rank in self.ranks]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
+            self._store.wait(keys, timedelta(seconds=self.timeout))
         except Exception as error:  # c10d raises DistStoreError, and RuntimeError or ValueError for some stores
-            missing = [rank for rank in self._ranks if not self._store.check([self._key(what, rank)])]
+            missing = [rank for rank in self.ranks if not self._store.check([self._key(what, rank)])]
             if not missing:
                 raise
             self._store.delete_key(mine)  # so that ranks that arrive later don't mistake it for an agreement
             raise NoAnswerError(missing) from error
-        return {rank: self._store.get(key).decode() for rank, key in zip(self._ranks, keys, strict=True)}
+        return {rank: self._store.get(key).decode() for rank, key in zip(self.ranks, keys, strict=True)}
 
     def end(self) -> None:
         """Finish the round: later rounds of these ranks use other keys, and the keys of the previous round are deleted.
@@ -70,14 +70,14 @@ class RankExchange:
         Rank 0 serves the store and may exit right after this call, so it waits until all other ranks have left.
         """
         here = self._store.add(f"{self._prefix}/left", 1)
-        if self._rank == 0 and here < len(self._ranks):
-            ends = time.monotonic() + self._timeout
-            while self._store.add(f"{self._prefix}/left", 0) < len(self._ranks) and time.monotonic() < ends:
+        if self.rank == 0 and here < len(self.ranks):
+            ends = time.monotonic() + self.timeout
+            while self._store.add(f"{self._prefix}/left", 0) < len(self.ranks) and time.monotonic() < ends:
                 time.sleep(0.01)
         previous = _rounds[self._name] - 1
         _rounds[self._name] += 1
         for what in self._kinds:  # all ranks have read that round, or they would not be in this one
-            if previous >= 0 and self._store.check([key := f"{self._name}/{previous}/{what}/{self._rank}"]):
+            if previous >= 0 and self._store.check([key := f"{self._name}/{previous}/{what}/{self.rank}"]):
                 self._store.delete_key(key)
 
     def _key(self, what: str, rank: int) -> str:

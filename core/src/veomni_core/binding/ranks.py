@@ -101,17 +101,15 @@ class _PlanExchange(RankExchange):
 
         name = f"veomni_plan/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"  # another for other sets of ranks
         super().__init__(_get_default_store(), name, ranks, rank, timeout, ("digest", "plan"))
-        self._said = (rank, ranks, timeout)
 
     def all_of(self, what: str, answer: str) -> Mapping[int, str]:
         try:
             return super().all_of(what, answer)
         except NoAnswerError as error:
-            rank, ranks, timeout = self._said
             raise PlanMismatchError(
-                f"rank {rank} binds a model, but rank {_listed(error.missing)} of {_listed(ranks)} sent no plan "
-                f"within {timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as a "
-                "pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
+                f"rank {self.rank} binds a model, but rank {_listed(error.missing)} of {_listed(self.ranks)} sent no "
+                f"plan within {self.timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as "
+                "a pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
                 "plan, pass a larger agreement_timeout"
             ) from error
 

@@ -18,7 +18,7 @@ import typer
 from veomni_core.cli.rank_refusals import refuse_on_all_ranks
 from veomni_core.discovery.lock_file import NAME
 from veomni_core.discovery.locked import FROZEN
-from veomni_core.errors import ConfigError, LockFileError
+from veomni_core.errors import ConfigError, LockFileError, VeOmniError
 from veomni_core.jobs.assignments import assigned, read_assignments
 from veomni_core.jobs.jobfile import beside_job, job_file_error, load_yaml, shown
 
@@ -61,7 +61,11 @@ def frozen_as_said(arguments: Sequence[str]) -> Iterator[list[str]]:
     """
     verb, *rest = arguments
     before = os.environ.get(FROZEN)
-    lock = None if verb == _WRITES else _named(rest)
+    try:
+        lock = None if verb == _WRITES else _named(rest)
+    except VeOmniError as error:
+        refuse_on_all_ranks(error)
+        raise
     try:
         if lock is not None:
             os.environ[FROZEN] = str(lock)

@@ -39,12 +39,16 @@ def lock(
     if hardware and not jobs:
         raise ConfigError("--hardware says for what jobs are planned; name the jobs too")
     distributions = installed()
-    locked = with_specs(distributions, describe(os.environ))
+    records = describe(os.environ)
+    locked = with_specs(distributions, records)
     plans = {key: plan for job in jobs or () for key, plan in _plans(job, hardware or [None], output).items()}
     text = Lock(locked.distributions, _by_job(plans)).to_text()
     before = _jobs_before(output)
     _write(output, text)
     print(f"{output} is written; distributions: {len(distributions)}, plans: {len(plans)}")
+    for record in records:
+        if not record.healthy:
+            print(f"without what it describes: plugin {record.name} of {record}, which {record.absence}")
     if dropped := sorted(before - {job for job, _ in plans}):
         print(f"no longer in it: {', '.join(dropped)}. Name all jobs in one call to keep their plans")
 

@@ -16,10 +16,13 @@ _TIMEOUT = 300.0
 _stores: list[Any] = []  # rank 0 serves the store, and the process group of the job meets at the same address
 
 
-def refuse_on_all_ranks() -> None:
+def refuse_on_all_ranks(refusal: Exception | None = None) -> None:
     """Find the plugins under ``VEOMNI_FROZEN``; raise the same error on every rank if one of them is refused.
 
     A process that no launcher started asks nobody, and leaves it to the verb to find the plugins.
+
+    Args:
+        refusal: why this rank is refused already, so that it doesn't look for plugins.
 
     Raises:
         LockMismatchError: this rank or another one is refused, and the message says which; or some did not answer.
@@ -28,12 +31,12 @@ def refuse_on_all_ranks() -> None:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks == 1 or any(name not in os.environ for name in _LAUNCHED):
         return
-    refusal: Exception | None = None
-    try:
-        discover()
-    except Exception as error:  # whatever it is must reach the other ranks, which wait
-        refusal = error
-    answers = _answers_of_all(rank, ranks, str(refusal) if refusal else "")
+    if refusal is None:
+        try:
+            discover()
+        except Exception as error:  # whatever it is must reach the other ranks, which wait
+            refusal = error
+    answers = _answers_of_all(rank, ranks, (str(refusal) or repr(refusal)) if refusal else "")
     refused = {each: text for each, text in answers.items() if text}
     if refusal and len(refused) == ranks and len({*refused.values()}) == 1:
         raise refusal
