@@ -49,12 +49,19 @@ class FreshEnvironment:
 
     def install(self, *wheels: Path) -> None:
         """``pip install`` the wheels, with no index: what they require must be here already."""
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
-        self._run([*pip, "install", "--quiet", "--no-index", *map(str, wheels)])
+        self._pip("install", "--quiet", "--no-index", *map(str, wheels))
+
+    def uninstall(self, *distributions: str) -> None:
+        """``pip uninstall`` them."""
+        self._pip("uninstall", "--quiet", "--yes", *distributions)
 
     def run(self, *arguments: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
         """Run this environment's Python with ``arguments``; gives what it printed, and raises if it fails."""
         return self._run([str(self.python), *arguments], environment, check)
+
+    def _pip(self, *arguments: str) -> None:
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
+        self._run([*pip, *arguments])
 
     def _run(self, command: list[str], environment: Mapping[str, str] | None = None, check: bool = True) -> str:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VEOMNI_"))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from veomni_core.binding.bind import apply_plan
 from veomni_core.binding.placement import device_type_of
-from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
+from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
 from veomni_core.jobs.config_errors import explained
 from veomni_core.jobs.model_config import ConfigSource, load_model_config
@@ -46,6 +46,7 @@ def build_foundation_model(
     agree: bool = True,
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
+    check_plan: Callable[[Plan], None] | None = None,
 ) -> PreTrainedModel:
     """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
@@ -74,6 +75,7 @@ def build_foundation_model(
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
         group: the process group whose ranks build this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another to agree.
+        check_plan: is called with the plan before a weight is loaded. What it raises ends the building, on all ranks.
 
     Returns:
         The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
@@ -85,6 +87,7 @@ def build_foundation_model(
         CheckpointError: the weights are missing, damaged, or don't fit; the message names the files or the keys.
         HostError: this machine has no such device; too few or too many processes run for ``distributed_config``, or
             this transformers has no engine; or the ranks don't agree on the plan.
+        LockMismatchError: ``VEOMNI_FROZEN`` is set, and what is installed differs from that lock file.
 
     Example:
         >>> from veomni_core import binding_of
@@ -107,7 +110,7 @@ def build_foundation_model(
             "build_foundation_model needs ops_implementation, e.g. {'preset': 'auto'}, or {'preset': 'eager'} for the "
             "model's own code; there is no default"
         )
-    ops = OpsConfig.of(ops_implementation)
+    ops = refused_on_all(lambda: OpsConfig.of(ops_implementation), agree=agree, group=group, timeout=agreement_timeout)
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     dtype, made_on = _dtype(torch_dtype), _device(init_device)
@@ -134,9 +137,12 @@ def build_foundation_model(
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
-        return make_plan(
+        plan = make_plan(
             skeleton, ops, hardware=hardware, autocast=autocast, training=training, distributed_config=sharding
         )
+        if check_plan:
+            check_plan(plan)
+        return plan
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:

@@ -54,6 +54,13 @@ class JobFileError(ConfigError):
     """
 
 
+class LockFileError(ConfigError):
+    """A lock file is missing, was damaged or edited, or two different ones are named.
+
+    Name the right file, restore it, or write it again with ``veomni lock``.
+    """
+
+
 class PluginError(VeOmniError):
     """To be fixed by the author of a plugin."""
 
@@ -102,6 +109,13 @@ class PlanMismatchError(HostError):
 
     Make the machines, or the job and its checkpoint, alike in what the message names. ``--accept-plan-change`` lets a
     run go on with other kernels.
+    """
+
+
+class LockMismatchError(HostError):
+    """What is installed, what plugins describe, or a job's plan differs from the lock file.
+
+    Restore what the message names, or accept it: look at what changed, and write the file again with ``veomni lock``.
     """
 
 

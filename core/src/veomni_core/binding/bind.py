@@ -11,7 +11,7 @@ from torch import nn
 from veomni_core.binding import hub_kernels
 from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
-from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan
+from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
 from veomni_core.binding.verification import refuse_unverified, verify_plan
@@ -159,6 +159,7 @@ def bind(
         ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
             results differ from those of its module's own code.
         PlanMismatchError: the ranks' plans differ, or some ranks did not answer in time.
+        LockMismatchError: ``VEOMNI_FROZEN`` is set, and what is installed differs from that lock file.
 
     Example:
         >>> import torch
@@ -180,7 +181,7 @@ def bind(
     """
     if isinstance(config, Plan):
         raise BindingError("bind makes the plan itself, from a config; to apply a finished one, call apply_plan")
-    ops = OpsConfig.of(config, registry)
+    ops = refused_on_all(lambda: OpsConfig.of(config, registry), agree=agree, group=group, timeout=agreement_timeout)
     settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
     _make_ready(model)

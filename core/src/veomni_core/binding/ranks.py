@@ -1,24 +1,22 @@
 """Makes all ranks of a job agree on the plan before anything is bound or loaded.
 
-The plans are exchanged through the key-value store of ``torch.distributed``'s rendezvous. It works with every backend,
-uses no GPU, and can tell which ranks have not answered.
+The plans are exchanged through the key-value store of ``torch.distributed``'s rendezvous.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from veomni_core.errors import BindingError, PlanMismatchError
+from veomni_core.binding.rank_exchange import NoAnswerError, RankExchange
+from veomni_core.errors import BindingError, LockFileError, LockMismatchError, PlanMismatchError
 from veomni_core.planning.plan import Plan
 
 AGREEMENT_TIMEOUT = 300.0
-_rounds: Counter[str] = Counter()
+
+_Made = TypeVar("_Made")
 
 
 def agree_on_plan(
@@ -53,7 +51,7 @@ def agree_on_plan(
     if len(ranks) == 1:
         return make()
     plan, failure = _attempt(make)
-    exchange = _Exchange(ranks, distributed.get_rank(), timeout)
+    exchange = _PlanExchange(ranks, distributed.get_rank(), timeout)
     answers = exchange.all_of("digest", json.dumps([plan.sha256 if plan else "", f"{failure}" if failure else ""]))
     if failure:
         exchange.end()
@@ -73,55 +71,47 @@ def agree_on_plan(
     return plan
 
 
-class _Exchange:
-    """One round of an all-gather of strings among ``ranks``, through the default store."""
+def refused_on_all(
+    make: Callable[[], _Made], *, agree: bool = True, group: Any = None, timeout: float = AGREEMENT_TIMEOUT
+) -> _Made:
+    """What ``make`` returns, before the plan. Where a lock file refuses this rank, the ranks that plan hear of it.
+
+    Without that they would wait in :func:`agree_on_plan` for a plan that never comes. Its arguments are those here.
+
+    Raises:
+        LockFileError, LockMismatchError: raised on this rank; :func:`agree_on_plan` raises on the others.
+    """
+    try:
+        return make()
+    except (LockFileError, LockMismatchError) as error:
+        refusal = error
+
+    def refuse() -> Plan:
+        raise refusal
+
+    agree_on_plan(refuse, agree=agree, group=group, timeout=timeout)
+    raise refusal
+
+
+class _PlanExchange(RankExchange):
+    """The exchange of plans, through the default store."""
 
     def __init__(self, ranks: list[int], rank: int, timeout: float) -> None:
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self._store, self._ranks, self._rank, self._timeout = _get_default_store(), ranks, rank, timeout
-        # The round's number agrees across ranks that bind in the same order. Other sets of ranks have other keys.
-        self._name = f"veomni_plan/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
-        self._prefix = f"{self._name}/{_rounds[self._name]}"
+        name = f"veomni_plan/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"  # another for other sets of ranks
+        super().__init__(_get_default_store(), name, ranks, rank, timeout, ("digest", "plan"))
 
     def all_of(self, what: str, answer: str) -> Mapping[int, str]:
-        """The answers of all ranks, including this one's ``answer``."""
-        mine = self._key(what, self._rank)
-        self._store.set(mine, answer)
-        keys = [self._key(what, rank) for rank in self._ranks]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-        except Exception as error:  # c10d raises DistStoreError, and RuntimeError or ValueError for some stores
-            missing = [rank for rank in self._ranks if not self._store.check([self._key(what, rank)])]
-            if not missing:
-                raise
-            self._store.delete_key(mine)  # so that ranks that arrive later don't mistake it for an agreement
+            return super().all_of(what, answer)
+        except NoAnswerError as error:
             raise PlanMismatchError(
-                f"rank {self._rank} binds a model, but rank {_listed(missing)} of {_listed(self._ranks)} sent no plan "
-                f"within {self._timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as a "
-                "pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
+                f"rank {self.rank} binds a model, but rank {_listed(error.missing)} of {_listed(self.ranks)} sent no "
+                f"plan within {self.timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as "
+                "a pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
                 "plan, pass a larger agreement_timeout"
             ) from error
-        return {rank: self._store.get(key).decode() for rank, key in zip(self._ranks, keys, strict=True)}
-
-    def end(self) -> None:
-        """Finish the round: later rounds of these ranks use other keys, and the keys of the previous round are deleted.
-
-        Rank 0 serves the store and may exit right after this call, so it waits until all other ranks have left.
-        """
-        here = self._store.add(f"{self._prefix}/left", 1)
-        if self._rank == 0 and here < len(self._ranks):
-            ends = time.monotonic() + self._timeout
-            while self._store.add(f"{self._prefix}/left", 0) < len(self._ranks) and time.monotonic() < ends:
-                time.sleep(0.01)
-        previous = _rounds[self._name] - 1
-        _rounds[self._name] += 1
-        for what in ("digest", "plan"):  # all ranks have read that round, or they would not be in this one
-            if previous >= 0 and self._store.check([key := f"{self._name}/{previous}/{what}/{self._rank}"]):
-                self._store.delete_key(key)
-
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._prefix}/{what}/{rank}"
 
 
 def _differences(plans: Mapping[int, Plan]) -> str:

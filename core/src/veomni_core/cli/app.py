@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from veomni_core.cli.frozen import frozen_as_said
 from veomni_core.descriptions.hookspecs import ENTRY_POINT_GROUP
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec
@@ -21,6 +22,7 @@ BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
     CommandSpec("explain", "veomni_core.cli.explain:explain", "Why each kernel of an op would or would not run here."),
     CommandSpec("plan", "veomni_core.cli.plan_job:plan_job", "Which kernel a job would run at each site, and why."),
+    CommandSpec("lock", "veomni_core.cli.lock:lock", "Write down what is installed and what jobs run, for --frozen."),
     CommandSpec("coverage", "veomni_core.cli.coverage:coverage", "What binds in every model type of transformers."),
     CommandSpec("doctor", "veomni_core.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
     CommandSpec("verify", "veomni_core.cli.verify:verify", "Run a plugin's kernels against their ops' contracts."),
@@ -40,6 +42,8 @@ class _Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb = args[0]
+        if not ctx.resilient_parsing:  # what is completed runs nothing
+            args = ctx.with_resource(frozen_as_said(args))  # before a verb is looked for: that imports plugins
         if not verb.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, verb) is None:
             ctx.fail(f"No such command {verb!r}. {did_you_mean(verb, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from veomni_core.cli.frozen import Frozen
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.tables import fit, render_table
 
 
-def list_kernels(json: AsJson = False) -> None:
+def list_kernels(frozen: Frozen = False, json: AsJson = False) -> None:
     """Print every plugin with its state, and every op with its kernels."""
     registry = discover()
     if json:

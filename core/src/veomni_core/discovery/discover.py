@@ -19,6 +19,7 @@ from typing import Any
 from veomni_core.descriptions import hookspecs
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
+from veomni_core.discovery.locked import frozen_lock, refuse_changed_files, refuse_changed_specs
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 
@@ -31,7 +32,9 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated);
     - ``VEOMNI_PLUGINS_BLOCK``: don't load these;
     - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: load only those in ``VEOMNI_PLUGINS``, and none if it is empty;
-    - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails.
+    - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails;
+    - ``VEOMNI_FROZEN``: a lock file. What is installed is compared with it before any plugin is imported, and then what
+      plugins describe.
 
     Args:
         environ: the environment variables; ``os.environ`` without it.
@@ -43,6 +46,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
         UnknownNameError: a variable names a plugin that is not installed.
         ConfigError: an on/off variable holds something other than a boolean.
         PluginLoadError: a plugin failed, under ``VEOMNI_PLUGINS_STRICT=1``.
+        LockMismatchError: something differs from the lock file; the message names all of it.
+        LockFileError: there is no such lock file, or it is damaged.
 
     Example:
         >>> registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
@@ -58,15 +63,32 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
+    lock = frozen_lock(environ)
+    if lock:
+        refuse_changed_files(lock)
+    described = describe(environ)
+    if lock:
+        refuse_changed_specs(lock, described)
+    records = settle(described)
+    if strict:
+        _raise_first(records)
+    return build_registry(records, claimed_twice(records))
+
+
+def describe(environ: Mapping[str, str]) -> list[PluginRecord]:
+    """A record of the core and of every installed plugin as it describes itself, not yet compared with the others.
+
+    Loads the plugins that ``environ`` allows.
+
+    Raises:
+        UnknownNameError, ConfigError: as of :func:`discover`.
+    """
     found = sorted(
         (_Found.of(entry_point) for entry_point in entry_points(group=hookspecs.ENTRY_POINT_GROUP)),
         key=lambda plugin: (plugin.name, plugin.distribution),
     )
     policy = _Policy.read(environ, found)
-    records = settle([CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))])
-    if strict:
-        _raise_first(records)
-    return build_registry(records, claimed_twice(records))
+    return [CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))]
 
 
 def read_switch(environ: Mapping[str, str], name: str) -> bool:

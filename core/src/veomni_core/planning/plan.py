@@ -102,11 +102,11 @@ class Plan:
     @property
     def sha256(self) -> str:
         """A hash of what runs where, the autocast dtype and the use; without the reasons and the hardware's name."""
-        return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What runs differently under the plan ``other``, one sentence each; empty if the hashes are equal."""
-        mine, theirs = self._identity(), other._identity()
+        mine, theirs = self.identity(), other.identity()
         moves: dict[tuple[str, str, str], list[str]] = {}
         for key in sorted({*mine["sites"], *theirs["sites"]}):
             before, after = mine["sites"].get(key, "no site"), theirs["sites"].get(key, "no site")
@@ -157,7 +157,8 @@ class Plan:
             notes += [f"  {assumption}" for assumption in self.assumptions]
         return "\n".join([table, *map(fit, notes)])
 
-    def _identity(self) -> dict[str, dict[str, str]]:
+    def identity(self) -> dict[str, dict[str, str]]:
+        """What is hashed: ``sites`` says what runs at each ``op|path|rule|variant``, ``kernels`` whose code that is."""
         autocast = {"autocast": {"dtype": self.autocast}} if self.autocast else {}
         use = {} if self.training else {"use": {"for": self.use}}
         return {

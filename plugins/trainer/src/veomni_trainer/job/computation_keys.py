@@ -22,3 +22,5 @@ class ComputationKeys(Section):
     """Whether torch compiles the model."""
     verify: bool = False
     """Whether every chosen kernel is first checked against its op's contract, on this machine, and each bound site."""
+    frozen: str | None = None
+    """The path of a lock file: whatever differs from it, of the plugins or of the plan, is refused."""

@@ -44,12 +44,14 @@ def dump_job(job: Job) -> str:
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
-    output_dir = str(Path(job.train.output_dir).expanduser().absolute())
+    train = {"output_dir": str(Path(job.train.output_dir).expanduser().absolute())}
+    if job.train.frozen is not None:
+        train["frozen"] = beside_job(job.train.frozen, folder)
     return job.model_copy(
         update={
             "model": job.model.beside(folder),
             "data": _beside(job.data, folder),
-            "train": job.train.model_copy(update={"output_dir": output_dir}),
+            "train": job.train.model_copy(update=train),
         }
     )
 

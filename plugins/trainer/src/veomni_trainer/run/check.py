@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from veomni_core import Hardware, JobConditions
-from veomni_core.errors import HostError
+from veomni_core.discovery.locked import FROZEN
+from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.optimizers import check_optimizer
@@ -29,6 +31,15 @@ def check_job(path: Path, hardware: Hardware, changes: Sequence[str] = ()) -> Jo
         VeOmniError: the job must be corrected.
     """
     return check_loaded(load_job(path, changes), hardware)
+
+
+def check_frozen(job: Job) -> None:
+    """Raise ConfigError if the job names a lock file and nobody has read it: plugins are here already."""
+    if job.train.frozen is not None and not os.environ.get(FROZEN):
+        raise ConfigError(
+            f"train.frozen: the command `veomni train` reads it, before it imports a plugin. Here, set {FROZEN} to "
+            f"{job.train.frozen} before the process starts"
+        )
 
 
 def check_loaded(job: Job, hardware: Hardware) -> JobConditions:

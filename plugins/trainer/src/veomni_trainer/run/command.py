@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from veomni_core.cli.frozen import Frozen
 from veomni_core.cli.output import Changes, JobPath, print_json
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_core.tables import fit
@@ -54,6 +55,7 @@ def train(
     accept_plan_change: Annotated[
         bool, typer.Option("--accept-plan-change", help="Resume even if other kernels would run than before.")
     ] = False,
+    frozen: Frozen = False,
     json: Annotated[
         bool,
         typer.Option(
@@ -70,14 +72,15 @@ def train(
     if (resume or resume_from) and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
+    from veomni_core.planning.locked_plans import frozen_job
     from veomni_trainer.job.load import load_job
 
     loaded = load_job(job, changes or ())
-    start = resume_from or resume
+    start, locked = resume_from or resume, frozen_job(job)
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
-        found = dry_run(loaded, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change)
+        found = dry_run(loaded, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change, frozen=locked)
         print_json(found.to_dict()) if json else print(fit(found.describe()))
         return
 
@@ -88,7 +91,12 @@ def train(
 
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         interrupted = run_job(
-            loaded, compare=compare, resume=start, overwrite=overwrite, accept_plan_change=accept_plan_change
+            loaded,
+            compare=compare,
+            resume=start,
+            overwrite=overwrite,
+            accept_plan_change=accept_plan_change,
+            frozen=locked,
         )
     if json and is_main_process():
         print_json(outcome(RunFolder(Path(loaded.train.output_dir)), interrupted))

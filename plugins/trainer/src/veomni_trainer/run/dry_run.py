@@ -13,6 +13,7 @@ import transformers
 from veomni_core import Plan
 from veomni_core.build import build_skeleton, check_weights
 from veomni_core.errors import ConfigError
+from veomni_core.planning.locked_plans import FrozenJob
 from veomni_core.planning.planner import make_plan
 from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus, read_corpus
@@ -20,6 +21,7 @@ from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.checkpoints import check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.check import check_frozen
 from veomni_trainer.run.start import check_enough, check_settings, steps_of
 from veomni_trainer.run.starting_point import StartingPoint, completion, describe_resumption, starting_point
 from veomni_trainer.setup.arguments import device_of
@@ -131,7 +133,12 @@ class DryRun:
 
 
 def dry_run(
-    job: Job, *, resume: bool | Path = False, overwrite: bool = False, accept_plan_change: bool = False
+    job: Job,
+    *,
+    resume: bool | Path = False,
+    overwrite: bool = False,
+    accept_plan_change: bool = False,
+    frozen: FrozenJob | None = None,
 ) -> DryRun:
     """Do everything that ``veomni train`` does before it loads weights, and estimate the memory.
 
@@ -142,6 +149,7 @@ def dry_run(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--dry-run looks at one process of the job; start it without torchrun")
     transformers.utils.logging.set_verbosity_error()
+    check_frozen(job)
     job = for_this_machine(job)
     ops = ops_config(job)
     folder = RunFolder(Path(job.train.output_dir))
@@ -168,6 +176,8 @@ def dry_run(
         autocast=under.autocast,
         distributed_config=under.distributed_config,
     )
+    if frozen:
+        frozen.check(plan)
     resumption = ""
     if point.checkpoint:
         check_plan(point.checkpoint, plan, accept_plan_change)

@@ -14,6 +14,7 @@ import transformers
 from torch import distributed
 
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
+from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.signals import INTERRUPTED
@@ -24,6 +25,7 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.lock import locked
 from veomni_trainer.report.ending import RunEnding, State
 from veomni_trainer.report.write import describe_run, write_report
+from veomni_trainer.run.check import check_frozen
 from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
 from veomni_trainer.run.fit import Ending, fit
 from veomni_trainer.run.saying import is_main_process, say
@@ -42,6 +44,7 @@ def run_job(
     accept_plan_change: bool = False,
     compared: bool = False,
     turns: Turns | None = None,
+    frozen: FrozenJob | None = None,
 ) -> bool:
     """Train, compare and report; returns whether an interrupt ended the job early.
 
@@ -53,8 +56,10 @@ def run_job(
         accept_plan_change: whether a run may go on with other kernels.
         compared: whether this is the other run of a comparison.
         turns: the turns that this run takes with the one that it is compared with.
+        frozen: the job in a lock file, whose plan it must have.
 
     Raises:
+        LockMismatchError: the plan, or what is installed, differs from the lock file.
         TrainingDivergedError: training ended at a step whose loss or gradient norm is not finite. Of several processes
             the first one raises it, when it has written the report.
         VeOmniError: an error that the user can correct. The output folder is then unchanged, or its files are complete.
@@ -66,9 +71,10 @@ def run_job(
         )
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    check_frozen(job)
     job = for_this_machine(job)
     folder = RunFolder(Path(job.train.output_dir))
-    run = _Run(job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns)
+    run = _Run(job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns, frozen)
     with locked(folder.path) if is_main_process() else nullcontext():
         return run.run()
 
@@ -85,6 +91,7 @@ class _Run:
     compare: str | None
     compared: bool
     turns: Turns | None
+    frozen: FrozenJob | None
 
     def run(self) -> bool:
         """Train, compare and report; returns whether an interrupt ended the job early."""
@@ -121,7 +128,7 @@ class _Run:
         if done := completion(job, folder, point, job.train.steps):
             say(done)
             return Ending(), None
-        start = prepare(job, folder, point, self.accept_plan_change)
+        start = prepare(job, folder, point, self.accept_plan_change, self.frozen)
         if done := completion(job, folder, point, start.steps):  # of a job in epochs, whose steps depend on its data
             say(done)
             return Ending(), None

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from veomni_core import Binding, binding_of
 from veomni_core.errors import JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
+from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.job.load import dump_job
@@ -57,8 +58,10 @@ class Start:
     origin: Origin
 
 
-def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_change: bool) -> Start:
-    """Read the data, build and bind the model, and print the receipt.
+def prepare(
+    job: Job, folder: RunFolder, point: StartingPoint, accept_plan_change: bool, frozen: FrozenJob | None = None
+) -> Start:
+    """Read the data, build and bind the model, and print the receipt. The plan is that of ``frozen``, if it is given.
 
     Raises:
         VeOmniError: an error that the user can correct.
@@ -84,7 +87,7 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
-    model = build_model(job, ops, tokenizer, arguments.device, point.checkpoint)
+    model = build_model(job, ops, tokenizer, arguments.device, point.checkpoint, frozen.check if frozen else None)
     binding = binding_of(model)
     assert binding is not None
     limit_waiting(job.train.timeout)
@@ -97,6 +100,8 @@ def prepare(job: Job, folder: RunFolder, point: StartingPoint, accept_plan_chang
     check_room(job.train, folder, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     say(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
+    if frozen:
+        say(f"frozen: the plugins and the plan are those of {frozen.lock.path}")
     for what in (*binding.receipt.verification.kernels, *binding.receipt.verification.sites):
         say(f"verified: {what}")
     for change in accepted:

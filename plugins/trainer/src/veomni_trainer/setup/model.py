@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, PreTrainedModel
 
-from veomni_core import JobConditions, OpsConfig, build_foundation_model
+from veomni_core import JobConditions, OpsConfig, Plan, build_foundation_model
 from veomni_core.build import build_skeleton as unbound_skeleton
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_core.jobs.model_config import load_model_config
@@ -62,12 +63,17 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def build_model(
-    job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: torch.device, checkpoint: Path | None = None
+    job: Job,
+    ops: OpsConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    checkpoint: Path | None = None,
+    check_plan: Callable[[Plan], None] | None = None,
 ) -> PreTrainedModel:
     """The job's model on ``device``, bound to its kernels.
 
     The weights are those of ``checkpoint`` (unless it holds an adapter over the job's), otherwise those that the job
-    names, otherwise random.
+    names, otherwise random. ``check_plan`` is called before they are loaded.
 
     Raises:
         ConfigError: the config doesn't fit the data, or has a key that its model doesn't know.
@@ -75,7 +81,7 @@ def build_model(
     """
     try:
         weights = job.model.weights if job.lora else checkpoint or job.model.weights
-        return _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify)
+        return _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify, check_plan=check_plan)
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{checkpoint or job.model.weights} does not fit this model: {reason(error)}") from error
 
@@ -90,7 +96,14 @@ def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrained
 
 
 def _build(
-    job: Job, ops: OpsConfig, tokenizer: Tokenizer, device: str, weights: Path | str | None, *, verify: bool = False
+    job: Job,
+    ops: OpsConfig,
+    tokenizer: Tokenizer,
+    device: str,
+    weights: Path | str | None,
+    *,
+    verify: bool = False,
+    check_plan: Callable[[Plan], None] | None = None,
 ) -> PreTrainedModel:
     under = conditions(job)
     return build_foundation_model(
@@ -105,6 +118,7 @@ def _build(
         quantization_config=quantization_config(job) if device != "meta" else None,
         trust_remote_code=job.model.trust_remote_code,
         verify=verify,
+        check_plan=check_plan,
     )
 
 

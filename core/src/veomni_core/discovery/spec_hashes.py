@@ -1,0 +1,58 @@
+"""A hash of each thing that a plugin describes, which changes with any of its fields."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.op_spec import VariantSpec
+from veomni_core.descriptions.spec import DeviceSpec
+from veomni_core.discovery.registry import PluginRecord
+
+_DESCRIBED = {
+    "ops": "op",
+    "variants": "variant",
+    "kernels": "kernel",
+    "devices": "device",
+    "site_rules": "site rule",
+    "commands": "command",
+}
+
+
+def spec_hashes(record: PluginRecord) -> dict[str, str]:
+    """The SHA-256 of each of the plugin's specs, by its kind and name: ``kernel rms_norm/standard:torch``.
+
+    Two specs of one name have one hash together.
+
+    Args:
+        record: a plugin that loaded, as it describes itself.
+    """
+    specs: dict[str, list[str]] = {}
+    for field, kind in _DESCRIBED.items():
+        for spec in getattr(record, field):
+            specs.setdefault(f"{kind} {_name(spec)}", []).append(json.dumps(_plain(spec), sort_keys=True))
+    return {name: hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest() for name, texts in specs.items()}
+
+
+def _name(spec: Any) -> str:
+    """What ``str`` gives for a kernel or a variant, else the name."""
+    if isinstance(spec, (KernelSpec, VariantSpec)):
+        return str(spec)
+    return str(spec.device_type if isinstance(spec, DeviceSpec) else spec.name)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it, the same in every process."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return sorted(([_plain(key), _plain(each)] for key, each in value.items()), key=json.dumps)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain, value), key=json.dumps)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
