@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ import torch
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.ops.rank_contract import MOST_RANKS
-from veomni_core.testing.rank_process import LOST, PATIENCE
+from veomni_core.testing.rank_process import ENDED, LOST
 from veomni_core.testing.report import CaseResult
-
-_ENOUGH_SECONDS = 300.0  # for all samples
 
 
 def check_on_ranks(spec: KernelSpec, op: OpSpec, device: torch.device, dtype: str) -> Iterator[CaseResult]:
@@ -56,40 +53,28 @@ def _merged(sample: str, lines: list[dict[str, Any] | None]) -> CaseResult:
 def _run(folder: Path) -> tuple[str, ...]:
     """Run the ranks, and say how they ended if one did not end well."""
     command = [sys.executable, "-m", "veomni_core.testing.rank_process", str(folder)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    errors = [(folder / f"errors{rank}").open("w+") for rank in range(MOST_RANKS)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file
+    with (folder / "errors").open("w+") as errors:
+        launcher = subprocess.run(
+            command,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
         )
-        for rank, file in enumerate(errors)
-    ]
-    _wait(processes)
+        if launcher.returncode:
+            errors.seek(0)
+            return (f"the ranks were not started: ended with code {launcher.returncode} ({_last_line(errors.read())})",)
     ended = []
-    for rank, (process, file) in enumerate(zip(processes, errors, strict=True)):
-        if (code := process.poll()) is None:
+    for rank, code in enumerate(json.loads((folder / ENDED).read_text())):
+        if code is None:
             ended.append(f"rank {rank} did not end, so it was killed")
-            process.kill()
-            process.wait()
         elif code:
-            file.seek(0)
-            last = (file.read().strip().splitlines() or ["no message"])[-1]
-            ended.append(f"rank {rank} ended with code {code} ({last[:300]})")
-        file.close()
+            ended.append(f"rank {rank} ended with code {code} ({_last_line((folder / f'errors{rank}').read_text())})")
     return tuple(ended)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended. Where one has, the others follow at once, or hang: it was out of step with them."""
-    deadline = time.monotonic() + _ENOUGH_SECONDS
-    first_to_end = None
-    while any(process.poll() is None for process in processes):
-        now = time.monotonic()
-        if first_to_end is None and any(process.poll() is not None for process in processes):
-            first_to_end = now
-        if now > deadline or (first_to_end is not None and now > first_to_end + PATIENCE):
-            return
-        time.sleep(0.05)
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1][:300]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

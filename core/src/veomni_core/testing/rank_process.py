@@ -1,8 +1,10 @@
-"""One rank of a conformance check: makes its part of every sample's call, and writes a line of JSON for each.
+"""The ranks of a conformance check: each makes its part of every sample's call, and writes a line of JSON for each.
 
-On every sample, its results and gradients are compared with those of the oracle: the whole computation in one process,
-in float64. Two calls must give the same bits if the kernel promises determinism, a call without gradients the same
-result, and a call that is computed again in backward the same gradients. Inputs must not be written to.
+They are forked from one process that has imported torch and these modules, which takes longer than most checks.
+
+On every sample, a rank's results and gradients are compared with those of the oracle: the whole computation in one
+process, in float64. Two calls must give the same bits if the kernel promises determinism, a call without gradients the
+same result, and a call that is computed again in backward the same gradients. Inputs must not be written to.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,7 +34,9 @@ from veomni_core.testing.comparison import distance, one_line, plain, same
 from veomni_core.testing.report import CaseResult
 from veomni_core.testing.sample_tensors import copy_of, to_float64, upstream_of
 
+ENDED = "ended"  # the file with each rank's exit code, null where it had to be killed
 PATIENCE = 30.0  # seconds that a rank waits for another one in a collective
+ENOUGH = 300.0  # seconds for all samples
 LOST = "another rank did not take part in a collective"
 _OUT_OF_STEP = ("raised", "misses")
 
@@ -150,7 +157,8 @@ def _device_of(kind: str, rank: int) -> tuple[torch.device, str]:
     return torch.device("cuda", rank % count), "nccl" if count >= MOST_RANKS else "gloo"
 
 
-def main(folder: Path, rank: int) -> None:
+def run_rank(folder: Path, rank: int) -> None:
+    """Check every sample as one rank of the task in ``folder``."""
     path, spec, op, kind, dtype = pickle.loads((folder / "task").read_bytes())
     sys.path[:] = path
     device, backend = _device_of(kind, rank)
@@ -167,7 +175,40 @@ def main(folder: Path, rank: int) -> None:
             lines.flush()
 
 
+def _fork(folder: Path, rank: int) -> int:
+    """Start one rank; gives its process. This process has computed nothing, and no device of it is initialised."""
+    process = os.fork()
+    if process:
+        return process
+    ended = 1
+    try:
+        os.dup2(os.open(folder / f"errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        run_rank(folder, rank)
+        ended = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(ended)  # gloo's threads may outlive the interpreter's teardown, which then aborts
+
+
+def main(folder: Path) -> None:
+    """Run all ranks. Where one has ended, the others follow at once, or hang: it was out of step with them."""
+    running = {_fork(folder, rank): rank for rank in range(MOST_RANKS)}
+    codes: list[int | None] = [None] * MOST_RANKS
+    deadline = time.monotonic() + ENOUGH
+    while running and time.monotonic() < deadline:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
+            time.sleep(0.02)
+            continue
+        codes[running.pop(process)] = os.waitstatus_to_exitcode(status)
+        deadline = min(deadline, time.monotonic() + PATIENCE)
+    for process in running:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    (folder / ENDED).write_text(json.dumps(codes))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's teardown, which then aborts
+    main(Path(sys.argv[1]))
