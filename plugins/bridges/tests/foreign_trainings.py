@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from documented_code import blocks
 from tiny_training import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from documented_code import blocks
 from installed_beside import environment_with, installed_beside
 
 REPOSITORY = Path(__file__).resolve().parents[3]

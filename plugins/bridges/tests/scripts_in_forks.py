@@ -1,9 +1,8 @@
 """Runs scripts of trainings, each in a fork of this process, which has imported their library.
 
-Its argument is a JSON file, which names the libraries' modules to import first, their registries, the bridge, and for each run its script and its
-arguments. What
-a run prints is in ``NAME.log``. An error of veomni-core's that ends it is in ``NAME.error.json``. The names that importing
-the bridge has changed are in ``changed.json``.
+Its argument is a JSON file. That names the libraries' modules to import first, their registries, the bridge, and for
+each run its script and its arguments. What a run prints is in ``NAME.log``. An error of veomni-core's that ends it is in
+``NAME.error.json``. The names that importing the bridge has changed are in ``changed.json``.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ def main() -> None:
         importlib.import_module(module)
     fork = multiprocessing.get_context("fork")
     libraries = ["accelerate", "peft", "transformers", "trl", asked["modules"][0].partition(".")[0]]
-    processes = [fork.Process(target=names_changed_by_importing, args=(asked["bridge"], libraries, asked["registries"]))]
+    compared = (asked["bridge"], libraries, asked["registries"])
+    processes = [fork.Process(target=names_changed_by_importing, args=compared)]
     processes += [fork.Process(target=run, args=(name, *each)) for name, each in asked["runs"].items()]
     for process in processes:
         process.start()

@@ -23,9 +23,8 @@ pytestmark = pytest.mark.slow
 MS_SWIFT = (
     "ms_swift==4.6.0",
     *("accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0", "transformers==5.19.0", "trl==0.29.1"),
-    *("addict==2.4.0", "attrdict==2.0.1", "binpacking==2.0.1", "dacite==1.9.2", "einops==0.8.2", "httpcore==1.0.9"),
-    *("httpx==0.28.1", "json_repair==0.64.6", "modelscope==1.40.2", "modelscope_hub==0.5.1", "rouge==1.0.1"),
-    *("simplejson==4.3.0", "zstandard==0.25.0"),
+    *("einops==0.8.2", "httpcore==1.0.9", "httpx==0.28.1", "json_repair==0.64.6", "modelscope==1.40.2"),
+    *("modelscope_hub==0.5.1", "simplejson==4.3.0", "zstandard==0.25.0"),
 )
 SFT = "from swift.pipelines import sft_main\n\nsft_main()\n"
 # On a CPU, and without asking a hub whether the model is the latest.

@@ -14,6 +14,8 @@ from veomni_bridges.receipts import receipt_text
 from veomni_core import bind
 from veomni_core.errors import BindingError, ConfigError
 
+_NOTE = "LLaMA-Factory's v1 trainers compute the loss from the logits. So the model's own losses are left eager"
+
 
 def kernels(*, verify: bool = False, **fields: Any) -> Callable[..., nn.Module]:
     """A function for LLaMA-Factory's ``KernelPlugin(NAME).register()``, which binds the model that it is given.
@@ -54,15 +56,12 @@ def kernels(*, verify: bool = False, **fields: Any) -> Callable[..., nn.Module]:
     return bound
 
 
-_NOTE = "LLaMA-Factory's v1 trainers compute the loss from the logits. So the model's own losses, left eager, don't count"
-
-
 def _refuse_sharding() -> None:
     """Raise where the job takes the model apart after it is bound."""
     from llamafactory.v1.accelerator.interface import DistributedInterface
 
     if sharding := DistributedInterface().dist_config:
         raise BindingError(
-            f"the job has dist_config: {dict(sharding)}, and bound models were not tested with LLaMA-Factory's sharding. "
-            "Leave dist_config out; several processes then train by DistributedDataParallel"
+            f"the job has dist_config: {dict(sharding)}, and bound models were not tested with LLaMA-Factory's "
+            "sharding. Leave dist_config out; several processes then train by DistributedDataParallel"
         )

@@ -11,6 +11,9 @@ from veomni_bridges import transformers
 from veomni_bridges.libraries import require
 from veomni_core import OpsConfig
 
+# Arguments by which ms-swift computes the loss from the logits.
+_OWN_LOSSES = ("loss_type", "enable_dft_loss", "enable_channel_loss", "label_smoothing_factor")
+
 
 def kernels(
     config: OpsConfig | Mapping[str, Any] | None = None, *, verify: bool = False, undo: bool = False, **fields: Any
@@ -69,6 +72,3 @@ class VeOmniCallback(transformers.VeOmniCallback):
             yield "Unsloth replaces forwards when it loads the model; set --tuner_backend peft"
         if self._trainer.template.sequence_parallel_size > 1:
             yield "ms-swift's sequence parallelism replaces attention; set --sequence_parallel_size 1"
-
-
-_OWN_LOSSES = ("loss_type", "enable_dft_loss", "enable_channel_loss", "label_smoothing_factor")
