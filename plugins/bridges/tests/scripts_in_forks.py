@@ -1,8 +1,8 @@
 """Runs scripts of trainings, each in a fork of this process, which has imported their library.
 
 Its argument is a JSON file. That names the libraries' modules to import first, their registries, the bridge, and for
-each run its script and its arguments. What a run prints is in ``NAME.log``. An error of veomni-core's that ends it is in
-``NAME.error.json``. The names that importing the bridge has changed are in ``changed.json``.
+each run its script and its arguments. What a run prints is in ``NAME.log``, and an error of veomni-core's that ends it
+is in ``NAME.error.json``. The names that importing the bridge has changed are in ``changed.json``.
 """
 
 from __future__ import annotations

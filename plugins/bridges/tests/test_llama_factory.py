@@ -15,7 +15,7 @@ from foreign_trainings import error_of, lines, measured, run_scripts, save_model
 from tiny_training import close
 
 from veomni_bridges.llama_factory import kernels
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, UnknownNameError
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +132,5 @@ def test_what_would_never_take_effect_is_refused_at_once() -> None:
         kernels(preset="auto")
     with pytest.raises(ConfigError, match="v1 trainers compute the loss themselves.*chunk_loss"):
         kernels(cross_entropy_loss_implementation="chunk_loss")
+    with pytest.raises(UnknownNameError, match="tirton"):
+        kernels(rms_norm_implementation="tirton")

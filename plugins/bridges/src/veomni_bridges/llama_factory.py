@@ -11,7 +11,7 @@ from torch import nn
 from veomni_bridges.libraries import require
 from veomni_bridges.losses import with_eager_losses
 from veomni_bridges.receipts import receipt_text
-from veomni_core import bind
+from veomni_core import OpsConfig, bind
 from veomni_core.errors import BindingError, ConfigError
 
 _NOTE = "LLaMA-Factory's v1 trainers compute the loss from the logits. So the model's own losses are left eager"
@@ -31,14 +31,15 @@ def kernels(*, verify: bool = False, **fields: Any) -> Callable[..., nn.Module]:
         **fields: the config's other fields, as ``moe_implementation="grouped_mm"``.
 
     Raises:
-        ConfigError: at once, if the preset is given here, or a kernel is named for a loss; when a job runs, if
-            ``include_kernels`` names no preset; or as of :func:`veomni_core.bind`.
+        ConfigError: at once, if a field is wrong, the preset is given here, or a kernel is named for a loss; when a job
+            runs, if ``include_kernels`` names no preset.
         HostError: when a job runs, if LLaMA-Factory is older than 0.9.5.
-        BindingError: when a job runs, if it has a ``dist_config``; or as of ``bind``.
+        BindingError: when a job runs, if it has a ``dist_config``; or as of :func:`veomni_core.bind`.
     """
     if "preset" in fields:
         raise ConfigError("the job names the preset: write it as include_kernels under kernel_config, and not here")
     config = with_eager_losses(fields, "LLaMA-Factory's v1 trainers")
+    OpsConfig.from_dict(config)
 
     def bound(model: nn.Module, include_kernels: str | bool | None = None) -> nn.Module:
         require("llamafactory", "0.9.5", extra="llama-factory")
