@@ -6,12 +6,12 @@ import importlib.util
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 from typer.main import get_command
 
-from documented_code import FENCE, ROOT, SHELLS, pages
+from documented_code import FENCE, ROOT, SHELLS, blocks, pages
 from veomni_core.cli.app import build_app
 
 PAGES = pages()
@@ -36,8 +36,13 @@ def commands(page: str) -> Iterator[str]:
     yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", page)))
 
 
-def problem(command: str) -> str:
-    """What of a command isn't there; empty where it is, or where it is no command of this project."""
+def problem(command: str, written: Collection[str] = ()) -> str:
+    """What of a command isn't there; empty where it is, or where it is no command of this project.
+
+    Args:
+        command: a line of a shell.
+        written: the files that the page has its reader write.
+    """
     try:
         words = shlex.split(command.replace("\\|", "|"))
     except ValueError:
@@ -56,7 +61,7 @@ def problem(command: str) -> str:
         named = [
             word for word in words[1:] if re.fullmatch(r"[\w/]+\.py", word) or word.startswith(("plugins/", "tests/"))
         ]
-        missing = [word for word in named if not (ROOT / word.partition("::")[0]).exists()]
+        missing = [word for word in named if word not in written and not (ROOT / word.partition("::")[0]).exists()]
         return f"no file {missing}" if missing else ""
     return ""
 
@@ -79,7 +84,8 @@ def _problem_of_veomni(words: list[str]) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_are_there(page):
-    problems = {command: problem(command) for command in commands(page.read_text(encoding="utf-8"))}
+    written = {block.file for block in blocks(page)}
+    problems = {command: problem(command, written) for command in commands(page.read_text(encoding="utf-8"))}
     assert not {command: what for command, what in problems.items() if what}
 
 
@@ -106,3 +112,8 @@ def test_commands_are_found_in_pages():
 )
 def test_a_command_that_is_not_there_is_seen(command, what):
     assert problem(command) == what
+
+
+def test_a_file_that_the_page_has_written_is_there():
+    assert problem("python train.py job.yaml", {"train.py"}) == ""
+    assert problem("python train.py job.yaml", {"other.py"}) == "no file ['train.py']"

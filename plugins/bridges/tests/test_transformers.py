@@ -183,3 +183,10 @@ def test_a_compiled_model_is_refused(tmp_path):
     model = torch.compile(llama(), backend="eager")
     with pytest.raises(BindingError, match="torch_compile=True"):
         VeOmniCallback(**AUTO).on_init_end(arguments(tmp_path), None, None, model=model)
+
+
+def test_a_model_with_forwards_of_liger_is_refused(tmp_path):
+    liger, model = pytest.importorskip("liger_kernel.transformers"), llama()
+    model.model.norm = liger.LigerRMSNorm(model.config.hidden_size)
+    with pytest.raises(BindingError, match="forwards of liger_kernel are in the model already"):
+        trainer(model, tmp_path, VeOmniCallback(**AUTO))

@@ -14,6 +14,9 @@ from veomni_bridges.receipts import receipt_text, write_receipt
 from veomni_core import Binding, OpsConfig, bind, binding_of
 from veomni_core.errors import BindingError, ConfigError
 
+# Packages whose forwards replace those that kernels are bound to.
+_OTHERS = ("liger_kernel", "unsloth", "unsloth_zoo")
+
 
 class VeOmniCallback(TrainerCallback):
     """Binds the Trainer's model, prints the receipt before the first step, and writes it into ``output_dir``.
@@ -134,3 +137,13 @@ def _problems(args: TrainingArguments, model: nn.Module) -> Iterator[str]:
             "use_liger_kernel=True replaces forwards when training begins; leave it out, and name liger_kernel in the "
             "config"
         )
+    if others := sorted({package for module in model.modules() if (package := _package_of_forward(module)) in _OTHERS}):
+        yield (
+            f"forwards of {', '.join(others)} are in the model already, which replace the same code; load it without "
+            "them, and name kernels in the config"
+        )
+
+
+def _package_of_forward(module: nn.Module) -> str:
+    forward = vars(module).get("forward", type(module).forward)
+    return str(getattr(forward, "__module__", "")).partition(".")[0]

@@ -10,10 +10,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from veomni_bridges import transformers
 from veomni_bridges.libraries import require
+from veomni_bridges.losses import with_eager_losses
 from veomni_core import OpsConfig
 from veomni_core.errors import ConfigError
-
-_LOSSES = ("cross_entropy_loss_implementation", "load_balancing_loss_implementation")
 
 
 class VeOmniCallback(transformers.VeOmniCallback):
@@ -38,13 +37,7 @@ class VeOmniCallback(transformers.VeOmniCallback):
         if isinstance(config, OpsConfig):
             raise ConfigError("give TRL's callback its config as a mapping, since it adds that the losses stay eager")
         super().__init__(config, verify=verify, undo=undo, **fields)
-        written = dict(fields if config is None else config)
-        if named := [f"{field}: {written[field]}" for field in _LOSSES if written.get(field, "eager") != "eager"]:
-            raise ConfigError(
-                f"TRL's trainers compute the loss themselves, so these kernels would never run: {', '.join(named)}. "
-                "Leave them out"
-            )
-        self._config = written | dict.fromkeys(_LOSSES, "eager")
+        self._config = with_eager_losses(fields if config is None else config, "TRL's trainers")
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         require("trl", "1.9", extra="trl")

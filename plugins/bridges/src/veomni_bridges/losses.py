@@ -1,0 +1,24 @@
+"""For trainers that compute their losses from the model's outputs: the model's own losses are left eager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from veomni_core.errors import ConfigError
+
+_LOSSES = ("cross_entropy_loss_implementation", "load_balancing_loss_implementation")
+
+
+def with_eager_losses(config: Mapping[str, Any], trainers: str) -> dict[str, Any]:
+    """The config with the model's losses eager, since ``trainers`` compute theirs themselves.
+
+    Raises:
+        ConfigError: a kernel is named for one of the losses. It would never run.
+    """
+    if named := [f"{field}: {config[field]}" for field in _LOSSES if config.get(field, "eager") != "eager"]:
+        raise ConfigError(
+            f"{trainers} compute the loss themselves, so these kernels would never run: {', '.join(named)}. "
+            "Leave them out"
+        )
+    return {**config, **dict.fromkeys(_LOSSES, "eager")}
