@@ -67,7 +67,7 @@ headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg from the fig
 job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
 	$(BIN)/python scripts/job_page.py
 
-reference: $(INSTALLED)  ## write the pages of docs/reference that list kernels, ops, hooks and errors
+reference: $(INSTALLED)  ## write what docs/reference lists of kernels, ops, fields, verbs, hooks and errors
 	cd scripts && ../$(BIN)/python -m reference_pages
 
 clean:  ## remove everything that make has made
