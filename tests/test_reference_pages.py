@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
 
-from reference_pages import FOLDER, PAGES, hooks, kernels, markdown, parts, provocations, provoked
+from reference_pages import FOLDER, PAGES, hooks, kernels, markdown, parts, provocations, provoked, speeds
 from reference_pages.repository import ROOT, registry
 from veomni_core import errors
 from veomni_core.cli.app import BUILTIN_VERBS
@@ -77,6 +78,25 @@ def test_kernels_are_measured_on_pages_of_their_own_op():
     assert kernels.MEASURED.keys() <= registry().ops.keys()
     for pages in kernels.MEASURED.values():
         assert all((ROOT / "docs" / "benchmarks" / f"{page}.md").is_file() for page in pages)
+
+
+def test_the_speeds_are_of_kernels_that_are_there_and_of_their_ops_pages():
+    for op, headlines in speeds.HEADLINES.items():
+        assert {headline.page for headline in headlines} <= {*kernels.MEASURED[op]}
+        for headline in headlines:
+            assert {*headline.kernels.values()} <= {spec.name for spec in registry().kernels(op)}
+
+
+def test_a_speed_is_the_result_file_s(monkeypatch, tmp_path):
+    figures = [
+        {"name": name, "shape": "8x16", "traffic": 6_000_000, "both": {"median": time}}
+        for name, time in (("ours", 0.003), ("theirs", 0.002), ("slow", 0.9), ("ours, other settings", 0.001))
+    ]
+    (tmp_path / "norms.json").write_text(json.dumps({"machine": {"gpu": "a GPU"}, "figures": figures}))
+    monkeypatch.setattr(speeds, "BENCHMARKS", tmp_path)
+    headline = speeds.Headline("norms", {"ours": "triton"}, "8x16", no_peers=("ours, other settings",))
+    link = "[8x16](../benchmarks/norms.md)"
+    assert [*headline.rows()] == [("`triton`", "a GPU", link, "0.003", "2000 GB/s", "theirs, 0.002", "1.50")]
 
 
 def test_a_docstring_s_paragraphs_and_items_are_lines():
