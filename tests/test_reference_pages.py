@@ -1,4 +1,4 @@
-"""The pages that list kernels, ops, hooks and errors are what the code has."""
+"""The pages that list kernels with their speeds, ops, fields, verbs, hooks and errors are what the code has."""
 
 from __future__ import annotations
 
