@@ -10,7 +10,7 @@ WORKERS ?= auto
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
-.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture job-page reference clean
+.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
@@ -64,10 +64,13 @@ coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the install
 headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg from the figures in docs/benchmarks
 	$(BIN)/python scripts/headline_picture.py
 
+printed-pictures: $(INSTALLED)  ## draw docs/images/plan.svg and receipt.svg from what is printed
+	$(BIN)/python scripts/printed_pictures.py
+
 job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
 	$(BIN)/python scripts/job_page.py
 
-reference: $(INSTALLED)  ## write the pages of docs/reference that list kernels, ops, hooks and errors
+reference: $(INSTALLED)  ## write what docs/reference lists of kernels, ops, fields, verbs, hooks and errors
 	cd scripts && ../$(BIN)/python -m reference_pages
 
 clean:  ## remove everything that make has made

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from documented_code import ROOT, SHELLS, Block, blocks, commands
 from veomni_core import Site, find_sites, plan_sites
-from veomni_core.cli import exit_code
+from veomni_core.cli import exit_code, show_error
 from veomni_core.cli.app import build_app
 from veomni_core.errors import VeOmniError
 from veomni_trainer.job.load import parse_job
@@ -177,7 +177,7 @@ class PageRun:
 def _veomni(words: list[str]) -> tuple[int, str]:
     result = CliRunner().invoke(build_app(), words)
     if isinstance(result.exception, VeOmniError):  # as `main` does
-        return exit_code(result.exception), f"{result.output}error: {result.exception}\n"
+        return exit_code(result.exception), f"{result.output}{show_error(result.exception)}\n"
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output

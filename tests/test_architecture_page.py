@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import draw_architecture
+import veomni_core
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = draw_architecture.PAGE.read_text(encoding="utf-8")
@@ -107,6 +108,11 @@ def test_the_glossary_s_names_are_in_the_code(word, code):
     commands = ("veomni verify", "veomni coverage")  # test_documented_commands has them
     names = [name for name in re.findall(r"`([^`]+)`", code) if name not in commands]
     assert not [name for name in names if not is_in_the_code(name)]
+
+
+def test_the_glossary_has_every_public_name():
+    named = {part for _, code in WORDS for name in re.findall(r"`([^`]+)`", code) for part in name.split(".")}
+    assert not {*veomni_core.__all__} - named
 
 
 def test_a_name_that_is_not_in_the_code_is_seen():

@@ -9,6 +9,9 @@ import textwrap
 
 import pytest
 
+from veomni_core.cli import show_error
+from veomni_core.errors import UnknownNameError
+
 JOB = """
 model:
   config:
@@ -148,3 +151,7 @@ def test_help_loads_no_torch(veomni):
         check=True,
     )
     assert " torch" not in done.stderr
+
+
+def test_an_error_s_last_word_is_its_class():
+    assert show_error(UnknownNameError("'egaer' is unknown")) == "error: 'egaer' is unknown [UnknownNameError]"

@@ -1,4 +1,4 @@
-"""The pages of docs/reference that list what the code has: kernels, ops, hooks and errors.
+"""The pages of docs/reference that list what the code has: kernels, ops, hooks, errors, verbs, fields.
 
 ``make reference`` writes them (``python -m reference_pages`` in the folder ``scripts``); a test compares them with the
 code.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from reference_pages import errors, hooks, kernels, ops
+from reference_pages import command_line, config, errors, hooks, kernels, ops
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
@@ -17,4 +17,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "ops.md": ops.page,
     "hooks.md": hooks.page,
     "errors.md": errors.page,
+    "command-line.md": command_line.page,
+    "config.md": config.page,
 }

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from reference_pages.markdown import table
 from reference_pages.repository import ROOT, registry
+from reference_pages.speeds import speeds
 from veomni_core.descriptions.hardware import ANY_DEVICE, HardwareRequirement, show_capability
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 
@@ -19,6 +20,11 @@ or head sizes as well, which the plan says.
 
 *Device* is the compute capability for NVIDIA's GPUs. Under *limits*: `no backward` can only evaluate; `may differ`
 does not promise the same bits on every run; `one rank's experts` runs under expert parallelism.
+
+Below each op is what its kernels took in one shape of each page of measurements: the median of forward and backward,
+for rotary embeddings, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer* is the fastest contender of
+the same run that isn't a kernel of this repository; *of its time* is our time divided by its. The pages have the other
+shapes, dtypes, the spread, memory, versions, and how it was measured.
 """
 # The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
 MEASURED = {
@@ -27,10 +33,12 @@ MEASURED = {
         *("triton_rms_norm_h200", "triton_rms_norm_h100", "quack_adapters_h200", "liger_adapters_h200"),
         "cpu_kernels",
     ),
-    "rotary_pos_emb": ("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "liger_adapters_h200"),
+    "rotary_pos_emb": (
+        *("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "quack_adapters_h200", "liger_adapters_h200"),
+    ),
     "swiglu_mlp": ("triton_swiglu_mlp_h200", "liger_adapters_h200", "cpu_kernels"),
     "cross_entropy_loss": ("chunk_sizes_h200", "quack_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
-    "moe_experts": ("moe_h200", "moe_2048_tokens_h200", "cpu_kernels"),
+    "moe_experts": ("moe_h200", "moe_2048_tokens_h200", "liger_adapters_h200", "cpu_kernels"),
     "load_balancing_loss": ("triton_load_balancing_loss_h200", "cpu_kernels"),
     "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
 }
@@ -56,6 +64,7 @@ def _sections() -> Iterator[str]:
         rows = [_row(list(group)) for _, group in groupby(kernels, key=lambda kernel: kernel.name)]
         yield from table(("kernel", "from", "variants", "device", "packages", "dtypes", "preference", "limits"), rows)
         yield ""
+        yield from speeds(op.name)
         links = ", ".join(f"[{_title(name)}](../benchmarks/{name}.md)" for name in MEASURED.get(op.name, ()))
         yield f"Measured: {links}.\n" if links else "Not measured by itself.\n"
 

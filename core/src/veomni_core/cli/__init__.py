@@ -16,8 +16,13 @@ def main() -> None:
     try:
         build_app()(prog_name="veomni")
     except VeOmniError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(show_error(error), file=sys.stderr)
         sys.exit(exit_code(error))
+
+
+def show_error(error: VeOmniError) -> str:
+    """The error as commands print it. Its last word is its class, under which docs/reference/errors.md explains it."""
+    return f"error: {error} [{type(error).__name__}]"
 
 
 def exit_code(error: VeOmniError) -> int:

@@ -38,7 +38,7 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         builtin = {verb.name: verb for verb in BUILTIN_VERBS}
         spec = builtin.get(cmd_name) or self._verbs().get(cmd_name)
-        return _command(spec) if spec else None
+        return command(spec) if spec else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb = args[0]
@@ -94,11 +94,12 @@ def _versions(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _command(spec: CommandSpec) -> Any:
+def command(spec: CommandSpec) -> Any:
+    """The command that ``spec`` describes; its module is imported now."""
     verb: Any = load_attribute(spec.target)
     if not isinstance(verb, typer.Typer):
         function, verb = verb, typer.Typer(add_completion=False, rich_markup_mode=None)
         verb.command(name=spec.name, help=spec.help or None, context_settings=_HELP)(function)
-    command = get_command(verb)
-    command.name = spec.name
-    return command
+    found = get_command(verb)
+    found.name = spec.name
+    return found

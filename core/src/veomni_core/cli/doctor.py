@@ -28,7 +28,8 @@ def doctor(
     """Say what each plugin imports, how long it takes, whether it initialises CUDA; exit 1 if one fails or conflicts.
 
     Each plugin is loaded in a separate process, several at a time, and so is torch. The plugins that load are then
-    loaded together, as in a job: plugins may conflict, and a kernel may be for another plugin's op.
+    loaded together, as in a job: plugins may conflict, and a kernel may be for another plugin's op. The versions of
+    Python, torch, CUDA or ROCm, the GPU's driver and transformers come first, and what to install to gain what last.
     """
     found = examine(timeout)
     if json:

@@ -29,7 +29,7 @@ def explain(
     hardware: HardwareName = None,
     json: AsJson = False,
 ) -> None:
-    """For every kernel of an op, say whether it runs here and why not; then what `auto` takes."""
+    """For every kernel of an op, say whether it runs here and why not; what ``auto`` takes, and what to install."""
     registry = discover()
     spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()

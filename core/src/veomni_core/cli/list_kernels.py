@@ -12,7 +12,7 @@ from veomni_core.tables import fit, render_table
 
 
 def list_kernels(frozen: Frozen = False, json: AsJson = False) -> None:
-    """Print every plugin with its state, and every op with its kernels."""
+    """Print every plugin, with the kernels that are left out and why, and every kernel by op and variant."""
     registry = discover()
     if json:
         print_json(

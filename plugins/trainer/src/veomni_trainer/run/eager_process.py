@@ -33,7 +33,7 @@ def main(told: str) -> int:
             turns=turns,
         )
     except VeOmniError as error:
-        print(f"error: the eager run: {error}", file=sys.stderr)
+        print(f"error: the eager run: {error} [{type(error).__name__}]", file=sys.stderr)
         return exit_code(error)
     finally:
         if turns:

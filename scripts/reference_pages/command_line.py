@@ -1,0 +1,74 @@
+"""The generated parts of docs/reference/command-line.md: every verb with its options, exit codes, hardware by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from reference_pages.markdown import prose, table
+from reference_pages.parts import with_parts
+from reference_pages.repository import ROOT, registry
+from veomni_core.cli import BAD_USAGE, FALLS_SHORT, GOOD
+from veomni_core.cli.app import BUILTIN_VERBS, command
+from veomni_core.descriptions.hardware import NAMED
+from veomni_core.descriptions.spec import CommandSpec
+from veomni_trainer.loop.signals import INTERRUPTED
+
+PAGE = ROOT / "docs" / "reference" / "command-line.md"
+_EXIT_CODES = {
+    GOOD: "it did what was asked",
+    FALLS_SHORT: "this machine, a plugin, a file or a run falls short; a check failed, or nothing could be checked",
+    BAD_USAGE: "the command line or the job must be corrected",
+    INTERRUPTED: "`veomni train` was ended early by a signal",
+}
+
+
+def page() -> str:
+    """The page's text."""
+    return with_parts(
+        PAGE,
+        {
+            "exit codes": "\n".join(table(("code", "when"), ((str(code), when) for code, when in _EXIT_CODES.items()))),
+            "verbs": "\n".join(_verbs()),
+            "hardware": _hardware(),
+        },
+    )
+
+
+def _verbs() -> Iterator[str]:
+    brought = [(spec, "veomni-core") for spec in BUILTIN_VERBS]
+    brought += [(spec, each.distribution) for each in registry().plugins for spec in each.commands]
+    for spec, distribution in brought:
+        yield from _verb(spec, distribution)
+
+
+def _verb(spec: CommandSpec, distribution: str) -> Iterator[str]:
+    found = command(spec)
+    shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
+    yield f"### `veomni {spec.name}`\n"
+    yield f"From {distribution}. {prose(found.callback)}\n"
+    if shown:
+        rows = [(f"`{_written(each)}`", _default(each), each.help or "") for each in shown]
+        yield from table(("argument or option", "default", ""), rows)
+        yield ""
+
+
+def _written(parameter: Any) -> str:
+    """How a parameter is written: ``JOB``, ``--json`` or ``--hardware HARDWARE``."""
+    value = parameter.metavar or parameter.name.upper()
+    if parameter.param_type_name == "argument":
+        return str(value)
+    names = ", ".join(parameter.opts)
+    return names if parameter.is_flag else f"{names} {value}"
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    return "" if parameter.default in (None, False) else f"`{parameter.default}`"
+
+
+def _hardware() -> str:
+    named = [(each.distribution, device.named) for each in registry().plugins for device in each.devices]
+    rows = [(", ".join(f"`{name}`" for name in names), who) for who, names in [("veomni-core", NAMED), *named]]
+    return "\n".join(table(("name", "from"), rows))

@@ -1,0 +1,195 @@
+"""The measured speed of an op's kernels, from the result files in docs/benchmarks: one shape of each page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reference_pages.markdown import table
+from reference_pages.repository import ROOT
+
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+COLUMNS = ("kernel", "measured on", "shape", "ms", "rate", "best peer of the run", "of its time")
+
+
+@dataclass(frozen=True)
+class Time:
+    """Milliseconds of one contender, and how much it moved or computed in a second, if the page says."""
+
+    milliseconds: float
+    rate: str = ""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One shape of a page, and which of its contenders are kernels of this repository.
+
+    Attributes:
+        page: a page of docs/benchmarks.
+        shape: which of the page's shapes; empty where it has one.
+        kernels: the kernel behind a contender's name. Other contenders are peers.
+        only: what a contender's name must end with, on pages that measure several variants at one shape.
+        timed: the figure that is compared, in files that have more than one.
+        no_peers: contenders that are a kernel of this repository with other settings.
+    """
+
+    page: str
+    kernels: Mapping[str, str]
+    shape: str = ""
+    only: str = ""
+    timed: str = "both"
+    no_peers: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """A row for each kernel, in the columns ``COLUMNS``."""
+        data = json.loads((BENCHMARKS / f"{self.page}.json").read_text(encoding="utf-8"))
+        shape, times = _read(data, self)
+        times = {name: time for name, time in times.items() if name.endswith(self.only)}
+        peers = {name: each.milliseconds for name, each in times.items() if name not in (*self.kernels, *self.no_peers)}
+        best = min(peers, key=lambda name: peers[name])
+        machine = data["machine"]
+        where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+        link = f"[{shape}](../benchmarks/{self.page}.md)"
+        for contender, kernel in self.kernels.items():
+            ours = times[contender]
+            share = f"{ours.milliseconds / peers[best]:.2f}"
+            peer = f"{best}, {_shown(peers[best])}"
+            yield f"`{kernel}`", where, link, _shown(ours.milliseconds), ours.rate, peer, share
+
+
+_MEMORY_BOUND = "16384x4096"
+_HEADS = "B=4 S=4096 heads 32/8 D=128"
+_SHARED_KEY = "deepseek_v3 (deinterleaved): B=2 S=4096 heads 128/1 D=64"
+_VOCABULARY = "T=8192 H=2048 V=151936"
+_LIGER, _OURS = {"veomni-liger": "liger_kernel"}, {"ours": "torch"}
+HEADLINES: dict[str, tuple[Headline, ...]] = {
+    "attention": (
+        Headline(
+            "flash_attention_h200",
+            {name: name for name in (*(f"flash_attention_{n}" for n in (2, 3, 4)), "flex_attention", "sdpa")},
+            "B=2 S=8192, heads of 128",
+            no_peers=("flex_attention, its mask given",),
+        ),
+    ),
+    "rms_norm": (
+        Headline("triton_rms_norm_h200", {"ours": "triton", "torch": "torch"}, _MEMORY_BOUND),
+        Headline("triton_rms_norm_h100", {"ours": "triton", "torch": "torch"}, _MEMORY_BOUND, timed="graph"),
+        Headline("quack_adapters_h200", {"adapter, cast_after": "quack"}, "16384 x 4096", ", cast_after", "graph"),
+        Headline("liger_adapters_h200", _LIGER, f"rms_norm cast_after, {_MEMORY_BOUND}"),
+        Headline("cpu_kernels", _OURS, "rms_norm, 4096x1024"),
+    ),
+    "rotary_pos_emb": (
+        *(
+            Headline(f"triton_rotary_pos_emb_{gpu}", {"triton": "triton"}, shape, timed="graph")
+            for gpu in ("h200", "h100")
+            for shape in (f"llama (full): {_HEADS}", _SHARED_KEY)
+        ),
+        Headline("quack_adapters_h200", {"adapter, full": "quack"}, _HEADS, ", full", "graph"),
+        Headline("liger_adapters_h200", _LIGER, f"rotary_pos_emb full, {_HEADS}"),
+    ),
+    "swiglu_mlp": (
+        Headline(
+            "triton_swiglu_mlp_h200",
+            {"veomni triton": "triton", "veomni-liger": "liger_kernel", "veomni-torch": "torch"},
+            "16384x6144",
+        ),
+        Headline("cpu_kernels", _OURS, "swiglu_mlp, 4096x1024"),
+    ),
+    "cross_entropy_loss": (
+        Headline("chunk_sizes_h200", {"in use": "chunk_loss"}),
+        Headline("quack_adapters_h200", {"adapter, causal": "quack"}, _VOCABULARY, ", causal"),
+        Headline("liger_adapters_h200", _LIGER, f"cross_entropy_loss causal, {_VOCABULARY}"),
+        Headline("cpu_kernels", {"ours": "chunk_loss"}, "chunk_loss, T=2048 H=256 V=32000"),
+    ),
+    "moe_experts": (
+        Headline(
+            "moe_h200",
+            {
+                "veomni fused_triton": "fused_triton",
+                "veomni fused_quack": "fused_quack",
+                "veomni fused_triton, recomputing": "fused_triton_recompute",
+                "veomni fused_triton, accumulating": "fused_triton_accumulate",
+                "veomni grouped_mm": "grouped_mm",
+            },
+            "qwen3-30b-a3b",
+        ),
+        Headline(
+            "liger_adapters_h200",
+            {"veomni-liger": "fused_liger"},
+            "moe_experts, T=16384 H=2048 I=768 E=128 K=8",
+        ),
+        Headline("cpu_kernels", {"ours": "grouped_mm"}, "grouped_mm, T=2048 H=256 I=128 E=32 K=4"),
+    ),
+    "load_balancing_loss": (
+        Headline(
+            "triton_load_balancing_loss_h200",
+            {"triton": "triton", "veomni-torch": "torch"},
+            "L=48 T=16384 E=128 K=8",
+        ),
+        Headline("cpu_kernels", _OURS, "load_balancing_loss (Qwen3-MoE's), L=8 T=4096 E=64 K=8"),
+    ),
+    "token_dispatch": (
+        Headline(
+            "token_dispatch_layer_2_h200",
+            {"our experts, alltoall_dedup": "alltoall_dedup"},
+            no_peers=("our experts, alltoall_dedup, max_tokens 16384",),
+        ),
+    ),
+}
+
+
+def speeds(op: str) -> Iterator[str]:
+    """The lines of an op's table; none where nothing was measured."""
+    rows = [row for headline in HEADLINES.get(op, ()) for row in headline.rows()]
+    if rows:
+        yield from table(COLUMNS, rows)
+        yield ""
+
+
+def _read(data: Any, asked: Headline) -> tuple[str, dict[str, Time]]:
+    """The shape as the page calls it, and each contender's time there. Each kind of result file has its own layout."""
+    if "cases" in data:
+        (case,) = (each for each in data["cases"] if each["case"] == asked.shape)
+        return asked.shape, {name: Time(1e3 * seconds) for name, seconds in case["seconds"].items()}
+    if "shapes" in data:
+        found = data["shapes"][asked.shape]
+        sizes = ", ".join(f"{value} {name}" for name, value in found["shape"].items())
+        return f"{asked.shape}: {sizes}", {name: _experts_time(each) for name, each in found["kernels"].items()}
+    if "contenders" in data:
+        times = {name: Time(each["ms"]) for name, each in data["contenders"].items()}
+        return f"{data['tokens']} tokens a GPU, {data['GPUs']} GPUs", times
+    if "seconds" in data:
+        seconds = {"transformers": data["seconds"]["transformers"], "in use": data["seconds"][str(data["MiB in use"])]}
+        return _title(asked.page).partition(": ")[2], {name: Time(1e3 * each) for name, each in seconds.items()}
+    figures = [each for each in data["figures"] if _shape(each) == asked.shape]
+    return asked.shape, {each.get("name") or each["call"]: _figure(each, asked.timed) for each in figures}
+
+
+def _shape(figure: Any) -> str:
+    if "op" in figure:
+        return f"{figure['op']}, {figure['shape']}"
+    return str(figure.get("shape") or figure["input"])
+
+
+def _experts_time(each: Any) -> Time:
+    return Time(each["step ms"]["median"], f"{each['step TFLOP/s']:.0f} TFLOP/s")
+
+
+def _figure(figure: Any, timed: str) -> Time:
+    """Of the page's median, the time and the rate."""
+    if "milliseconds" in figure:
+        return Time(figure["milliseconds"]["median"])
+    time = figure[timed]["median"]
+    if "TFLOP/s" in figure:
+        return Time(time, f"{figure['TFLOP/s']:.0f} TFLOP/s")
+    return Time(time, f"{figure['traffic'] / time / 1e6:.0f} GB/s")
+
+
+def _title(page: str) -> str:
+    return (BENCHMARKS / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0]
+
+
+def _shown(milliseconds: float) -> str:
+    return f"{milliseconds:.3f}" if milliseconds < 10 else f"{milliseconds:.1f}"
