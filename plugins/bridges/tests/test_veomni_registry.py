@@ -13,8 +13,7 @@ from tiny_training import close
 
 from documented_code import blocks
 from veomni_bridges import veomni_registry
-from veomni_core import KernelSpec
-from veomni_core.errors import ConformanceError, KernelUnavailableError
+from veomni_core.errors import KernelUnavailableError
 
 PAGE = "veomni-registry.md"
 # VeOmni, the transformers that it pins, and what that needs.
@@ -94,15 +93,3 @@ def test_a_kernel_that_this_machine_cannot_run_is_refused() -> None:
         _ = veomni_registry.rms_norm__standard__npu
     with pytest.raises(AttributeError, match="no attribute 'rms_norm__standard__acme'"):
         _ = veomni_registry.rms_norm__standard__acme
-
-
-def without_a_root(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight * x / (x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def test_a_kernel_that_breaks_its_contract_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = KernelSpec("wrong", "rms_norm", "standard", "veomni_core.ops.rms_norm:standard")
-    assert veomni_registry._proven(spec) is not None
-    monkeypatch.setattr("veomni_core.ops.rms_norm.offset", without_a_root)
-    with pytest.raises(ConformanceError, match="breaks its contract"):
-        veomni_registry._proven(KernelSpec("wrong", "rms_norm", "standard", "veomni_core.ops.rms_norm:offset"))

@@ -14,11 +14,10 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
+from veomni_bridges.checked_kernels import Kernel, checked, registry
 from veomni_bridges.libraries import require
-from veomni_core import HardwareRequirement, KernelSpec, discover
-from veomni_core.discovery.registry import Registry
-from veomni_core.errors import BindingError, KernelUnavailableError
-from veomni_core.testing import check_kernel
+from veomni_core import HardwareRequirement, KernelSpec
+from veomni_core.errors import BindingError
 
 # Of VeOmni's open proposal for entry points veomni.ops_backends (its pull request 1121). It reads this number and the
 # attribute VEOMNI_OPS_BACKENDS, which __getattr__ makes when it is asked for.
@@ -27,8 +26,6 @@ VEOMNI_PLUGIN_API_VERSION = 1
 _PREFIX = "veomni_core."
 _SILU = type(ACT2FN["silu"])
 _DEVICES = {"any": "any", "cuda": "gpu", "npu": "npu"}  # of the core: of VeOmni
-
-Kernel = Callable[..., Any]
 
 
 def kernel_specs() -> list[Any]:
@@ -86,12 +83,7 @@ class _Offer:
         return f"{self.op}__{self.variant}__{self.spec.name}"
 
     def load(self) -> Kernel:
-        return self.slot.adapt(_proven(self.spec))
-
-
-@cache
-def _registry() -> Registry:
-    return discover()
+        return self.slot.adapt(checked(self.spec))
 
 
 @cache
@@ -100,7 +92,7 @@ def _offers() -> dict[str, _Offer]:
     offers = [
         _Offer(op, variant, slot, spec, hardware)
         for (op, variant), slot in _SLOTS.items()
-        for spec in _registry().kernels(op, slot.variant)
+        for spec in registry().kernels(op, slot.variant)
         if spec.backward and (hardware := _hardware(spec.hardware)) is not None
     ]
     return {offer.attribute: offer for offer in offers}
@@ -116,18 +108,6 @@ def _hardware(requirement: HardwareRequirement) -> dict[str, Any] | None:
                 "max_compute_capability": each.max_compute_capability,
             }
     return None
-
-
-@cache
-def _proven(spec: KernelSpec) -> Kernel:
-    """The kernel, once it has passed its contract on this machine's device in each of its dtypes."""
-    hardware = _registry().detect_hardware()
-    if reasons := spec.hardware.unmet(hardware):
-        raise KernelUnavailableError(f"{spec} can't run here: {'; '.join(reasons)}")
-    op = _registry().op(spec.op_name)
-    for dtype in spec.dtypes:
-        check_kernel(spec, hardware.torch_device_type, dtype, op=op, every_form=False).raise_if_failed()
-    return spec.load()
 
 
 def _as_it_is(kernel: Kernel) -> Kernel:
