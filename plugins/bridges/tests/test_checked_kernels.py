@@ -22,7 +22,7 @@ def test_a_kernel_that_breaks_its_contract_is_not_handed_out(monkeypatch: pytest
         checked(KernelSpec("wrong", "rms_norm", "standard", "veomni_core.ops.rms_norm:cast_after"))
 
 
-def test_auto_takes_the_highest_preference_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_highest_preference_that_can_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("which kernel can run is asked of a CPU")
     assert chosen("rms_norm", "cast_after", "auto").name == "torch"
@@ -30,7 +30,5 @@ def test_auto_takes_the_highest_preference_that_can_run(monkeypatch: pytest.Monk
         chosen("rms_norm_gated", "standard", "auto")
     with pytest.raises(UnknownNameError, match="tirton"):
         chosen("rms_norm", "cast_after", "tirton")
-    with pytest.raises(
-        KernelUnavailableError, match="rms_norm/cast_after:triton can't run here: needs device type cuda"
-    ):
+    with pytest.raises(KernelUnavailableError, match="cast_after:triton can't run here: needs device type cuda"):
         checked(chosen("rms_norm", "cast_after", "triton"))

@@ -1,4 +1,4 @@
-"""Kernels for libraries whose modules are not compared with them: each first passes its op's contract on this device."""
+"""Kernels for libraries whose modules they are not compared with: each first passes its op's contract here."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def chosen(op: str, variant: str, name: str) -> KernelSpec:
     hardware = registry().detect_hardware()
     usable = [spec for spec in registry().list_available(op, variant, hardware) if spec.backward and spec.preference]
     if not usable:
-        raise KernelUnavailableError(
-            f"no kernel of {op}/{variant} can train on {hardware.describe()}; install a plugin"
-        )
+        where = hardware.describe()
+        raise KernelUnavailableError(f"no kernel of {op}/{variant} can train on {where}: install a plugin that has one")
     return max(usable, key=lambda spec: spec.preference)
 
 

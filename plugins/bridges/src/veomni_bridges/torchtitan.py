@@ -1,7 +1,7 @@
 """Overrides for torchtitan's configs: its RMSNorm and its SwiGLU on kernels.
 
-torchtitan imports this module where a job names one of its functions under ``override.imports``, and calls that for each
-module that it replaces.
+torchtitan imports this module where a job names one of its functions under ``override.imports``, and calls the function
+for each module that it replaces.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class KernelFeedForward(FeedForward):  # type: ignore[misc]
         return self.w2(self._kernel(_local(self.w1(x)), self.w3(x)))
 
 
-@override(target=RMSNorm.Config, exact=True, description="RMSNorm on a kernel of veomni-core's plugins")
+@override(  # type: ignore[untyped-decorator]
+    target=RMSNorm.Config, exact=True, description="RMSNorm on a kernel of veomni-core's plugins"
+)
 def rms_norm(config: RMSNorm.Config, kernel: str = "auto") -> KernelRMSNorm.Config:
     """Run RMSNorm on ``kernel``, which passes its contract on this device first, in values and gradients.
 
@@ -66,7 +68,9 @@ def rms_norm(config: RMSNorm.Config, kernel: str = "auto") -> KernelRMSNorm.Conf
     return derive(config, KernelRMSNorm.Config, kernel=_said("rms_norm", _norm(config), kernel))
 
 
-@override(target=FeedForward.Config, exact=True, description="SwiGLU on a kernel of veomni-core's plugins")
+@override(  # type: ignore[untyped-decorator]
+    target=FeedForward.Config, exact=True, description="SwiGLU on a kernel of veomni-core's plugins"
+)
 def swiglu(config: FeedForward.Config, kernel: str = "auto") -> KernelFeedForward.Config:
     """Run SwiGLU on ``kernel``, as :func:`rms_norm` does."""
     return derive(config, KernelFeedForward.Config, kernel=_said("swiglu_mlp", "standard", kernel))
