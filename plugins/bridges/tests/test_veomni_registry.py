@@ -31,12 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (job,) = (each.text for each in blocks(REPOSITORY / "docs" / "how-to" / PAGE) if each.language == "yaml")
     (folder / "job.yaml").write_text(job, encoding="utf-8")
     ops = yaml.safe_load(job)["model"]["ops_implementation"]
-    for name, changed in (
-        ("eager", dict.fromkeys(ops, "eager")),
-        ("absent", {**ops, "rms_norm_implementation": "veomni_core.npu"}),
-    ):
-        text = yaml.safe_dump({"model": {"ops_implementation": changed}})
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    text = yaml.safe_dump({"model": {"ops_implementation": dict.fromkeys(ops, "eager")}})
+    (folder / "eager.yaml").write_text(text, encoding="utf-8")
     tests = Path(__file__).parent
     training = str(tests / "veomni_training.py")
     asked = {
@@ -46,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "runs": {
             "bound": (training, ["bound", "job.yaml", "kernels.py"]),
             "eager": (training, ["eager", "eager.yaml"]),
+            "refusals": (str(tests / "veomni_refusals.py"), []),
             "slots": (str(tests / "veomni_slots.py"), []),
         },
     }
@@ -65,6 +62,29 @@ def test_each_slot_computes_the_variant_that_it_is_mapped_to(folder: Path) -> No
     assert not (folder / "slots.error.json").exists(), error_of(folder, "slots")
     compared = {tuple(line.split()) for line in (folder / "slots.log").read_text().splitlines()}
     assert compared >= veomni_registry._SLOTS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "outcome"),
+    [
+        ("the same name again", "ValueError: Duplicate kernel registration"),
+        ("a causal loss", "ValueError: Unknown cross_entropy_loss_implementation: 'veomni_core.chunk_loss'"),
+        ("experts", "ValueError: Invalid fused_moe_kernel: 'veomni_core.acme'"),
+        ("no such kernel", "Unknown kernel 'veomni_core.acme' for op='rms_norm'"),
+        ("no rotation", "Unknown kernel 'veomni_core.torch' for op='rotary_pos_emb'"),
+        ("another device", "RuntimeError: Kernel 'veomni_core.npu' for op='rms_norm' requires device_type='npu'"),
+        ("no slot", "accepted"),
+        *(
+            (f"{op} on an NPU", f"ValueError: {op}_implementation='veomni_core.npu' is not supported on Ascend NPU")
+            for op in ("rms_norm", "rotary_pos_emb", "swiglu_mlp", "load_balancing_loss")
+        ),
+    ],
+)
+def test_what_veomni_does_with_names_that_it_cannot_bind(folder: Path, asked: str, outcome: str) -> None:
+    assert not (folder / "refusals.error.json").exists(), error_of(folder, "refusals")
+    (line,) = (each for each in (folder / "refusals.log").read_text().splitlines() if each.startswith(f"{asked}: "))
+    assert outcome in line
 
 
 @pytest.mark.slow
