@@ -26,6 +26,9 @@ BUILTIN_VERBS = (
     CommandSpec("coverage", "veomni_core.cli.coverage:coverage", "What binds in every model type of transformers."),
     CommandSpec("doctor", "veomni_core.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
     CommandSpec("verify", "veomni_core.cli.verify:verify", "Run a plugin's kernels against their ops' contracts."),
+    CommandSpec(
+        "new-plugin", "veomni_core.cli.new_plugin:new_plugin", "Write a new plugin, with a kernel and its tests."
+    ),
 )
 
 
