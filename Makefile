@@ -4,8 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DISTRIBUTIONS := core $(sort $(wildcard plugins/*))
-# One more than there are cores: tests wait too, for ranks that wait for one another, and for pip.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+WORKERS ?= auto
 
 .DEFAULT_GOAL := help
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.

@@ -18,6 +18,7 @@ from installed_beside import environment_with, installed_beside
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+OFFLINE |= {"DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
 
 
 def save_model(folder: Path) -> None:

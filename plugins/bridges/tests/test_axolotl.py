@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tiny_training import close, llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from foreign_trainings import REPOSITORY, error_of, measured, run_scripts, save_model, write_lines
+from tiny_training import close
 
-from installed_beside import environment_with, installed_beside
+from documented_code import blocks
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +24,15 @@ AXOLOTL = (
     *("evaluate", "fastcore", "fire", "h11", "httpcore", "httpx", "kernels_data", "llvmlite", "numba"),
     *("opentelemetry-api", "posthog", "python-dotenv", "sniffio", "termcolor", "wandb"),
 )
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "axolotl.md"
+# Guarded, since Axolotl tokenises in processes that import the script again.
+TRAIN = """\
+import sys
+
+from axolotl.cli.train import do_cli
+
+if __name__ == "__main__":
+    do_cli(sys.argv[1])
+"""
 ON_A_CPU = {"use_cpu": True, "bf16": False, "fp16": False, "dataset_prepared_path": "./prepared"}
 ADAPTER = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 NO_LORA_KERNELS = {f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")}
@@ -48,64 +52,63 @@ PAIRS = {
 }
 
 
-def _page_s_job() -> dict[str, Any]:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return {**yaml.safe_load(block), **ON_A_CPU}
-
-
-def _without_kernels(job: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in job.items() if key not in ("plugins", "veomni")}
-
-
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of each job, and the names that importing the bridge has changed."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each job was run."""
     folder = tmp_path_factory.mktemp("axolotl")
-    letters = {chr(code): code for code in range(32, 64 + 32)}
-    characters = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, unk_token=" "))
-    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    llama(vocab_size=96).save_pretrained(folder / "base")
-    special = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    PreTrainedTokenizerFast(tokenizer_object=characters, **special).save_pretrained(folder / "base")
-    rows = [{"text": f"THE QUICK BROWN FOX {number} JUMPS OVER THE LAZY DOG"} for number in range(64)]
-    pairs = [{"prompt": f"THE QUICK {number} ", "chosen": "BROWN FOX", "rejected": "FOX THE"} for number in range(64)]
-    for name, lines in (("data", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    save_model(folder / "base")
+    (folder / "train.py").write_text(TRAIN, encoding="utf-8")
+    write_lines(folder / "data.jsonl", [{"text": f"the quick brown fox {number} jumps"} for number in range(64)])
+    pairs = [{"prompt": f"the quick {number} ", "chosen": "brown fox", "rejected": "fox the"} for number in range(64)]
+    write_lines(folder / "pairs.jsonl", pairs)
 
-    job = _page_s_job()
+    page = blocks(REPOSITORY / "docs" / "how-to" / "axolotl.md")
+    (written,) = (each.text for each in page if each.language == "yaml")
+    job = {**yaml.safe_load(written), **ON_A_CPU}
     kinds = {"page": job, "lora": {**job, **ADAPTER, **NO_LORA_KERNELS}, "dpo": {**job, **PAIRS}}
     jobs = {f"{kind} bound": each for kind, each in kinds.items()}
-    jobs |= {f"{kind} eager": _without_kernels(each) for kind, each in kinds.items()}
+    for kind, each in kinds.items():
+        jobs[f"{kind} eager"] = {key: value for key, value in each.items() if key not in ("plugins", "veomni")}
     jobs["no config"] = {key: value for key, value in job.items() if key != "veomni"}
     jobs["misspelt"] = {**job, "veomni": {"rms_norm_implementation": "tirton"}}
     jobs["others' kernels"] = {**job, "chunked_cross_entropy": True, "tiled_mlp": True}
+    jobs["hub kernels"] = {**job, "use_kernels": True}
     jobs["Axolotl's choice for LoRA"] = {**job, **ADAPTER}
     jobs["a loss of TRL's"] = {**job, **PAIRS, "veomni": {"cross_entropy_loss_implementation": "chunk_loss"}}
-    jobs = {name: {**each, "output_dir": f"./out/{name}"} for name, each in jobs.items()}
-    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("axolotl_jobs.py")), "jobs.json"],
-        cwd=folder,
-        env=environment_with(installed_beside(*AXOLOTL, dependencies=False), **offline),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return {name: json.loads((folder / f"{name}.result.json").read_text()) for name in [*jobs, "changed"]}
+    for name, each in jobs.items():
+        text = yaml.safe_dump({**each, "output_dir": f"./out/{name}"})
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    asked = {
+        "modules": ["axolotl.cli.train", "axolotl.core.builders", "axolotl.train"],
+        "bridge": "veomni_bridges.axolotl",
+        "registries": [],
+        "runs": {name: ("train.py", [f"{name}.yaml"]) for name in jobs},
+    }
+    run_scripts(folder, asked, *AXOLOTL)
+    return folder
+
+
+def receipt(folder: Path, job: str) -> dict[str, Any]:
+    return json.loads((folder / "out" / job / "veomni_receipt.json").read_text(encoding="utf-8"))
+
+
+def steps(folder: Path, job: str) -> list[float]:
+    state = folder / "out" / job / "checkpoint-4" / "trainer_state.json"
+    return measured(json.loads(state.read_text(encoding="utf-8"))["log_history"])
 
 
 @pytest.mark.parametrize("kind", ["page", "lora", "dpo"])
-def test_the_losses_are_those_of_the_job_without_the_plugin(results: dict[str, Any], kind: str) -> None:
-    bound, eager = results[f"{kind} bound"], results[f"{kind} eager"]
-    assert len(bound["measured"]) == 8 and close(bound["measured"], eager["measured"])
-    kernels = {op["op"]: op["chosen"] for op in bound["receipt"]["ops"]}
-    assert kernels["rms_norm"] and kernels["rms_norm"] != ["eager"] and eager["receipt"] is None
+def test_the_losses_are_those_of_the_job_without_the_plugin(folder: Path, kind: str) -> None:
+    bound, eager = steps(folder, f"{kind} bound"), steps(folder, f"{kind} eager")
+    assert len(bound) == 8 and close(bound, eager)
+    chosen = {op["op"]: op["chosen"] for op in receipt(folder, f"{kind} bound")["ops"]}
+    assert chosen["rms_norm"] and chosen["rms_norm"] != ["eager"]
+    assert not (folder / "out" / f"{kind} eager" / "veomni_receipt.json").exists()
 
 
-def test_what_trl_computes_itself_is_said(results: dict[str, Any]) -> None:
-    assert results["page bound"]["receipt"]["notes"] == []
-    assert "TRL's trainer computes its loss" in results["dpo bound"]["receipt"]["notes"][0]
+def test_what_trl_computes_itself_is_said(folder: Path) -> None:
+    assert receipt(folder, "page bound")["notes"] == []
+    assert "TRL's trainer computes its loss" in receipt(folder, "dpo bound")["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -114,14 +117,15 @@ def test_what_trl_computes_itself_is_said(results: dict[str, Any]) -> None:
         ("no config", "ConfigError", "has no mapping under the key veomni"),
         ("misspelt", "UnknownNameError", "tirton"),
         ("others' kernels", "BindingError", "by chunked_cross_entropy: True, tiled_mlp: True. Set each to false"),
+        ("hub kernels", "BindingError", "by use_kernels: True. Set each to false"),
         ("Axolotl's choice for LoRA", "BindingError", "lora_mlp_kernel: True, lora_o_kernel: True"),
         ("a loss of TRL's", "ConfigError", "would never run: cross_entropy_loss_implementation: chunk_loss"),
     ],
 )
-def test_a_job_that_cannot_be_bound_is_refused(results: dict[str, Any], job: str, error: str, message: str) -> None:
-    assert results[job]["error"] == error
-    assert message in results[job]["message"]
+def test_a_job_that_cannot_be_bound_is_refused(folder: Path, job: str, error: str, message: str) -> None:
+    said = error_of(folder, job)
+    assert said.startswith(f"{error}: ") and message in said
 
 
-def test_importing_the_bridge_changes_nothing_of_the_libraries(results: dict[str, Any]) -> None:
-    assert results["changed"] == []
+def test_importing_the_bridge_changes_nothing_of_the_libraries(folder: Path) -> None:
+    assert json.loads((folder / "changed.json").read_text(encoding="utf-8")) == []

@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = {
         "eager": [],
         "bound": both,
+        "proven": ["bind"],
         "misspelt": [f'{OVERRIDES}.rms_norm={{"kernel": "tirton"}}'],
         "elsewhere": [f'{OVERRIDES}.rms_norm={{"kernel": "triton"}}'],
     }
@@ -51,6 +52,12 @@ def test_the_losses_are_those_of_the_model_without_overrides(folder: Path) -> No
     assert {"KernelRMSNorm", "KernelFeedForward"} <= {*bound["classes"]}
     assert not {"RMSNorm", "FeedForward"} & {*bound["classes"]}
     assert bound["state"] == eager["state"]
+
+
+def test_bind_proves_and_binds_every_norm_and_mlp_of_its_llama(folder: Path) -> None:
+    proven, eager = result(folder, "proven"), result(folder, "eager")
+    assert (proven["bound"]["rms_norm"], proven["bound"]["swiglu_mlp"]) == (13, 6)
+    assert close(proven["measured"], eager["measured"]) and proven["state"] == eager["state"]
 
 
 def test_which_kernel_runs_is_said_once(folder: Path) -> None:

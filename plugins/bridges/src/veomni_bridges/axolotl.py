@@ -35,6 +35,7 @@ _REPLACING = (
     "unsloth_*",
     "use_dsv4_kernels",
     "use_glm_dsa_kernels",
+    "use_kernels",
     "use_scattermoe",
     "use_sonicmoe",
 )

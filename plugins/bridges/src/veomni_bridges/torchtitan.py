@@ -64,7 +64,13 @@ def rms_norm(config: RMSNorm.Config, kernel: str = "auto") -> KernelRMSNorm.Conf
         UnknownNameError: no kernel has this name.
         KernelUnavailableError: it can't run here, or ``auto`` finds none.
         ConformanceError: it breaks its contract here.
+        BindingError: the norm is over several dimensions, or has no eps.
     """
+    if not isinstance(config.normalized_shape, int) or config.eps is None:
+        raise BindingError(
+            "kernels normalise the last dimension, with an eps: normalized_shape is "
+            f"{config.normalized_shape} here, and eps {config.eps}. Leave this norm out of the override"
+        )
     return derive(config, KernelRMSNorm.Config, kernel=_said("rms_norm", _norm(config), kernel))
 
 
