@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from veomni_core.binding.bind import Binding, apply_plan, bind, binding_of
     from veomni_core.binding.receipt import Receipt
+    from veomni_core.binding.shadow import Shadow
     from veomni_core.build import build_foundation_model
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
     from veomni_core.descriptions.hookspecs import hookimpl
@@ -45,6 +46,7 @@ _HOME = {
     "PluginRecord": "discovery.registry",
     "Receipt": "binding.receipt",
     "Registry": "discovery.registry",
+    "Shadow": "binding.shadow",
     "Site": "sites.site",
     "SiteRule": "descriptions.spec",
     "VariantSpec": "descriptions.op_spec",
@@ -77,6 +79,7 @@ __all__ = [
     "PluginRecord",
     "Receipt",
     "Registry",
+    "Shadow",
     "Site",
     "SiteRule",
     "VariantSpec",

@@ -64,6 +64,10 @@ class Binding(Transformation):
         """For receipts: ``plan 4f2a91c07d3e for NVIDIA H200``."""
         return f"plan {self.plan.sha256[:12]} for {self.plan.conditions}"
 
+    def changes_made_at(self, path: str, owner: str) -> tuple[Change, ...]:
+        """The changes that ``owner`` (a rule and the field that chose for it) made at the module path ``path``."""
+        return self._changes.made_at(path, owner)
+
     @property
     def receipt(self) -> Receipt:
         """What runs now: the plan, the model's transformations, and what other code has changed since."""

@@ -74,7 +74,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
 
     def record(path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(path, RecordedCall(_kept(args), _kept(kwargs)))
+            calls.setdefault(path, RecordedCall(kept(args), kept(kwargs)))
 
         return hook
 
@@ -123,10 +123,10 @@ def _input_embeddings(model: Any) -> Any:
         return None
 
 
-def _kept(value: Any) -> Any:
+def kept(value: Any) -> Any:
     """A copy of ``value``, since the forward may write into it later."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(_kept(each) for each in value)
-    return {name: _kept(each) for name, each in value.items()} if type(value) is dict else value
+        return type(value)(kept(each) for each in value)
+    return {name: kept(each) for name, each in value.items()} if type(value) is dict else value

@@ -31,7 +31,12 @@ def site_changes(
         for op, decision in decisions_of(plan, rule):
             locator = locator or locator_of(rule)
             for change in changes_at(model, decision, locator, kernels):
-                yield decision.site.path, f"the rule {rule.name!r} ({op.config_field})", change
+                yield decision.site.path, owner_of(op, decision), change
+
+
+def owner_of(op: OpDecision, decision: SiteDecision) -> str:
+    """On whose behalf a site is changed, in messages: its rule, and the field that chose for it."""
+    return f"the rule {decision.site.rule!r} ({op.config_field})"
 
 
 def decisions_of(plan: Plan, rule: SiteRule) -> Iterator[tuple[OpDecision, SiteDecision]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,11 +26,21 @@ class Run:
     problem: str = ""
 
     @classmethod
-    def of(cls, module: nn.Module, call: RecordedCall, autocast: str | None = None, gradients: bool = True) -> Run:
-        """Run ``module`` forward, and backward for ``gradients``, on copies of the recorded arguments, seeded."""
+    def of(
+        cls,
+        module: nn.Module,
+        call: RecordedCall,
+        autocast: str | None = None,
+        gradients: bool = True,
+        set_random_states: Callable[[nn.Module], None] = seed,
+    ) -> Run:
+        """Run ``module`` forward, and backward for ``gradients``, on copies of the recorded arguments.
+
+        ``set_random_states`` is called with the module before, so that runs can be compared.
+        """
         leaves: dict[str, Tensor] = {}
         try:
-            seed(module)
+            set_random_states(module)
             args = [_fresh(value, f"input {position}", leaves) for position, value in enumerate(call.args)]
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
             with torch.set_grad_enabled(gradients):
@@ -41,6 +51,15 @@ class Run:
                 return cls(found, _gradients(results, leaves) if gradients else {})
         except Exception as error:  # the module's code may raise anything when it is called on its own
             return cls(problem=f"{type(error).__name__}: {str(error)[:200]}")
+
+    @classmethod
+    def that_gave(cls, result: Any) -> Run:
+        """The run that gave ``result``. Its gradients are not known."""
+        return cls({name: value.detach() for name, value in _results(result)})
+
+    def without_gradients(self) -> Run:
+        """The same results alone."""
+        return replace(self, gradients={})
 
 
 def autocast_on(module: nn.Module, dtype: str | None) -> AbstractContextManager[Any]:

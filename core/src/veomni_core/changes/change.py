@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -261,6 +263,25 @@ class ForwardChange(ClassChange):
             if wraps(vars(module)["forward"], bound) or engine_calls(module, bound):
                 return ""
         return f"it was given a forward of its own, {setter_of(module)}" if given else ""
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the module run its former forward inside this context, whatever other code has put around or above it."""
+        module = self.target
+        # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
+        bound, former = vars(self._bound)["forward"], self._before.forward
+        if "forward" in vars(module):
+            replace_captured(module, bound, former)
+            try:
+                yield
+            finally:
+                replace_captured(module, former, bound)
+        else:  # a forward of the instance hides those of its class and of FSDP2's subclass
+            vars(module)["forward"] = MethodType(former, module)
+            try:
+                yield
+            finally:
+                del vars(module)["forward"]
 
     def revert(self) -> None:
         module = self.target

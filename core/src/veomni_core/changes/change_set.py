@@ -54,6 +54,10 @@ class ChangeSet:
         self._outermost[change.place] = _Owned(path, owner, change)
         self._owned.append(self._outermost[change.place])
 
+    def made_at(self, path: str, owner: str) -> tuple[Change, ...]:
+        """The changes that ``owner`` made at the module path ``path``, in the order in which they were made."""
+        return tuple(each.change for each in self._owned if (each.path, each.owner) == (path, owner))
+
     def refuse_hidden(self) -> None:
         """Check that no replaced forward hides what another rule put into the same module or into a child.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,10 @@ class GuardChange(ForwardChange):
         if (owner := self._owner()) is not None:
             duplicate._owner = weakref.ref(copy.deepcopy(owner, memo))
         return duplicate
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A no-op: the child has its own code, and who calls it is the owner's change."""
+        return nullcontext()
 
     def overridden(self) -> str:
         """Always empty: what is set on the child is recorded as a change of its owner."""

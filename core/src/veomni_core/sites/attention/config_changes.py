@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -75,6 +76,10 @@ class OwnConfigs:
     def overridden(self) -> str:
         """Always empty: edits of the copies, and configs that were put in their place, are the user's and stay."""
         return ""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A no-op: the copies select what the shared configs select."""
+        return nullcontext()
 
     @property
     def place(self) -> Hashable:

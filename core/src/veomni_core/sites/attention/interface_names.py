@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,10 @@ class RegisteredInterface:
 
     def revert(self) -> None:
         self._release()  # does nothing the second time: a finalizer runs once
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A no-op: a registered name that no config selects changes nothing."""
+        return nullcontext()
 
     def overridden(self) -> str:
         """Always empty: nobody else has a reason to register this name."""
