@@ -59,7 +59,11 @@ def bound_with(model, kernel, path="*", op="rms_norm"):
     """``model`` with ``kernel`` at ``path`` and the right one elsewhere."""
     registry = registry_of(kernel, right) if op == "rms_norm" else registry_of(kernel, op=op)
     others = "right" if op == "rms_norm" else "eager"
-    bind(model, {"preset": "eager", f"{op}_implementation": {path: kernel.__name__, "default": others}}, registry=registry)
+    bind(
+        model,
+        {"preset": "eager", f"{op}_implementation": {path: kernel.__name__, "default": others}},
+        registry=registry,
+    )
     return registry
 
 
@@ -115,7 +119,9 @@ def test_a_wrong_kernel_of_the_whole_model_is_named(op, monkeypatch):
         monkeypatch.setattr(module, "planted", lambda *a, **k: (own(*a, **k)[0] * 1.5, None), raising=False)
     else:
         monkeypatch.setattr(module, "planted", lambda *a, **k: own(*a, **k) * 1.01, raising=False)
-    spec = KernelSpec("planted", op, name, f"{module.__name__}:planted", features=("sdpa_mask",) if op == "attention" else ())
+    spec = KernelSpec(
+        "planted", op, name, f"{module.__name__}:planted", features=("sdpa_mask",) if op == "attention" else ()
+    )
     registry = build_registry([CORE, PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=(spec,))], {})
     model = build("llama")
     field = registry.op(op).config_field

@@ -81,8 +81,8 @@ class Shadow:
             raise BindingError("a shadow runs beside kernels, and this model is not bound: call bind first")
         if above := [each for each in transformations_of(binding.model) if each is not binding]:
             raise BindingError(
-                f"{above[-1].name} ({above[-1].describe()}) was applied on top of the binding, so modules' own code can't "
-                "run beside it: compare without it"
+                f"{above[-1].name} ({above[-1].describe()}) was applied on top of the binding, so modules' own code "
+                "can't run beside the kernels: look at a model without it"
             )
         self._model, self._autocast = binding.model, binding.plan.autocast
         registry = registry or discover()
@@ -220,9 +220,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _random_states(module: nn.Module) -> Callable[[nn.Module], None]:
     """A function that brings back the random states of now, on the CPU and on the GPUs of ``module``."""
-    generators = [torch.default_generator]
-    for device in {parameter.device for parameter in module.parameters() if parameter.is_cuda}:
-        generators.append(torch.cuda.default_generators[device.index or 0])
+    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[each.index or 0] for each in devices)]
     states = [(generator, generator.get_state()) for generator in generators]
 
     def restore(module: nn.Module) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from veomni_trainer.job.precision import PrecisionName
 from veomni_trainer.job.section import Section
 
@@ -22,5 +24,8 @@ class ComputationKeys(Section):
     """Whether torch compiles the model."""
     verify: bool = False
     """Whether every chosen kernel is first checked against its op's contract, on this machine, and each bound site."""
+    shadow: int = Field(default=0, ge=0)
+    """In so many first steps each bound site's own code runs beside its kernel. A difference ends training on all
+    processes, before the weights change."""
     frozen: str | None = None
     """The path of a lock file: whatever differs from it, of the plugins or of the plan, is refused."""

@@ -58,6 +58,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.gradient_checkpointing": _APPLIED,
     "train.torch_compile": _APPLIED,
     "train.verify": _APPLIED,
+    "train.shadow": _APPLIED,
     "train.frozen": _APPLIED,
     "train.log_every": _APPLIED,
     "train.validate_every": _APPLIED,

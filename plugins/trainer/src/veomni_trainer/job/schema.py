@@ -109,6 +109,13 @@ class Job(Section):
                 "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "
                 "accelerate's FSDP writes none that can be read so; set save_every, or fsdp_size in place of fsdp: true"
             )
+        if train.shadow and (train.torch_compile or train.is_sharded or train.fsdp or train.sp_size > 1):
+            raise ValueError(
+                "train.shadow runs modules' own code on their inputs, which a compiled model, or one whose weights or "
+                "sequences processes share, doesn't let it see; write torch_compile: false, fsdp: false, and 1 for "
+                "fsdp_size, tp_size and sp_size, or leave train.shadow out. Processes with a copy of the model each "
+                "can use it"
+            )
         if train.expert_loads and train.torch_compile:
             raise ValueError(
                 "train.expert_loads counts by hooks, which a compiled model doesn't call; write torch_compile: false"

@@ -45,6 +45,7 @@ class ExpertLoads:
         self._counts: Tensor | None = None  # [layers, experts]: this rank's rows for each expert
         self._visits: Tensor | None = None  # [layers, ranks of the group]: its tokens that have an expert on each rank
         self._token = (0, 0, 0)  # choices, width and bytes of a value
+        self.is_paused: Callable[[], bool] = lambda: False  # whether a forward that runs now is no part of the training
 
     def start_step(self) -> None:
         """Forget what was counted."""
@@ -91,6 +92,8 @@ class ExpertLoads:
 
     def _hook(self, layer: int) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.is_paused():
+                return
             hidden, index, *_ = [*args, *kwargs.values()]
             ranks = self._sizes.ep_size
             if self._counts is None or self._visits is None:

@@ -20,6 +20,7 @@ from veomni_trainer.output.disk import free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.saying import is_main_process
+from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
 from veomni_trainer.setup.room import checkpoint_bytes, describe_room
 
@@ -47,6 +48,7 @@ def fit(start: Start, compared: bool = False, turns: Turns | None = None) -> End
 
     Raises:
         HostError: the memory or the disk isn't enough.
+        ConformanceError: in a step of ``train.shadow`` a site's kernel and its own code differ, on some process.
     """
     train, folder, binding, arguments, point = (
         start.job.train,
@@ -67,7 +69,8 @@ def fit(start: Start, compared: bool = False, turns: Turns | None = None) -> End
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
         early = [EarlyStop(train)] if train.early_stop else []
-        callbacks = [record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
+        beside = [ShadowedSteps(start.base, train.shadow, loads)] if train.shadow else []
+        callbacks = [*beside, record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
         trainer = JobTrainer(start.model, arguments, start.corpus, record.on_row, callbacks, train, loads)
         if turns:
             turns.on_wait = trainer.leave_out

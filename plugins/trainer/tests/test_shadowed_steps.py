@@ -1,0 +1,109 @@
+"""Jobs with ``train.shadow``: kernels beside their modules' own code in the first steps, on one process and on two."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked_processes import veomni_on_ranks
+from veomni_core.errors import BindingError, ConformanceError, JobFileError
+
+PLUGIN = """
+from veomni_core import KernelSpec, hookimpl
+from veomni_core.ops.rms_norm import standard
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+
+def wrong(x, weight, eps):
+    return standard(x, weight, eps) * 1.01
+
+
+@hookimpl
+def veomni_kernels():
+    return [KernelSpec("planted", "rms_norm", "standard", f"{__name__}:wrong", dtypes=("float32",))]
+"""
+SITE = "model.layers.1.post_attention_layernorm"
+
+
+@pytest.fixture
+def shadowed(moe_data: dict[str, Any]) -> dict[str, Any]:
+    moe_data["model"]["ops_implementation"] = {"preset": "auto"}
+    moe_data["train"]["shadow"] = 2
+    return moe_data
+
+
+@pytest.fixture
+def planted(shadowed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The job with a wrong kernel at one site, from a plugin that is installed for this test."""
+    info = tmp_path / "site" / "acme_planted-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-planted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[veomni.plugins]\nacme-planted = acme_planted\n")
+    (info.parent / "acme_planted.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(info.parent))
+    monkeypatch.delitem(sys.modules, "acme_planted", raising=False)
+    asked = {SITE: "planted", "default": "torch"}
+    shadowed["model"]["ops_implementation"] = {"preset": "auto", "rms_norm_implementation": asked}
+    return shadowed
+
+
+def test_a_right_job_trains_as_without_and_says_what_was_compared(
+    shadowed: dict[str, Any],
+    train: Callable[..., bool],
+    run: Path,
+    losses: Callable[[Path], list[tuple[int, float]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shadowed["train"]["expert_loads"] = True
+    train(shadowed)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "equal to their own code until step 2: " in said
+    assert "rms_norm/standard:torch at 9 sites" in said
+    assert "moe_experts/standard:grouped_mm at 2 sites" in said
+    rows = (run / "expert_rows.jsonl").read_text(encoding="utf-8")
+    found = losses(run)
+    train(shadowed, "train.shadow=0", overwrite=True)
+    assert losses(run) == found
+    assert (run / "expert_rows.jsonl").read_text(encoding="utf-8") == rows
+    assert "equal to their own code" not in capsys.readouterr().out
+
+
+def test_a_job_whose_kernel_differs_ends_before_the_weights_change(
+    planted: dict[str, Any], train: Callable[..., bool], run: Path
+) -> None:
+    with pytest.raises(ConformanceError, match=f"step 1: .*\n  {SITE}: rms_norm/standard:planted: the result is off"):
+        train(planted)
+    assert not run.exists()
+    train(planted, "train.shadow=0")  # without, nothing tells
+    assert (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_end_alike(planted: dict[str, Any], write_job: Callable[..., Path], run: Path) -> None:
+    ranks = veomni_on_ranks("train", write_job(planted), processes=2)
+    assert [each.returncode for each in ranks] == [1, 1]
+    for each in ranks:
+        said = " ".join(each.stderr.split())
+        assert "error: step 1: kernels differ from their modules' own code" in said
+        for rank in range(2):
+            assert f"rank {rank}: {SITE}: rms_norm/standard:planted: the result is off" in said
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("change", ["train.torch_compile=true", "train.fsdp=true", "train.sp_size=2"])
+def test_what_can_t_be_looked_into_is_refused(
+    shadowed: dict[str, Any], train: Callable[..., bool], change: str
+) -> None:
+    with pytest.raises(JobFileError, match=r"train\.shadow runs modules' own code on their inputs"):
+        train(shadowed, change)
+
+
+def test_an_eager_job_has_nothing_beside(job_data: dict[str, Any], train: Callable[..., bool]) -> None:
+    job_data["train"]["shadow"] = 1
+    with pytest.raises(BindingError, match="every site is eager"):
+        train(job_data)
