@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from planted_kernels import PLUGIN
 from tiny_configs import LLAMA, QWEN3_MOE
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
@@ -78,6 +80,22 @@ def lora_data(job_data: dict[str, Any], pretrained: Path) -> dict[str, Any]:
     job_data["train"]["learning_rate"] = 0.01
     job_data["lora"] = {"rank": 4, "alpha": 8}
     return job_data
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Installs the plugin of wrong kernels, also for processes that the test starts."""
+
+    def install() -> None:
+        info = tmp_path / "site" / "acme_planted-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-planted\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[veomni.plugins]\nacme-planted = acme_planted\n")
+        (info.parent / "acme_planted.py").write_text(PLUGIN)
+        monkeypatch.syspath_prepend(str(info.parent))
+        monkeypatch.delitem(sys.modules, "acme_planted", raising=False)
+
+    return install
 
 
 @pytest.fixture

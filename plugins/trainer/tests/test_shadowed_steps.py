@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,6 @@ import pytest
 from forked_processes import veomni_on_ranks
 from veomni_core.errors import BindingError, ConformanceError, JobFileError
 
-PLUGIN = """
-from veomni_core import KernelSpec, hookimpl
-from veomni_core.ops.rms_norm import standard
-
-VEOMNI_PLUGIN_API_VERSION = 1
-
-
-def wrong(x, weight, eps):
-    return standard(x, weight, eps) * 1.01
-
-
-@hookimpl
-def veomni_kernels():
-    return [KernelSpec("planted", "rms_norm", "standard", f"{__name__}:wrong", dtypes=("float32",))]
-"""
 SITE = "model.layers.1.post_attention_layernorm"
 
 
@@ -38,15 +22,9 @@ def shadowed(moe_data: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def planted(shadowed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The job with a wrong kernel at one site, from a plugin that is installed for this test."""
-    info = tmp_path / "site" / "acme_planted-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-planted\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[veomni.plugins]\nacme-planted = acme_planted\n")
-    (info.parent / "acme_planted.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(str(info.parent))
-    monkeypatch.delitem(sys.modules, "acme_planted", raising=False)
+def planted(shadowed: dict[str, Any], plant: Callable[[], None]) -> dict[str, Any]:
+    """The job with a wrong kernel at one site."""
+    plant()
     asked = {SITE: "planted", "default": "torch"}
     shadowed["model"]["ops_implementation"] = {"preset": "auto", "rms_norm_implementation": asked}
     return shadowed

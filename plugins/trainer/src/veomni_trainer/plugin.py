@@ -20,6 +20,11 @@ def veomni_commands() -> list[CommandSpec]:
             job_check="veomni_trainer.run.check:check_job",
         ),
         CommandSpec(
+            "bisect",
+            "veomni_trainer.bisect.command:bisect",
+            "Find the kernels at which a job's run leaves the same job all-eager.",
+        ),
+        CommandSpec(
             "report",
             "veomni_trainer.run.report_command:report",
             "Write the report of a run, or of several runs together.",

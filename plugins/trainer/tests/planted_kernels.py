@@ -1,0 +1,22 @@
+"""The source of a plugin with kernels that compute a little else than their op."""
+
+PLUGIN = """
+from veomni_core import KernelSpec, hookimpl
+from veomni_core.ops.rms_norm import standard
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+
+def wrong(x, weight, eps):
+    return standard(x, weight, eps) * 1.01
+
+
+def wrong_for_heads(x, weight, eps):
+    return standard(x, weight, eps) * (1.01 if x.dim() == 4 else 1.0)
+
+
+@hookimpl
+def veomni_kernels():
+    names = {"planted": "wrong", "planted_for_heads": "wrong_for_heads"}
+    return [KernelSpec(name, "rms_norm", "standard", f"{__name__}:{at}") for name, at in names.items()]
+"""
