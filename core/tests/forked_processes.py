@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -116,6 +117,7 @@ def run_veomni(*arguments: str) -> None:
 def _run(
     outputs: str, environment: dict[str, str], folder: str, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what was imported before the fork stays as long as this process
     os.setsid()  # a process group of its own, so that what it starts ends with it
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(outputs) / name, os.O_WRONLY | os.O_CREAT), descriptor)

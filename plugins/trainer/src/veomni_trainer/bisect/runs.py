@@ -161,8 +161,8 @@ class Runs:
             norms, stop, plan = _FirstGradients(), _StopAfter(self._steps), start.binding.plan
             JobTrainer(start.model, start.arguments, start.corpus, rows.append, [norms, stop], job.train).train()
         del start
-        gc.collect()
         if torch.accelerator.is_available():
+            gc.collect()  # before the next run's model is there too
             torch.accelerator.empty_cache()
         return _Measured(training_rows(rows), norms.by_name), plan
 

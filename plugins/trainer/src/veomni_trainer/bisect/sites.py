@@ -34,7 +34,7 @@ class Causes:
         """The text for the terminal."""
         if self.whole is None:
             return (
-                f"The job and the same job all-eager agree in {self.steps} steps. If they part later, raise --steps; "
+                f"The job and the same job all-eager agree in {self.steps} step(s). If they part later, raise --steps; "
                 "to find less than that, lower --tolerance"
             )
         lines = [f"Found in {self.runs} runs:"]
