@@ -27,13 +27,13 @@ def sentences_of_all_ranks(what: str, mine: list[str], timeout: float = AGREEMEN
     from torch.distributed.distributed_c10d import _get_default_store
 
     rank, ranks = distributed.get_rank(), list(range(distributed.get_world_size()))
-    exchange = RankExchange(_get_default_store(), f"veomni_{what}", ranks, rank, timeout, ("sentences",))
     try:
+        exchange = RankExchange(_get_default_store(), f"veomni_{what}", ranks, rank, timeout, ("sentences",))
         answers = exchange.all_of("sentences", json.dumps(mine))
     except NoAnswerError as error:
         raise HostError(
-            f"rank {rank} waits for the other ranks ({what}), but rank {', '.join(map(str, error.missing))} did not "
-            f"answer within {timeout:g} s: it has ended, or does not take part"
+            f"rank {rank} waits for the other ranks ({what}), but rank {', '.join(map(str, error.missing))} "
+            f"{'has ended' if error.ended else f'did not answer within {timeout:g} s'}"
         ) from error
     exchange.end()
     return [f"rank {each}: {sentence}" for each, answer in answers.items() for sentence in json.loads(answer)]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from veomni_core.binding.rank_conditions import differences, rank_conditions
 from veomni_core.binding.rank_exchange import NoAnswerError, RankExchange
 from veomni_core.errors import BindingError, LockFileError, LockMismatchError, PlanMismatchError
 from veomni_core.planning.plan import Plan
@@ -25,7 +27,8 @@ def agree_on_plan(
     """Call ``make``, and return its plan once every rank of ``group`` has the same one.
 
     If one rank can't plan, or plans differently (another package version, another GPU), the others would hang in their
-    first collective. So the ranks exchange their plans, and all of them raise if the plans differ.
+    first collective. So the ranks exchange their plans, and all of them raise if the plans differ, or the versions and
+    environment variables under which they compute (:func:`~veomni_core.binding.rank_conditions.rank_conditions`).
 
     Args:
         make: makes this rank's plan.
@@ -34,8 +37,8 @@ def agree_on_plan(
         timeout: how many seconds to wait for the other ranks.
 
     Raises:
-        PlanMismatchError: raised on every rank. The plans differ; the message names the ranks and what they would run.
-            Or some ranks have not answered within ``timeout``.
+        PlanMismatchError: raised on every rank. The plans or the conditions differ; the message names the ranks and in
+            what. Or some ranks have ended, or have not answered within ``timeout``.
         BindingError: this process is not in ``group``.
     """
     from torch import distributed
@@ -50,20 +53,23 @@ def agree_on_plan(
         )
     if len(ranks) == 1:
         return make()
-    plan, failure = _attempt(make)
     exchange = _PlanExchange(ranks, distributed.get_rank(), timeout)
-    answers = exchange.all_of("digest", json.dumps([plan.sha256 if plan else "", f"{failure}" if failure else ""]))
+    plan, failure = _attempt(make)
+    mine = {"plan": plan.sha256 if plan else "", "failure": str(failure or ""), "conditions": rank_conditions()}
+    answers = {rank: json.loads(text) for rank, text in exchange.all_of("digest", json.dumps(mine)).items()}
     if failure:
         exchange.end()
         raise failure
-    digests = {rank: json.loads(answer) for rank, answer in answers.items()}
-    failed = {rank: text for rank, (_, text) in digests.items() if text}
+    failed = {rank: each["failure"] for rank, each in answers.items() if each["failure"]}
     if failed:
         exchange.end()
         details = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
         raise PlanMismatchError(f"{len(failed)} of {len(ranks)} ranks can't plan:\n{details}")
+    if unlike := differences({rank: each["conditions"] for rank, each in answers.items()}):
+        exchange.end()
+        raise PlanMismatchError(_unlike(unlike, answers))
     assert plan is not None
-    if len({digest for digest, _ in digests.values()}) > 1:
+    if len({each["plan"] for each in answers.values()}) > 1:
         plans = exchange.all_of("plan", plan.to_json())
         exchange.end()
         raise PlanMismatchError(_differences({rank: Plan.from_json(text) for rank, text in plans.items()}))
@@ -100,18 +106,30 @@ class _PlanExchange(RankExchange):
         from torch.distributed.distributed_c10d import _get_default_store
 
         name = f"veomni_plan/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"  # another for other sets of ranks
-        super().__init__(_get_default_store(), name, ranks, rank, timeout, ("digest", "plan"))
+        with _naming_the_missing(ranks, rank, timeout):
+            super().__init__(_get_default_store(), name, ranks, rank, timeout, ("digest", "plan"))
 
     def all_of(self, what: str, answer: str) -> Mapping[int, str]:
-        try:
+        with _naming_the_missing(self.ranks, self.rank, self.timeout):
             return super().all_of(what, answer)
-        except NoAnswerError as error:
+
+
+@contextmanager
+def _naming_the_missing(ranks: list[int], rank: int, timeout: float) -> Iterator[None]:
+    try:
+        yield
+    except NoAnswerError as error:
+        missing = _listed(error.missing)
+        if error.ended:
             raise PlanMismatchError(
-                f"rank {self.rank} binds a model, but rank {_listed(error.missing)} of {_listed(self.ranks)} sent no "
-                f"plan within {self.timeout:g} s. If only some ranks bind this model (for evaluation, as a teacher, as "
-                "a pipeline stage), pass agree=False, or group= their process group. If the others need more time to "
-                "plan, pass a larger agreement_timeout"
+                f"rank {rank} waits to agree on the plan, but the process of rank {missing} has ended; what that one "
+                "printed says why"
             ) from error
+        raise PlanMismatchError(
+            f"rank {rank} binds a model, but rank {missing} of {_listed(ranks)} sent no plan within {timeout:g} s. If "
+            "only some ranks bind this model (for evaluation, as a teacher, as a pipeline stage), pass agree=False, or "
+            "group= their process group. If the others need more time to plan, pass a larger agreement_timeout"
+        ) from error
 
 
 def _differences(plans: Mapping[int, Plan]) -> str:
@@ -127,6 +145,16 @@ def _differences(plans: Mapping[int, Plan]) -> str:
             f"ranks would run different kernels; against rank {first}:",
             *sentences,
             "If that is intended, as in a pipeline, pass agree=False, or group= the ranks with equal plans",
+        ]
+    )
+
+
+def _unlike(sentences: list[str], ranks: Collection[int]) -> str:
+    return "\n".join(
+        [
+            f"ranks run under different conditions; against rank {min(ranks)}:",
+            *sentences,
+            "Start them with the same packages and variables. If the difference is intended, pass agree=False",
         ]
     )
 

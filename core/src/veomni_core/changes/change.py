@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, Protocol
 
@@ -264,24 +264,10 @@ class ForwardChange(ClassChange):
                 return ""
         return f"it was given a forward of its own, {setter_of(module)}" if given else ""
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Let the module run its former forward inside this context, whatever other code has put around or above it."""
-        module = self.target
         # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
-        bound, former = vars(self._bound)["forward"], self._before.forward
-        if "forward" in vars(module):
-            replace_captured(module, bound, former)
-            try:
-                yield
-            finally:
-                replace_captured(module, former, bound)
-        else:  # a forward of the instance hides those of its class and of FSDP2's subclass
-            vars(module)["forward"] = MethodType(former, module)
-            try:
-                yield
-            finally:
-                del vars(module)["forward"]
+        return _running(self.target, self._before.forward, vars(self._bound)["forward"])
 
     def revert(self) -> None:
         module = self.target
@@ -289,6 +275,22 @@ class ForwardChange(ClassChange):
         if module is not None and self._bound is not None:
             # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
             replace_captured(module, vars(self._bound)["forward"], self._before.forward)
+
+
+@contextmanager
+def _running(module: nn.Module, former: Callable[..., Any], bound: Callable[..., Any]) -> Iterator[None]:
+    if "forward" in vars(module):  # a wrapper, which has captured the bound one
+        replace_captured(module, bound, former)
+        try:
+            yield
+        finally:
+            replace_captured(module, former, bound)
+    else:  # a forward of the instance hides those of its class and of FSDP2's subclass
+        vars(module)["forward"] = MethodType(former, module)
+        try:
+            yield
+        finally:
+            del vars(module)["forward"]
 
 
 def setter_of(module: nn.Module) -> str:

@@ -52,12 +52,13 @@ def _answers_of_all(rank: int, ranks: int, answer: str) -> Mapping[int, str]:
 
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_TIMEOUT)))
     _stores.append(store)
-    exchange = RankExchange(store, "veomni_frozen", list(range(ranks)), rank, _TIMEOUT, ("refusal",))
     try:
+        exchange = RankExchange(store, "veomni_frozen", list(range(ranks)), rank, _TIMEOUT, ("refusal",))
         answers = exchange.all_of("refusal", json.dumps(answer))
     except NoAnswerError as error:
         raise LockMismatchError(
-            f"rank {rank} is frozen, and {error} within {_TIMEOUT:g} s: start all ranks with the same lock file"
+            f"rank {rank} is frozen, and {error}{'' if error.ended else f' within {_TIMEOUT:g} s'}: start all ranks "
+            "with the same lock file"
         ) from error
     exchange.end()
     return {each: json.loads(text) for each, text in answers.items()}

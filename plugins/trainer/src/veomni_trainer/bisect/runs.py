@@ -63,7 +63,7 @@ class Difference:
 
     Attributes:
         step: the first such step.
-        what: the loss, the norm of all gradients, or in the first step the norm of one parameter's gradient.
+        what: what differs most in it: the loss, the norm of all gradients, or in the first step that of a parameter's.
         relative: by how much, relative to the other run's value.
     """
 
@@ -117,9 +117,8 @@ class Runs:
     def __init__(self, job: Path, changes: Sequence[str], steps: int, tolerance: float | None = None) -> None:
         self._path, self._changes, self._steps = job, (*changes, *_QUIET), steps
         loaded = for_this_machine(load_job(job, self._changes))
-        self._settings = {
-            name: loaded.model.ops_implementation[name] for name in _SETTINGS if name in loaded.model.ops_implementation
-        }
+        written = loaded.model.ops_implementation or {}
+        self._settings = {name: written[name] for name in _SETTINGS if name in written}
         under = conditions(loaded)
         self.tolerance = tolerance or ROUNDING.get(str(under.autocast or under.dtype), ROUNDING["float32"])
         self._whole, plan = self._train(loaded)
@@ -137,11 +136,13 @@ class Runs:
         Without ``sites`` it is the job's own run.
         """
         found = self._whole if sites is None else self._train(self._with_kernels_at(sites))[0]
+        differences = []
         for (step, what, value, _), (*_, wanted, least) in zip(found.values(), self._eager.values(), strict=True):
             relative = abs(value - wanted) / max(abs(wanted), least, 1e-12)
             if not relative <= self.tolerance * (1.0 if what == "the loss" else _NORM_TO_LOSS):  # NaN too
-                return Difference(step, what, relative)
-        return None
+                differences.append(Difference(step, what, relative))
+        first = [each for each in differences if each.step == differences[0].step]
+        return max(first, key=lambda each: (math.isnan(each.relative), each.relative), default=None)
 
     def _with_kernels_at(self, sites: Collection[KernelSite]) -> Job:
         """The job with its kernels at ``sites``, and everything else eager."""

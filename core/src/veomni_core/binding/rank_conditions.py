@@ -1,0 +1,80 @@
+"""What ranks must have in common besides their plan, for one run to be one run: versions, variables, the lock file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# The plan names the version of each plugin that it takes a kernel from. These compute the rest of the model.
+_PACKAGES = ("veomni-core", "torch", "transformers", "triton")
+# What changes which code runs, or how it rounds, on a rank that has it. Paths may differ from rank to rank.
+_VARIABLES = (
+    "MODELING_BACKEND",
+    "VEOMNI_PLUGINS",
+    "VEOMNI_PLUGINS_BLOCK",
+    "VEOMNI_DISABLE_PLUGIN_AUTOLOAD",
+    "VEOMNI_PLUGINS_STRICT",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "LIGER_KERNEL_IMPL",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_F32_DEFAULT",
+    "TRITON_INTERPRET",
+    "USE_HUB_KERNELS",
+)
+_FILES = ("VEOMNI_FROZEN", "VEOMNI_HUB_KERNELS")
+
+
+def rank_conditions() -> dict[str, str]:
+    """This rank's versions of the packages that compute, variables that change how, and hashes of the files they name.
+
+    What is not installed or not set is left out.
+    """
+    return {**dict(_versions()), **dict(_variables())}
+
+
+def differences(conditions: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """A sentence for each rank and each condition in which it differs from the first rank.
+
+    Example:
+        >>> differences({0: {"torch": "2.13.0"}, 1: {"torch": "2.12.0", "TRITON_INTERPRET": "1"}})
+        ['rank 1: TRITON_INTERPRET: not set -> 1', 'rank 1: torch: 2.13.0 -> 2.12.0']
+    """
+    first, *others = conditions.values()
+    return [
+        f"rank {rank}: {name}: {first.get(name, _nothing(name))} -> {mine.get(name, _nothing(name))}"
+        for rank, mine in zip([*conditions][1:], others, strict=True)
+        for name in sorted({*first, *mine})
+        if first.get(name) != mine.get(name)
+    ]
+
+
+def _nothing(name: str) -> str:
+    return "not set" if name.isupper() else "not installed"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _variables() -> Iterator[tuple[str, str]]:
+    for name in _VARIABLES:
+        if value := os.environ.get(name):
+            yield name, value
+    for name in _FILES:
+        if value := os.environ.get(name):
+            yield name, _content(Path(value))
+
+
+def _content(path: Path) -> str:
+    try:
+        return f"a file of sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+    except OSError:
+        return "a file that can't be read"
