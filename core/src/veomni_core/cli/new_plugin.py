@@ -13,7 +13,8 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError
 from veomni_core.planning.config import known_presets
-from veomni_core.scaffold.kinds import OPS, Kind, device_type, kernel_of, new_op, triton_kernel
+from veomni_core.scaffold import kinds
+from veomni_core.scaffold.kinds import OPS, Kind
 from veomni_core.scaffold.names import checked_names
 from veomni_core.scaffold.render import LICENCES, rendered, write
 
@@ -60,7 +61,7 @@ def _kind(op: str | None, op_name: str | None, device: str | None, triton: bool,
         raise ConfigError(f"{' and '.join(asked)}: a new plugin is of one kind; give one of {', '.join(given)}")
     if op_name is not None:
         fields = {op.config_field.removesuffix("_implementation") for op in registry.ops.values()}
-        return new_op(op_name, {*registry.ops, *fields})
+        return kinds.new_op(op_name, {*registry.ops, *fields})
     if device is not None:
-        return device_type(device, {ANY_DEVICE, *DEVICES, *known_presets(registry), *registry.devices})
-    return triton_kernel() if triton else kernel_of(op if op is not None else OPS[0])
+        return kinds.device_type(device, {ANY_DEVICE, *DEVICES, *known_presets(registry), *registry.devices})
+    return kinds.triton_kernel() if triton else kinds.kernel_of(op if op is not None else OPS[0])
