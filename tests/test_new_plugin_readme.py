@@ -81,6 +81,7 @@ def test_its_commands_work(kind, core, types, tmp_path, monkeypatch):
     assert f"{kind.passed} passed" in said["pytest"]
     assert (f"{kind.skipped} skipped" in said["pytest"]) == bool(kind.skipped)
     assert "no issues found" in said["mypy --strict"]
+    assert (folder / ".github" / "workflows" / "test.yml").is_file()
     assert list((folder / "dist").glob("veomni_acme-0.1.0-*.whl"))
     explained = [text for command, text in said.items() if command.startswith("veomni explain")]
     assert all("auto takes acme for standard" in text for text in explained)

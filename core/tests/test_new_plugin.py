@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -62,6 +63,15 @@ def test_each_kind_says_what_its_plugin_brings():
     (needed,) = [line for line in texts["triton"]["pyproject.toml"].splitlines() if line.startswith("dependencies")]
     assert "triton>=" in needed
     assert texts["device"]["src/veomni_acme/rms_norm.py"] == texts["kernel"]["src/veomni_acme/rms_norm.py"]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_ci_runs_what_the_readme_says_and_a_machine_without_an_accelerator_can(kind):
+    texts = rendered(checked_names("acme", ()), kind, "mit")
+    told = set(re.findall(r"^\$ (.+)$", texts["README.md"], re.MULTILINE))
+    run = set(re.findall(r"- run: (.+)$", texts[".github/workflows/test.yml"], re.MULTILINE))
+    assert {command for command in told - run if not command.startswith("veomni explain")} == {"veomni verify acme"}
+    assert run <= told
 
 
 @pytest.mark.parametrize("name", ["Acme", "acme_fast", "-acme", "acme-", "a--b", "1acme", "../acme", "", "acmé"])
