@@ -1,4 +1,4 @@
-"""The README that ``veomni new-plugin`` writes, followed where nothing but its requirements is installed."""
+"""The READMEs that ``veomni new-plugin`` writes, followed where nothing but their requirements is installed."""
 
 from __future__ import annotations
 
@@ -6,44 +6,93 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from fresh_environment import FreshEnvironment, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("build", "editables", "hatchling", "mypy", "pytest")
 MODULES = {"veomni": ("-m", "veomni_core.cli"), "python": ()}  # others are modules of their own name
+GPU = torch.cuda.is_available()
+NO_DEVICE = "nothing was verified: every kernel was skipped"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is written by ``new-plugin acme`` with ``options``, and what its README's commands then say."""
+
+    options: str
+    passed: int
+    skipped: int = 0
+    missing: str = ""  # what `veomni verify` misses here; the kernel then has run in the tests alone
+
+
+KINDS = {
+    "kernel": Kind("", passed=3),
+    "new op": Kind("--new-op relu_squared", passed=5),
+    "device": Kind("--device hpu", passed=6, missing="needs device type hpu"),
+    "triton": Kind(
+        "--triton",
+        passed=3 if GPU else 4,
+        skipped=int(GPU),
+        missing="" if GPU else "needs device type cuda, this is cpu (CPU)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    return build_wheel(ROOT / "core", tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture(scope="module")
+def types(tmp_path_factory) -> dict[str, str]:
+    """A cache for mypy: it reads torch once for all kinds, and again where the settings say how to import Triton."""
+    return {"MYPY_CACHE_DIR": str(tmp_path_factory.mktemp("types"))}
 
 
 @pytest.mark.slow
-def test_its_commands_work(tmp_path, monkeypatch):
-    wheels = [build_wheel(ROOT / "core", tmp_path)]
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_its_commands_work(kind, core, types, tmp_path, monkeypatch):
     environment = FreshEnvironment(tmp_path / "environment")
-    environment.link_requirements(wheels, TOOLS)
-    environment.install(*wheels)
+    environment.link_requirements([core], TOOLS)
+    environment.install(core)
     monkeypatch.chdir(tmp_path)
-    environment.run("-m", "veomni_core.cli", "new-plugin", "acme")
+    environment.run("-m", "veomni_core.cli", "new-plugin", "acme", *shlex.split(kind.options))
 
     folder = tmp_path / "veomni-acme"
     install, *commands = re.findall(r"^\$ (.+)$", (folder / "README.md").read_text(), re.MULTILINE)
     assert install == 'pip install -e ".[dev]"'
-    environment.install(build_wheel(folder, tmp_path))  # an index is not asked
+    wheel = build_wheel(folder, tmp_path)
+    environment.link_requirements([core, wheel])  # an index is not asked
+    environment.install(wheel)
     monkeypatch.chdir(folder)
-    said = {command: _run(environment, command) for command in commands}
+    said = {command: _run(environment, command, types, kind) for command in commands}
 
     assert "acme" in said["veomni list"]
-    assert said["veomni verify acme"].count("│ ok ") == 3
-    assert "3 passed" in said["pytest"]
+    verified = " ".join(said["veomni verify acme"].split())
+    assert verified.count("│ ok ") == (0 if kind.missing else 3)
+    assert kind.missing in verified
+    assert (NO_DEVICE in verified) == bool(kind.missing)
+    assert f"{kind.passed} passed" in said["pytest"]
+    assert (f"{kind.skipped} skipped" in said["pytest"]) == bool(kind.skipped)
     assert "no issues found" in said["mypy --strict"]
+    assert (folder / ".github" / "workflows" / "test.yml").is_file()
     assert list((folder / "dist").glob("veomni_acme-0.1.0-*.whl"))
+    explained = [text for command, text in said.items() if command.startswith("veomni explain")]
+    assert all("auto takes acme for standard" in text for text in explained)
+    assert len(explained) == ("--device" in kind.options)
 
 
-def _run(environment: FreshEnvironment, command: str) -> str:
+def _run(environment: FreshEnvironment, command: str, types: dict[str, str], kind: Kind) -> str:
     program, *arguments = shlex.split(command)
     if program == "python":
         arguments.append("--no-isolation")  # an index is not asked
     if program == "ruff":  # its executable is not linked into the environment
         return subprocess.check_output([sys.executable, "-m", program, *arguments], text=True)
-    return environment.run(*MODULES.get(program, ("-m", program)), *arguments)
+    fails = bool(kind.missing) and command == "veomni verify acme"
+    return environment.run(*MODULES.get(program, ("-m", program)), *arguments, environment=types, check=not fails)

@@ -6,7 +6,7 @@ from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import UnknownNameError, did_you_mean
 
-_DEVICES = ("cpu", "cuda", "rocm")
+DEVICES = ("cpu", "cuda", "rocm")  # the types that the core detects
 
 
 def find_op(registry: Registry, name: str) -> OpSpec:
@@ -25,6 +25,6 @@ def check_device(registry: Registry, name: str) -> None:
     Raises:
         UnknownNameError: the type is unknown.
     """
-    kind, known = name.partition(":")[0], (*_DEVICES, *registry.devices)
+    kind, known = name.partition(":")[0], (*DEVICES, *registry.devices)
     if kind not in known:
         raise UnknownNameError(f"--device {name}: there is no device type {kind!r}. {did_you_mean(kind, known)}")
