@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from veomni_core.cli.explain import explain
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row
 from veomni_core.errors import ConformanceError, KernelUnavailableError
 from veomni_core.planning import failed_checks
-from veomni_core.planning.failed_checks import CheckedKernel, cache_file, remember
+from veomni_core.planning.failed_checks import cache_file, remember
+from veomni_core.planning.this_machine import ThisMachine
 
 ACME, PLAIN = "rms_norm/standard:acme", kernel("plain", preference=10)
 REGISTRY = registry(kernel("acme", preference=60), kernel("acme", "offset", preference=60), PLAIN)
@@ -25,8 +28,10 @@ NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "
 FLOAT32_NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "float32")
 
 
-def checked(dtype="bfloat16", kernel=ACME, distribution="veomni-p", version="1.2", hardware=CPU):
-    return CheckedKernel.here(kernel, distribution, version, dtype, hardware)
+def checked(dtype="bfloat16", hardware=CPU, **other):
+    plugin = REGISTRY.plugin("p")
+    here = ThisMachine(hardware).checked(REGISTRY.resolve("rms_norm", "standard", "acme"), plugin, dtype)
+    return replace(here, **other)
 
 
 def planned(value="auto", sites=(NORM,), hardware=CPU):
@@ -81,7 +86,7 @@ def test_a_failure_of_something_else_changes_nothing(other):
 
 def test_other_versions_of_torch_and_triton_count_as_another_machine(monkeypatch):
     remember({checked(): "off"}, [])
-    monkeypatch.setattr(failed_checks, "_version", lambda distribution: "99")
+    monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "99")
     assert chosen(planned()) == ["acme"]
 
 
@@ -130,7 +135,10 @@ def test_the_command_remembers_what_failed_and_forgets_what_passed(monkeypatch):
     record, results = REGISTRY.plugin("p"), {"bfloat16": FAILED, "float32": CONTRACT, "float16": SKIPPED}
 
     def verified():
-        rows = [Row(ACME, dtype, result, ("off", "and more")) for dtype, result in results.items()]
+        rows = [
+            Row(ACME, dtype, result, ("off", "and more"), cases={"odd": (0.5, 0.1)})
+            for dtype, result in results.items()
+        ]
         command._remember(rows, record, CPU)
         return {each.dtype: failure.reason for each, failure in failed_checks.failed_checks().items()}
 
@@ -144,7 +152,7 @@ def test_the_command_remembers_what_failed_and_forgets_what_passed(monkeypatch):
 def test_explain_and_the_receipt_show_it(capsys, registry):
     spec = registry.resolve("rms_norm", "standard", "torch")
     plugin = registry.plugin_of(spec)
-    failed = CheckedKernel.here(str(spec), plugin.distribution, plugin.version, "float32", registry.detect_hardware())
+    failed = ThisMachine(registry.detect_hardware()).checked(spec, plugin, "float32")
     remember({failed: "off"}, [])
     explain("rms_norm", None, False)
     assert "failed veomni verify in float32" in " ".join(capsys.readouterr().out.split())

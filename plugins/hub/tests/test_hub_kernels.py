@@ -25,7 +25,10 @@ def verified(registry, *, dtype="float32"):
     """What ``veomni verify veomni-hub --dtype float32`` does, in this process; the failures."""
     record = registry.plugin("veomni-hub")
     reports = {str(spec): check_kernel(spec, "cpu", dtype) for spec in record.kernels}
-    rows = [Row(name, dtype, OK if report.ok else FAILED, tuple(report.failures)) for name, report in reports.items()]
+    rows = [
+        Row(name, dtype, OK if report.ok else FAILED, tuple(report.failures), cases={"odd": (0.5, 0.1)})
+        for name, report in reports.items()
+    ]
     command._remember(rows, record, CPU)
     return [failure for report in reports.values() for failure in report.failures]
 
@@ -152,10 +155,10 @@ def test_a_damaged_memory_refuses(right, listed, text, tmp_path, caplog):
     registry = listed(right, LAYER)
     verified(registry)
     planned(registry)
-    (tmp_path / "cache" / "passed_checks.json").write_text(text)
+    (tmp_path / "cache" / "certificates.json").write_text(text)
     with pytest.raises(KernelUnavailableError, match="has not passed"):
         planned(registry)
-    assert "passed_checks.json can't be read" in caplog.text
+    assert "certificates.json can't be read" in caplog.text
 
 
 def test_a_changed_byte_is_refused_before_anything_is_imported(right, listed, tmp_path):

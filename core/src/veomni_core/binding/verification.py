@@ -16,9 +16,11 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConformanceError, KernelUnavailableError
 from veomni_core.ops.contract import Contract, contract_for, dtype_name
+from veomni_core.planning.certificates import Certificates
 from veomni_core.planning.decisions import SiteDecision
-from veomni_core.planning.passed_checks import passed_checks, unverified
 from veomni_core.planning.plan import Plan
+from veomni_core.planning.selection import not_certified
+from veomni_core.planning.this_machine import ThisMachine
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import SiteLocator
 from veomni_core.testing import check_kernel
@@ -36,11 +38,12 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
     foreign = [planned for planned in plan.kernels if planned.spec.digest]
     if not foreign:
         return
-    hardware, passed, reasons = registry.detect_hardware(plan.hardware.torch_device_type), passed_checks(), []
+    certificates = Certificates(ThisMachine(registry.detect_hardware(plan.hardware.torch_device_type)))
+    reasons = []
     for planned in foreign:
         decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
         dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
-        why = unverified(planned.spec, planned.distribution, planned.version, dtypes, hardware, passed)
+        why = not_certified(certificates, planned.spec, registry.plugin_of(planned.spec), dtypes)
         reasons += [f"{planned.spec} {why}"] if why else []
     if reasons:
         raise KernelUnavailableError("; ".join(reasons))

@@ -14,7 +14,6 @@ from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.planning.failed_checks import failed_checks
-from veomni_core.planning.passed_checks import passed_checks
 from veomni_core.planning.selection import Selection
 from veomni_core.tables import fit, render_table
 
@@ -33,7 +32,7 @@ def explain(
     registry = discover()
     spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    selection = Selection(registry, target, {}, failed=failed_checks(), passed=passed_checks())
+    selection = Selection(registry, target, {}, failed=failed_checks())
     rows: list[dict[str, Any]] = [
         {
             "variant": kernel.variant,

@@ -6,8 +6,11 @@ from typing import Any
 
 from veomni_core.cli.frozen import Frozen
 from veomni_core.cli.output import AsJson, print_json
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
+from veomni_core.planning.certificates import NEVER, Certificates
+from veomni_core.planning.this_machine import ThisMachine
 from veomni_core.tables import fit, render_table
 
 
@@ -30,6 +33,7 @@ def list_kernels(frozen: Frozen = False, json: AsJson = False) -> None:
                 "Plugins",
             )
         )
+        ops = _ops(registry)
         for conflict in registry.describe_conflicts():
             print(fit(f"conflict: {conflict}"))
         print(
@@ -37,12 +41,25 @@ def list_kernels(frozen: Frozen = False, json: AsJson = False) -> None:
                 ("op", "field", "variant", "kernels"),
                 [
                     (op["op"], op["field"], variant, ", ".join(kernel["name"] for kernel in kernels) or "-")
-                    for op in _ops(registry)
+                    for op in ops
                     for variant, kernels in op["variants"].items()
                 ],
                 "Ops",
             )
         )
+        for standing, kernels in _by_standing(ops).items():
+            named = f"{len(kernels)} kernels (see veomni verify)" if standing == NEVER else ", ".join(kernels)
+            print(fit(f"{standing}: {named}"))
+
+
+def _by_standing(ops: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The kernels by how they stand, those without a certificate last."""
+    found: dict[str, list[str]] = {}
+    for op in ops:
+        for variant, kernels in op["variants"].items():
+            for kernel in kernels:
+                found.setdefault(kernel["standing"], []).append(f"{op['op']}/{variant}:{kernel['name']}")
+    return dict(sorted(found.items(), key=lambda item: (item[0] == NEVER, item[0])))
 
 
 def _state(record: PluginRecord) -> str:
@@ -65,6 +82,7 @@ def _plugin(record: PluginRecord) -> dict[str, Any]:
 
 
 def _ops(registry: Registry) -> list[dict[str, Any]]:
+    certificates = Certificates(ThisMachine(Hardware.cpu()))
     return [
         {
             "op": op.name,
@@ -76,6 +94,7 @@ def _ops(registry: Registry) -> list[dict[str, Any]]:
                         "name": spec.name,
                         "plugin": str(registry.plugin_of(spec)),
                         "preference": spec.preference,
+                        "standing": certificates.standing_on_any_device(spec, registry.plugin_of(spec)),
                         "description": spec.description,
                     }
                     for spec in registry.kernels(op.name, variant)

@@ -18,17 +18,19 @@ def probe(plugin: str, kernel: str, device: str, dtypes: list[str]) -> Iterator[
     registry = discover()
     (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
     for dtype in dtypes:
-        start = time.perf_counter()
+        start, cases = time.perf_counter(), {}
         try:
             report = check_kernel(spec, device, dtype, op=registry.ops.get(spec.op_name))
             result, detail = ("ok" if report.ok else "FAILED"), list(report.failures)
             detail = detail or ([] if report.ok else ["its contract has no samples"])
             detail += [f"not run: {words}" for words in report.skipped]
+            cases = {case.sample: (case.worst_value, case.worst_gradient) for case in report.cases}
         except ContractError as error:
             result, detail = "CONTRACT FAILED", [str(error)]
         except Exception as error:
             result, detail = "FAILED", [f"{type(error).__name__}: {error}"]
-        yield {"dtype": dtype, "result": result, "detail": detail, "seconds": round(time.perf_counter() - start, 2)}
+        seconds = round(time.perf_counter() - start, 2)
+        yield {"dtype": dtype, "result": result, "detail": detail, "seconds": seconds, "cases": cases}
 
 
 if __name__ == "__main__":

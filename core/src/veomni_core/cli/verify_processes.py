@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel in one dtype: ``result`` is ``OK``, ``FAILED``, ``SKIPPED`` or ``CONTRACT``, ``detail`` says why."""
+    """One kernel in one dtype: ``result`` is ``OK``, ``FAILED``, ``SKIPPED`` or ``CONTRACT``, ``detail`` says why.
+
+    ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance.
+    """
 
     kernel: str
     dtype: str
     result: str
     detail: tuple[str, ...] = ()
     seconds: float = 0.0
+    cases: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -42,7 +47,7 @@ def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str,
         problem = _run([*command, plugin, str(spec), device, ",".join(dtypes), str(written)], timeout)
         lines = written.read_text().splitlines() if written.exists() else []
     rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
-    rows = [Row(row.kernel, row.dtype, row.result, tuple(row.detail), row.seconds) for row in rows]
+    rows = [Row(row.kernel, row.dtype, row.result, tuple(row.detail), row.seconds, row.cases) for row in rows]
     missing = dtypes[len(rows) :]
     if not missing:
         return rows

@@ -16,6 +16,8 @@ from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
 from veomni_core.planning.veomni_jobs import warn_of_removed_variables, warn_without_preset
 
+VERIFIED, NOTHING = "verified", "nothing"
+REQUIRE = (NOTHING, VERIFIED)
 ON_CHANGE = ("raise", "eager")
 TRAINING_LOGITS = ("deferred", "computed", "none")
 
@@ -32,6 +34,8 @@ class OpsConfig:
         profile: measured milliseconds, ``{op: {kernel: ms}}``; ``auto`` takes the fastest usable kernel listed there.
         on_change: what happens when a setting changes after bind on which the proof of a site depends. ``raise``
             raises; ``eager`` lets the module run its own code again, with a warning and a line in the receipt.
+        require: ``verified`` takes only kernels that are certified on this machine, in the dtypes of their sites;
+            ``nothing`` asks that of foreign code alone.
         training_logits: what ``outputs.logits`` is in a training step with a fused loss. ``deferred``: a tensor that
             is computed when it is first read; ``computed``: computed in each step; ``none``: ``None``.
 
@@ -57,6 +61,7 @@ class OpsConfig:
     profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     on_change: str = "raise"
     training_logits: str = "deferred"
+    require: str = NOTHING
 
     @classmethod
     def of(cls, config: OpsConfig | Mapping[str, Any], registry: Registry | None = None) -> OpsConfig:
@@ -106,6 +111,7 @@ class OpsConfig:
         profile = fields.pop("profile", {})
         on_change = one_of("on_change", fields.pop("on_change", "raise"), ON_CHANGE)
         training_logits = one_of("training_logits", fields.pop("training_logits", "deferred"), TRAINING_LOGITS)
+        require = one_of("require", fields.pop("require", NOTHING), REQUIRE)
         presets = known_presets(registry)
         if str(preset) not in presets:
             raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
@@ -113,7 +119,9 @@ class OpsConfig:
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
             if name not in by_field:
-                nearest = did_you_mean(str(name), [*by_field, "preset", "profile", "on_change", "training_logits"])
+                nearest = did_you_mean(
+                    str(name), [*by_field, "preset", "profile", "on_change", "require", "training_logits"]
+                )
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         choices = {
             op.name: written_choice(op, fields[name], registry)
@@ -132,6 +140,7 @@ class OpsConfig:
             profile=profile,
             on_change=on_change,
             training_logits=training_logits,
+            require=require,
         )
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:

@@ -1,13 +1,13 @@
 """Which kernels failed ``veomni verify`` on this machine: a file in the user's cache, which every plan reads.
 
-A failure counts for the very kernel, plugin version, device and versions of torch and triton with which it was found. A
-later pass removes it. The file is a memory, not a condition: one that is damaged, or can't be written, is a warning.
+A failure counts for the very kernel, files, device and versions with which it was found
+(:class:`~veomni_core.planning.this_machine.CheckedKernel`). A later pass removes it. The file is a memory, not a
+condition: one that is damaged, or can't be written, is a warning.
 """
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import logging
 import os
@@ -15,36 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from veomni_core.descriptions.hardware import Hardware
+from veomni_core.planning.this_machine import CheckedKernel
 
 logger = logging.getLogger(__name__)
 _LONGEST_REASON = 200
 _warned: set[Path] = set()
-
-
-@dataclass(frozen=True)
-class CheckedKernel:
-    """What was checked, in which dtype and where.
-
-    Attributes:
-        kernel: the kernel, as ``op/variant:name``.
-        distribution, version: the plugin that it came from.
-        hardware: where it ran, as :meth:`~veomni_core.Hardware.describe` has it.
-        torch, triton: their versions; empty if they are not installed.
-    """
-
-    kernel: str
-    distribution: str
-    version: str
-    dtype: str
-    hardware: str
-    torch: str
-    triton: str
-
-    @classmethod
-    def here(cls, kernel: str, distribution: str, version: str, dtype: str, hardware: Hardware) -> CheckedKernel:
-        """The kernel on ``hardware`` of this machine, with the packages that are installed now."""
-        return cls(kernel, distribution, version, dtype, hardware.describe(), _version("torch"), _version("triton"))
 
 
 @dataclass(frozen=True)
@@ -121,13 +96,6 @@ def write_whole(path: Path, entries: Iterable[object]) -> None:
 def _short(reason: str) -> str:
     words = " ".join(reason.split())
     return words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]}…"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def warn_once(path: Path, problem: str) -> None:

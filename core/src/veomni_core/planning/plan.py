@@ -21,11 +21,18 @@ DECLARED = "declared, not proven"
 
 @dataclass(frozen=True)
 class PlannedKernel:
-    """A kernel that the plan uses, and the distribution and version that it comes from."""
+    """A kernel that the plan uses.
+
+    Attributes:
+        distribution, version: where it comes from.
+        standing: whether it is certified on this machine, in the dtypes of its sites: ``certified here``, ``never
+            verified here``, or ``verified elsewhere:`` and where. Empty in a plan for a machine that is not here.
+    """
 
     spec: KernelSpec
     distribution: str
     version: str
+    standing: str = ""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PlannedKernel:
@@ -34,7 +41,7 @@ class PlannedKernel:
         spec["hardware"] = HardwareRequirement.from_dict(spec["hardware"])
         spec["options"] = tuple(KernelOption(**option) for option in spec.get("options", ()))
         spec["settings"] = tuple((name, value) for name, value in spec.get("settings", ()))
-        return cls(KernelSpec(**spec), data["distribution"], data["version"])
+        return cls(KernelSpec(**spec), data["distribution"], data["version"], data.get("standing", ""))
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ class Plan:
         table = render_table(("field", "asked", "op/variant, dtype", "kernel", "sites", "why"), rows, title)
         notes = [f"left out: {failure}" for failure in self.failed_rules]
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
+        notes += _standings(self.kernels)
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]
@@ -171,6 +179,15 @@ class Plan:
             },
             "kernels": {str(k.spec): f"{k.spec.factory} of {k.distribution} {k.version}" for k in self.kernels},
         }
+
+
+def _standings(kernels: tuple[PlannedKernel, ...]) -> list[str]:
+    """A line for each way in which kernels stand on this machine."""
+    named: dict[str, list[str]] = {}
+    for kernel in kernels:
+        if kernel.standing:
+            named.setdefault(kernel.standing, []).append(str(kernel.spec))
+    return [f"{standing}: {', '.join(specs)}" for standing, specs in sorted(named.items())]
 
 
 def _runs(decision: SiteDecision) -> str:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
-from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.certificates import Certificates
+from veomni_core.planning.config import VERIFIED, OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.failed_checks import failed_checks
-from veomni_core.planning.passed_checks import passed_checks
 from veomni_core.planning.plan import Plan, PlannedKernel
 from veomni_core.planning.plan_problems import raise_problems
 from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
@@ -123,16 +124,16 @@ def _plan(
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
     failed = failed_checks() if hardware.detected else {}
-    passed = passed_checks() if hardware.detected else frozenset()
-    selection = Selection(registry, hardware, config.profile, autocast, training, failed, passed)
+    certified_only = config.require == VERIFIED
+    selection = Selection(registry, hardware, config.profile, autocast, training, failed, certified_only)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
     ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(config.choices))
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)
-    kernels = tuple(_planned_kernels(ops, registry))
-    assumptions = () if hardware.detected else _assumptions(kernels, hardware)
+    kernels = tuple(_planned_kernels(ops, registry, selection.certificates if hardware.detected else None))
+    assumptions = () if hardware.detected else _assumptions(kernels, hardware, certified_only)
     return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training, tuple(selection.passed_by))
 
 
@@ -160,19 +161,27 @@ def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterab
     return OpDecision(op_name, choice.config_field, choice.asked, choice.preset, tuple(decisions))
 
 
-def _planned_kernels(ops: tuple[OpDecision, ...], registry: Registry) -> Iterable[PlannedKernel]:
-    used = {decision.spec for op in ops for decision in op.sites if decision.spec is not None}
+def _planned_kernels(
+    ops: tuple[OpDecision, ...], registry: Registry, certificates: Certificates | None
+) -> Iterable[PlannedKernel]:
+    """The kernels of ``ops``, each with how it stands on this machine; ``certificates`` is None for another one."""
+    used: dict[KernelSpec, dict[str, None]] = {}
+    for decision in (decision for op in ops for decision in op.sites):
+        if decision.spec is not None:
+            used.setdefault(decision.spec, {}).update(dict.fromkeys(decision.dtypes))
     for spec in sorted(used, key=str):
         plugin = registry.plugin_of(spec)
-        yield PlannedKernel(spec, plugin.distribution, plugin.version_of(spec))
+        dtypes = [dtype for dtype in used[spec] if dtype in spec.dtypes] or spec.dtypes
+        standing = certificates.standing(spec, plugin, dtypes) if certificates else ""
+        yield PlannedKernel(spec, plugin.distribution, plugin.version_of(spec), standing)
 
 
-def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware) -> tuple[str, ...]:
+def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware, certified_only: bool) -> tuple[str, ...]:
     return tuple(
         f"{kernel.spec}: {assumption}"
         for kernel in kernels
         for assumption in (
             *kernel.spec.hardware.chosen_for(hardware).packages,
-            *(["has passed veomni verify"] if kernel.spec.digest else []),
+            *(["has passed veomni verify"] if kernel.spec.digest or certified_only else []),
         )
     )

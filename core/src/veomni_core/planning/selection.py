@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.discovery.registry import Registry
+from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError
+from veomni_core.planning.certificates import HERE, NEVER, Certificates
 from veomni_core.planning.choice import AUTO, Requested
-from veomni_core.planning.failed_checks import CheckedKernel, FailedCheck
-from veomni_core.planning.passed_checks import unverified
+from veomni_core.planning.failed_checks import FailedCheck
+from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -45,7 +46,10 @@ class _Place:
 
 
 class Selection:
-    """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike."""
+    """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
+
+    With ``certified_only``, a kernel must have a certificate of this machine in the dtypes of its site.
+    """
 
     def __init__(
         self,
@@ -55,12 +59,13 @@ class Selection:
         autocast: str | None = None,
         training: bool = True,
         failed: Mapping[CheckedKernel, FailedCheck] | None = None,
-        passed: Set[CheckedKernel] = frozenset(),
+        certified_only: bool = False,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
-        self._failed = failed or {}
-        self._passed = passed
+        self._failed, self._certified_only = failed or {}, certified_only
+        self._machine = ThisMachine(hardware)
+        self.certificates = Certificates(self._machine, None if hardware.detected else ())
         self.passed_by: dict[str, None] = {}
         """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
@@ -128,20 +133,15 @@ class Selection:
         if not self._failed or not self._hardware.detected:
             return ()
         plugin = self._registry.plugin_of(spec)
-        checked = [
-            CheckedKernel.here(str(spec), plugin.distribution, plugin.version_of(spec), dtype, self._hardware)
-            for dtype in spec.dtypes
-            if not dtypes or dtype in dtypes
-        ]
+        checked = [self._machine.checked(spec, plugin, dtype) for dtype in spec.dtypes if not dtypes or dtype in dtypes]
         return tuple(str(self._failed[each]) for each in checked if each in self._failed)
 
     def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
-        if not self._hardware.detected or self.failures(spec, dtypes):
+        if not (spec.digest or self._certified_only) or not self._hardware.detected or self.failures(spec, dtypes):
             return ()
         plugin = self._registry.plugin_of(spec)
-        version = plugin.version_of(spec)
-        why = unverified(spec, plugin.distribution, version, dtypes, self._hardware, self._passed)
+        why = not_certified(self.certificates, spec, plugin, dtypes)
         return (why,) if why else ()
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
@@ -242,6 +242,26 @@ class Selection:
         if not all(reasons):
             return ""
         return f"{name} can't run here: {' and '.join(dict.fromkeys(reason for some in reasons for reason in some))}"
+
+
+def not_certified(
+    certificates: Certificates, spec: KernelSpec, plugin: PluginRecord, dtypes: tuple[str, ...] = ()
+) -> str:
+    """Why ``spec`` of ``plugin`` may not be chosen yet, in one of ``dtypes`` or, without any, in any, as a phrase.
+
+    Empty if it is certified in all of them.
+    """
+    asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
+    missing = [dtype for dtype in asked if certificates.standing(spec, plugin, (dtype,)) != HERE]
+    if not missing:
+        return ""
+    standing = certificates.standing(spec, plugin, missing)
+    elsewhere = "" if standing == NEVER else f", and was {standing}"
+    why = "its code is not the plugin's own" if spec.digest else "require: verified asks for that"
+    return (
+        f"has not passed veomni verify in {', '.join(missing)} here{elsewhere}, and {why} "
+        f"(veomni verify {plugin.distribution} --kernel {spec} checks it)"
+    )
 
 
 def _options_refused(spec: KernelSpec, entry: Requested) -> Iterator[str]:

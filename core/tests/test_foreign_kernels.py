@@ -1,4 +1,4 @@
-"""A kernel of foreign code, which has a digest, is chosen only where ``veomni verify`` passed it with this digest."""
+"""Foreign code, which has a digest, is chosen only where it is certified with this digest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from veomni_core.cli import explain as explain_command
 from veomni_core.cli import verify as command
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, Row
 from veomni_core.errors import KernelUnavailableError, SpecError
+from veomni_core.planning.certificates import read_certificates, store
 from veomni_core.planning.failed_checks import failed_checks
-from veomni_core.planning.passed_checks import passed_checks, passed_file
 
 CPU = Hardware.cpu()
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "bfloat16")
@@ -27,7 +27,7 @@ def planned(value="auto", registry=FOREIGN):
 
 
 def verified(result=OK, dtype="bfloat16", registry=FOREIGN):
-    command._remember([Row(NAME, dtype, result, ("off",))], registry.plugin("p"), CPU)
+    command._remember([Row(NAME, dtype, result, ("off",), cases={"odd": (0.5, 0.1)})], registry.plugin("p"), CPU)
 
 
 def test_it_waits_for_its_check_and_plan_and_error_say_so():
@@ -48,7 +48,7 @@ def test_a_failure_takes_the_pass_back_and_a_contract_s_failure_does_not():
     verified(CONTRACT)
     assert chosen(planned()) == ["acme"]
     verified(FAILED)
-    assert "failed veomni verify" in reasons(planned())[0] and not passed_checks()
+    assert "failed veomni verify" in reasons(planned())[0] and not read_certificates(store())
     verified(OK)
     assert chosen(planned()) == ["acme"] and not failed_checks()
 
@@ -68,12 +68,6 @@ def test_a_failure_of_other_code_does_not_count_either():
     assert "failed veomni verify" in reasons(planned())[0]
     other = registry(kernel("acme", preference=60, digest="b" * 64), PLAIN)
     assert "has not passed veomni verify" in reasons(planned(registry=other))[0]
-
-
-def test_the_pass_of_a_plugin_s_own_kernel_is_not_kept():
-    own = registry(kernel("acme", preference=60))
-    verified(registry=own)
-    assert chosen(planned(registry=own)) == ["acme"] and not passed_file().exists()
 
 
 def test_a_kernel_that_can_not_run_here_is_not_asked_for_its_check():

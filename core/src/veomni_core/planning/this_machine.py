@@ -1,0 +1,143 @@
+"""What the result of a check depends on besides the kernel's contract: its plugin's files, packages, device, driver."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.discovery.installed_files import combined, hashed_files
+from veomni_core.discovery.registry import PluginRecord
+
+CERTIFICATES = "veomni_certificates.json"  # of a plugin's package; no part of what was checked
+_COMPILERS = ("torch", "triton")  # their versions matter to every kernel
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """What was checked, in which dtype, and where.
+
+    Attributes:
+        kernel: the kernel, as ``op/variant:name``.
+        dtype: the dtype of the samples.
+        distribution, version: the plugin that it came from.
+        files: a hash of that distribution's files; empty if it is not installed as one.
+        hardware: where it ran, as :meth:`~veomni_core.Hardware.describe` has it.
+        packages: names and versions: torch, triton, and what the kernel requires.
+        driver: the versions of CUDA, as torch was built for it, and of the driver; empty on a CPU.
+    """
+
+    kernel: str
+    dtype: str
+    distribution: str
+    version: str
+    files: str
+    hardware: str
+    packages: tuple[str, ...]
+    driver: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packages", tuple(self.packages))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            parts = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"{field.name} must be text, got {value!r}")
+
+    def differences(self, here: CheckedKernel) -> Iterator[str]:
+        """What is otherwise ``here``, as phrases: ``triton 3.5.0 (here 3.6.0)``."""
+        if self.hardware != here.hardware:
+            yield self.hardware
+        if self.version != here.version:
+            yield f"{self.distribution} {self.version} (here {here.version})"
+        elif self.files != here.files:
+            yield f"other files of {self.distribution} {self.version}"
+        versions = dict(package.partition(" ")[::2] for package in here.packages)
+        for package in sorted({*self.packages} - {*here.packages}):
+            name, _, version = package.partition(" ")
+            yield f"{name} {version} (here {versions.get(name, 'none')})"
+        if self.hardware == here.hardware and self.driver != here.driver:
+            yield f"{self.driver or 'no driver'} (here {here.driver or 'none'})"
+
+
+class ThisMachine:
+    """Says what a check of a kernel here would depend on. Hashes and versions are read once.
+
+    Args:
+        hardware: the hardware of this machine that kernels run on.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._driver = _driver() if hardware.device_type == "cuda" else ""
+        self._files: dict[str, str] = {}
+        self._versions: dict[str, str] = {}
+
+    def checked(self, spec: KernelSpec, plugin: PluginRecord, dtype: str) -> CheckedKernel:
+        """``spec`` of ``plugin`` in ``dtype``, as it is here now."""
+        required = (Requirement(each).name for each in spec.hardware.chosen_for(self.hardware).packages)
+        found = {name: self._version(name) for name in (*_COMPILERS, *required)}
+        return CheckedKernel(
+            kernel=str(spec),
+            dtype=dtype,
+            distribution=plugin.distribution,
+            version=plugin.version_of(spec),
+            files=self._hash(plugin),
+            hardware=self.hardware.describe(),
+            packages=tuple(f"{name} {version}" for name, version in sorted(found.items()) if version),
+            driver=self._driver,
+        )
+
+    def has_the_same_software(self, checked: CheckedKernel, plugin: PluginRecord) -> bool:
+        """Whether ``checked`` depended on the files of ``plugin`` and on the packages that are here."""
+        same = (checked.distribution, checked.files) == (plugin.distribution, self._hash(plugin))
+        return same and all(
+            f"{(name := each.partition(' ')[0])} {self._version(name)}" == each for each in checked.packages
+        )
+
+    def _hash(self, plugin: PluginRecord) -> str:
+        if plugin.distribution not in self._files:
+            try:
+                found = hashed_files(importlib.metadata.distribution(plugin.distribution), [plugin.module])
+                code = {path: each for path, each in found.items() if not path.endswith(CERTIFICATES)}
+                self._files[plugin.distribution] = combined(code)
+            except importlib.metadata.PackageNotFoundError:
+                self._files[plugin.distribution] = ""
+        return self._files[plugin.distribution]
+
+    def _version(self, distribution: str) -> str:
+        if distribution not in self._versions:
+            try:
+                self._versions[distribution] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                self._versions[distribution] = ""
+        return self._versions[distribution]
+
+
+def _driver() -> str:
+    """The versions of CUDA and of NVIDIA's driver, from files: neither torch nor a library of CUDA is imported."""
+    return ", ".join(filter(None, (_cuda_of_torch(), _nvidia_driver())))
+
+
+def _cuda_of_torch() -> str:
+    try:
+        text = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))).read_text("utf-8")
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return ""
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
+    return f"CUDA {found[1]}" if found else ""
+
+
+def _nvidia_driver() -> str:
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER.read_text("utf-8"))
+    except OSError:
+        return ""
+    return f"driver {found[0]}" if found else ""
