@@ -13,10 +13,40 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
+import sys
 from typing import Any
 
 import numpy as np
 import torch
+
+from veomni_core.errors import HostError
+
+
+def interpret_triton() -> None:
+    """Have Triton's interpreter, mended, run all kernels that this process imports from now on.
+
+    Raises:
+        HostError: Triton is not installed, or was imported without ``TRITON_INTERPRET=1``, which it reads only then.
+    """
+    if "triton" in sys.modules and not _is_interpreting():
+        raise HostError(
+            "Triton's interpreter was asked for, but triton is imported already, without it: set TRITON_INTERPRET=1 in "
+            "the environment"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        mend_interpreter()
+    except ImportError as error:
+        raise HostError(f"Triton's interpreter was asked for, but triton cannot be imported: {error}") from error
+
+
+def _is_interpreting() -> bool:
+    """Whether the language's own functions, which Triton compiles when it is imported, are the interpreter's."""
+    from triton.language import standard
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(standard.sum, InterpretedFunction)
 
 
 @functools.cache
