@@ -1,0 +1,129 @@
+"""Checks that two threads may call a kernel at the same time.
+
+Data-parallel wrappers, servers that evaluate while they train, and prefetching call a model from several threads. A
+kernel that keeps something in a global or in a module's attribute between two of its lines gets the other thread's.
+
+Whether that happens would be luck, so the threads take turns: after each line of Python outside of PyTorch, the other
+thread runs a line. What C++ code does in parallel with itself is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from veomni_core.testing.situations import reveal
+from veomni_core.testing.subject import Outcome, Position, Subject
+
+_TURNS = 2000  # then both run freely: an interpreter of kernels has a hundred thousand lines
+_PATIENCE = 0.05  # seconds: the other thread may be waiting for a lock of the kernel's own
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
+
+
+def check_concurrent_calls(subject: Subject, position: Position) -> Iterator[str]:
+    """Run forward and backward in two threads that take turns, each on values of its own."""
+    for other in (False, True):
+        subject.exact(position, other)
+    yield from reveal("called from two threads at the same time", lambda: _at_the_same_time(subject, position))
+
+
+def _at_the_same_time(subject: Subject, position: Position) -> str | None:
+    turns, outcomes, raised = _Turns(), dict[bool, Outcome](), list[BaseException]()
+
+    def run(other: bool) -> None:
+        sample = subject.draw(position, other)
+        try:
+            with _stream(subject), turns.taken_by(int(other)):
+                outcomes[other] = subject.outcome(sample)
+        except BaseException as error:  # raised again in the calling thread
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(other,)) for other in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if subject.device.type == "cuda":
+        torch.cuda.synchronize(subject.device)
+    if raised:
+        raise raised[0]
+    problems = (subject.problem(found, subject.exact(position, other)) for other, found in outcomes.items())
+    return next((problem for problem in problems if problem), None)
+
+
+def _stream(subject: Subject) -> AbstractContextManager[Any]:
+    if subject.device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(subject.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(subject.device))
+    return torch.cuda.stream(stream)
+
+
+class _Turns:
+    """Hands the turn from one of two threads to the other at every line of the kernel's code."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._turn, self._count, self._active = 0, 0, {0, 1}
+
+    def taken_by(self, thread: int) -> _TurnTaker:
+        """A context in which the current thread is number ``thread``."""
+        return _TurnTaker(self, thread)
+
+    def hand_over(self, thread: int) -> None:
+        """Let the other thread run, and wait for the turn."""
+        with self._condition:
+            self._count += 1
+            if self._count > _TURNS or len(self._active) < 2:
+                return
+            self._turn = 1 - thread
+            self._condition.notify_all()
+            mine = self._condition.wait_for(lambda: self._turn == thread or len(self._active) < 2, _PATIENCE)
+            if not mine:  # the other one is waiting for this one
+                self._turn = thread
+
+    def end(self, thread: int) -> None:
+        """The thread's call is over: the other one runs on alone."""
+        with self._condition:
+            self._active.discard(thread)
+            self._condition.notify_all()
+
+
+class _TurnTaker:
+    """Traces the lines of the current thread."""
+
+    def __init__(self, turns: _Turns, thread: int) -> None:
+        self._turns, self._thread = turns, thread
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        self._turns.end(self._thread)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if not _may_be_the_kernels(frame.f_code.co_filename):
+            return None
+        if event == "line":
+            self._turns.hand_over(self._thread)
+        return self._trace
+
+
+@functools.cache
+def _may_be_the_kernels(file: str) -> bool:
+    """Whether the code of ``file`` is neither PyTorch's, nor Python's, nor this check's."""
+    if file.startswith(_LIBRARIES):
+        return False
+    return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
