@@ -1,4 +1,4 @@
-"""Checks calls that Hypothesis makes from the contract's samples, and reports the simplest one that fails.
+"""Checks calls that are made from the contract's samples, in combinations that Hypothesis draws and simplifies.
 
 Each call has some of a sample's rows (none, one, many, one of them repeatedly), values at the ends of their dtype,
 tensors that overlap or repeat in memory, and some inputs frozen, with or without gradients, once or twice. They meet
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +21,36 @@ import torch
 from veomni_core.errors import ContractError
 from veomni_core.ops.contract import Sample
 from veomni_core.testing.comparison import one_line, same
-from veomni_core.testing.sample_changes import MEMORY, VALUES, SampleChange, nudged
+from veomni_core.testing.sample_changes import MEMORY, USUAL, VALUES, SampleChange, nudged
 from veomni_core.testing.sample_tensors import copy_of, to_float64
 from veomni_core.testing.subject import Outcome, Position, Subject
 
-MISSING = "generated samples: Hypothesis is not installed (pip install 'veomni-core[testing]')"
+MISSING = "combinations of generated samples: Hypothesis is not installed (pip install 'veomni-core[testing]')"
 _BASES = 4  # the smallest samples, from which calls are made
-_EXAMPLES, _EXAMPLES_INTERPRETED = 12, 3
+_MANY = tuple(range(33))  # rows: more than the 32 that many kernels put into a tile
+_EXAMPLES = 16
 _ROUNDING = 0.25  # of the dtype's precision
+_ALONE = (
+    SampleChange(rows=()),
+    SampleChange(memory=("overlapping",)),
+    SampleChange(rows=_MANY),
+    SampleChange(rows=(0,)),
+    *(SampleChange(values=(kind,)) for kind in VALUES if kind != USUAL),
+    *(SampleChange(values=(kind, USUAL)) for kind in ("denormal", "infinite")),
+    SampleChange(memory=("expanded",)),
+    SampleChange(shared=True),
+)
+_INTERPRETED = 2  # of these, in an interpreter
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that is made from a sample."""
+
+    base: Position
+    change: SampleChange
+    without_gradients: bool = False
+    again: bool = False
 
 
 class _WrongAnswerError(Exception):
@@ -40,14 +63,25 @@ def hypothesis_is_installed() -> bool:
 
 
 def check_generated_samples(subject: Subject, positions: list[Position], interpreted: bool) -> Iterator[str]:
-    """Run some dozen calls, always the same ones, and fewer in an interpreter."""
-    from hypothesis import HealthCheck, Phase, Verbosity, assume, given, settings
-    from hypothesis import strategies as st
-    from hypothesis.errors import Flaky, Unsatisfiable
+    """Make each change alone; then, with Hypothesis, several at a time, always the same ones.
 
+    In an interpreter, where each call is slow, only the first few.
+    """
     bases = _smallest(subject, positions)
     if not bases:
         return
+    for change in _ALONE[:_INTERPRETED] if interpreted else _ALONE:
+        if problem := _wrong(subject, _Call(bases[0], change)):
+            yield problem
+            return
+    if hypothesis_is_installed() and not interpreted:
+        yield from _combined(subject, bases)
+
+
+def _combined(subject: Subject, bases: list[Position]) -> Iterator[str]:
+    from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Flaky
 
     def several(choices: tuple[Any, ...]) -> Any:
         return st.lists(st.sampled_from(choices), min_size=1, max_size=3).map(tuple)
@@ -55,17 +89,16 @@ def check_generated_samples(subject: Subject, positions: list[Position], interpr
     some_rows = st.lists(st.integers(0, 6), max_size=6).map(tuple)
     changes = st.builds(
         SampleChange,
-        rows=st.one_of(st.none(), some_rows, st.just(tuple(range(33)))) if subject.contract.rows else st.none(),
+        rows=st.one_of(st.none(), some_rows, st.just(_MANY)) if subject.contract.rows else st.none(),
         values=several(VALUES),
         memory=several(MEMORY),
         frozen=several((False, True)),
         shared=st.booleans(),
     )
 
-    # Every call of an interpreted kernel is slow, so a failing one is reported as it was found.
     @settings(
-        max_examples=_EXAMPLES_INTERPRETED if interpreted else _EXAMPLES,
-        phases=[Phase.generate] if interpreted else [Phase.generate, Phase.shrink],
+        max_examples=_EXAMPLES,
+        phases=[Phase.generate, Phase.shrink],
         derandomize=True,
         database=None,
         deadline=None,
@@ -73,21 +106,13 @@ def check_generated_samples(subject: Subject, positions: list[Position], interpr
         verbosity=Verbosity.quiet,
         report_multiple_bugs=False,
     )
-    @given(st.sampled_from(bases), changes, st.booleans(), st.booleans())
-    def attempt(base: Position, change: SampleChange, recording: bool, twice: bool) -> None:
-        sample = change.applied(subject, subject.sample(base))
-        exact = _certain(subject, sample)
-        assume(exact is not None)
-        assert exact is not None
-        if problem := _problem(subject, sample, exact, recording, twice):
-            modes = "" if recording else ", under torch.no_grad()"
-            again = ", called again" if twice else ""
-            raise _WrongAnswerError(f"made from {sample.name!r} ({change}){modes}{again}: {problem}")
+    @given(st.builds(_Call, st.sampled_from(bases), changes, st.booleans(), st.booleans()))
+    def attempt(call: _Call) -> None:
+        if problem := _wrong(subject, call):
+            raise _WrongAnswerError(problem)
 
     try:
         attempt()
-    except Unsatisfiable:
-        return  # no call had a certain answer
     except Flaky as error:
         yield f"a generated call is right in one run and wrong in the next: {one_line(error)}"
     except _WrongAnswerError as error:
@@ -95,36 +120,57 @@ def check_generated_samples(subject: Subject, positions: list[Position], interpr
 
 
 def _smallest(subject: Subject, positions: list[Position]) -> list[Position]:
-    def size(position: Position) -> int:
-        return sum(tensor.numel() for tensor in subject.inputs(subject.sample(position)).values())
+    """The smallest samples, without those that have an empty tensor: changes of values would change nothing."""
 
-    asked = [each for each in positions if subject.is_asked_more(each) and size(each)]
-    return sorted(asked, key=size)[:_BASES]
+    def sizes(position: Position) -> list[int]:
+        return [tensor.numel() for tensor in subject.inputs(subject.sample(position)).values()]
+
+    asked = [each for each in positions if subject.is_asked_more(each) and all(sizes(each))]
+    return sorted(asked, key=lambda position: sum(sizes(position)))[:_BASES]
 
 
-def _certain(subject: Subject, sample: Sample) -> Outcome | None:
-    """The oracle's outcome, if it is finite, well-conditioned, and what the reference computes in the kernel's dtype."""
-    rounding = _ROUNDING * torch.finfo(subject.dtype).eps
+def _wrong(subject: Subject, call: _Call) -> str | None:
+    """What is wrong with the kernel's answer to a call; ``None`` if it is right, or if no answer is certain."""
+    sample = call.change.applied(subject, subject.sample(call.base))
+    exact = _finite_outcome(subject, sample)
+    problem = exact and _problem(subject, sample, exact, call)
+    if not exact or not problem or not _is_certain(subject, sample, exact):
+        return None
+    modes = ", under torch.no_grad()" * call.without_gradients + ", called again" * call.again
+    return f"made from {sample.name!r} ({call.change}){modes}: {problem}"
+
+
+def _finite_outcome(subject: Subject, sample: Sample) -> Outcome | None:
+    """The oracle's outcome; ``None`` if the reference can't compute it, or a result is not finite."""
     try:
         exact = subject.reference(to_float64(copy_of(sample)))
-        if not all(bool(result.isfinite().all()) for result in exact.results):
-            return None
-        if subject.problem(subject.reference(to_float64(nudged(sample, rounding))), exact):
-            return None
-        return None if subject.problem(subject.reference(copy_of(sample)), exact) else exact
     except ContractError:  # the contract does not cover such a call
         return None
+    return exact if all(bool(result.isfinite().all()) for result in exact.results) else None
 
 
-def _problem(subject: Subject, sample: Sample, exact: Outcome, recording: bool, twice: bool) -> str | None:
+def _is_certain(subject: Subject, sample: Sample, exact: Outcome) -> bool:
+    """Whether the call is well-conditioned, and the reference is right in the kernel's dtype.
+
+    Only asked where a kernel fails, since it takes as long as the call itself.
+    """
+    rounding = _ROUNDING * torch.finfo(subject.dtype).eps
+    try:
+        near = subject.reference(to_float64(nudged(sample, rounding)))
+        return not subject.problem(near, exact) and not subject.problem(subject.reference(copy_of(sample)), exact)
+    except ContractError:
+        return False
+
+
+def _problem(subject: Subject, sample: Sample, exact: Outcome, call: _Call) -> str | None:
     called = copy_of(sample)
     try:
-        for _ in range(1 + twice):
-            if recording:
-                found = subject.outcome(called)
-            else:
+        for _ in range(1 + call.again):
+            if call.without_gradients:
                 with torch.no_grad():
                     found = Outcome(subject.call(called))
+            else:
+                found = subject.outcome(called)
     except Exception as error:  # whatever a kernel raises on a legal call is a failure of the kernel
         return f"it raises {one_line(error)}"
     untouched = subject.inputs(sample)
