@@ -79,7 +79,8 @@ def test_changes_that_must_meet_are_found_and_reported_in_their_simplest_form():
 
 def test_without_hypothesis_the_report_says_what_was_not_asked(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "hypothesis" and find(name, *rest))
+    absent = {"hypothesis"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
     spec = KernelSpec("right", "swiglu_mlp", "standard", "planted_faults:right")
     report = check_kernel(spec, largest=Size.SMALL)
     assert report.ok

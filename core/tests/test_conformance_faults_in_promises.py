@@ -24,14 +24,12 @@ def keeps_its_operand_in_a_global(gate, up):
     return result
 
 
-def changes_the_default_dtype_while_it_runs(gate, up):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    scale = torch.ones(())
-    torch.set_default_dtype(torch.float32)
-    again = torch.ones(())
-    torch.set_default_dtype(before)
-    return right(gate, up) * (1.0 if scale.dtype != again.dtype else 0.5)
+def computes_in_a_shared_workspace(gate, up):
+    workspace = _kept.setdefault(f"{gate.shape} {gate.dtype}", torch.empty_like(gate.detach()))
+    workspace.copy_(gate.detach())
+    value = torch.nn.functional.silu(workspace) * up.detach()
+    result = right(gate, up)
+    return result + (value - result).detach()
 
 
 def raises_where_it_is_busy(gate, up):
@@ -56,13 +54,14 @@ def waits_for_the_other_thread(gate, up):
     "kernel, words",
     [
         (keeps_its_operand_in_a_global, "called from two threads at the same time, "),
-        (changes_the_default_dtype_while_it_runs, "called from two threads at the same time, the result is off"),
-        (raises_where_it_is_busy, "called from two threads at the same time, it raises RuntimeError: one call at a time"),
+        (computes_in_a_shared_workspace, "called from two threads at the same time, the result is off"),
+        (raises_where_it_is_busy, "called from two threads at the same time, it raises RuntimeError: one call"),
     ],
 )
 def test_a_fault_between_two_threads_is_caught_and_named_every_time(kernel, words):
     for _ in range(3):
         _busy.clear()
+        _kept.clear()
         assert_caught(kernel, words)
 
 
@@ -75,7 +74,8 @@ def rounds_by_the_size_of_its_batch(gate, up):
 
 
 def starts_with_another_row(gate, up):
-    shift = 2.0**-23 * torch.arange(gate.shape[0]).view(-1, *[1] * (gate.dim() - 1))
+    odd = torch.arange(gate.shape[0], dtype=gate.dtype).view(-1, *[1] * (gate.dim() - 1)) % 2
+    shift = 2.0**-23 * odd
     return swiglu_mlp.standard(gate, up) * (1.0 + shift)
 
 
@@ -102,7 +102,8 @@ def test_a_promise_that_the_contract_cannot_check_is_a_failure():
 
 
 def reads_a_value(gate, up):
-    return swiglu_mlp.standard(gate, up) * (2.0 if gate.numel() and float(gate.detach().view(-1)[0]) > 1e30 else 1.0)
+    gate.detach().sum().item()
+    return swiglu_mlp.standard(gate, up)
 
 
 def branches_on_the_number_of_rows(gate, up):

@@ -38,10 +38,15 @@ class _Recorder(TorchDispatchMode):
 def check_custom_operators(subject: Subject, position: Position) -> Iterator[str]:
     """Record the operators of a forward and a backward, and check each on the arguments that it got."""
     recorder = _Recorder()
-    with recorder:
-        subject.outcome(subject.draw(position))
+    yield from reveal("where its operators are recorded", lambda: _recorded(subject, position, recorder))
     for operator, (args, kwargs) in recorder.calls.items():
         yield from reveal(f"its operator {operator.name()}", lambda o=operator, a=args, k=kwargs: _checked(o, a, k))  # type: ignore[misc]
+
+
+def _recorded(subject: Subject, position: Position, recorder: _Recorder) -> str | None:
+    with recorder:
+        found = subject.outcome(subject.draw(position))
+    return subject.problem(found, subject.exact(position))
 
 
 def _checked(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
