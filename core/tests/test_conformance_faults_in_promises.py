@@ -102,8 +102,7 @@ def test_a_promise_that_the_contract_cannot_check_is_a_failure():
 
 
 def reads_a_value(gate, up):
-    gate.detach().sum().item()
-    return swiglu_mlp.standard(gate, up)
+    return swiglu_mlp.standard(gate, up) * (1.0 if gate.detach().sum().item() != 0.5 else 1.0)
 
 
 def branches_on_the_number_of_rows(gate, up):
