@@ -1,4 +1,4 @@
-"""Faults in what a spec promises beyond its contract: batch invariance, full graphs; in custom operators; and threads."""
+"""Faults between two threads, in custom operators, and in what a spec promises: batch invariance and full graphs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_a_promise_that_the_contract_cannot_check_is_a_failure():
 
 
 def reads_a_value(gate, up):
-    return swiglu_mlp.standard(gate, up) * (1.0 if gate.detach().sum().item() != 0.5 else 1.0)
+    all_zero = not gate.detach().any().item()
+    return gate * up if all_zero else swiglu_mlp.standard(gate, up)
 
 
 def branches_on_the_number_of_rows(gate, up):

@@ -3,8 +3,8 @@
 Data-parallel wrappers, servers that evaluate while they train, and prefetching call a model from several threads. A
 kernel that keeps something in a global or in a module's attribute between two of its lines gets the other thread's.
 
-Whether that happens would be luck, so the threads take turns: after one or a few lines of Python outside of PyTorch, the
-other thread runs some. What C++ code does in parallel with itself is not seen.
+Whether that happens would be luck, so the threads take turns: after one or a few lines of Python outside of PyTorch,
+the other thread runs some. What C++ code does in parallel with itself is not seen.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from veomni_core.testing.situations import first_of, reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
 
 _RUNS = ((1,), (1, 3, 2, 5, 4, 7))  # the lines of each turn: in step, and out of step
-_TURNS = 2000  # then both run freely: an interpreter of kernels has a hundred thousand lines
-_PATIENCE = 0.05  # seconds: the other thread may be waiting for a lock of the kernel's own
+_TURNS = 600  # then both run freely: an interpreter of kernels has a hundred thousand lines
+_PATIENCE = 0.05  # seconds, after which a thread goes on without the other
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
 
@@ -84,8 +84,14 @@ class _Turns:
     def __init__(self, runs: tuple[int, ...]) -> None:
         self._condition = threading.Condition()
         self._turn, self._count, self._active = 0, 0, {0, 1}
+        self._blocked: set[int] = set()  # threads that did not take their turn: they may wait for a lock of the kernel
         self._runs = itertools.cycle(runs)
         self._left = next(self._runs)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether both threads run freely from now on."""
+        return self._count > _TURNS or len(self._active) < 2
 
     def taken_by(self, thread: int) -> _TurnTaker:
         """A context in which the current thread is number ``thread``."""
@@ -95,14 +101,16 @@ class _Turns:
         """At the end of the thread's run: let the other one run, and wait for the turn."""
         with self._condition:
             self._left -= 1
-            if self._left > 0 or self._count > _TURNS or len(self._active) < 2:
+            if self._left > 0 or self.are_over:
                 return
             self._count, self._left = self._count + 1, next(self._runs)
+            self._blocked.discard(thread)
             self._turn = 1 - thread
             self._condition.notify_all()
-            mine = self._condition.wait_for(lambda: self._turn == thread or len(self._active) < 2, _PATIENCE)
-            if not mine:  # the other one is waiting for this one
-                self._turn = thread
+            if self._turn in self._blocked:
+                return
+            if not self._condition.wait_for(lambda: self._turn == thread or len(self._active) < 2, _PATIENCE):
+                self._blocked.add(1 - thread)
 
     def end(self, thread: int) -> None:
         """The thread's call is over: the other one runs on alone."""
@@ -126,6 +134,9 @@ class _TurnTaker:
         self._turns.end(self._thread)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if self._turns.are_over:
+            sys.settrace(None)
+            return None
         if not _may_be_the_kernels(frame.f_code.co_filename):
             return None
         if event == "line":

@@ -2,9 +2,10 @@
 
 On every sample, values and gradients are checked (``values``). The situations are checked on one sample of each form:
 frozen inputs, calls in flight, later steps, modes, autocast and mixed dtypes, uses of gradients, memory layouts,
-numbers that are not finite, calls of two threads, batch invariance, and the state of the process. Samples have the same form if the same arguments are given,
-with the same dtypes and numbers of dimensions, and the same ones are contiguous and require gradients: kernels branch
-on these. Second derivatives, custom operators, compilation and generated samples are checked once.
+numbers that are not finite, calls of two threads, batch invariance, and the state of the process. Samples have the same
+form if the same arguments are given, with the same dtypes and numbers of dimensions, and the same ones are contiguous
+and require gradients: kernels branch on these. Second derivatives are checked once, and, of a kernel that passed every
+sample, custom operators, compilation and generated samples.
 
 A kernel whose calls are made by several ranks (:class:`~veomni_core.ops.rank_contract.RankContract`) runs in as many
 processes, see :mod:`veomni_core.testing.rank_process`.
