@@ -15,9 +15,10 @@ from veomni_core.cli.output import AsJson, print_json
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row, verify_kernel
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
+from veomni_core.discovery.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.errors import HostError, PluginError, UnknownNameError, suggest
+from veomni_core.errors import PluginError, UnknownNameError, suggest
 from veomni_core.planning.certificates import Certificate, keep, write_certificates
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
@@ -68,7 +69,7 @@ def verify(
         check_device(registry, device)
 
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
-    hardware, device = _chosen(registry.detect_hardware(), device)
+    hardware, device = device_here(registry.detect_hardware(), device, "--device")
     wanted = find_op(registry, op).name if op else None
     asked = [
         (record, spec)
@@ -142,33 +143,6 @@ def show_results(rows: Iterable[Row], title: str) -> None:
     """Print a line per kernel and dtype."""
     table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
     print(render_table(("kernel", "dtype", "result", "detail"), table, title))
-
-
-def _chosen(found: Hardware, asked: str | None) -> tuple[Hardware, str]:
-    """The hardware against which requirements are checked, and torch's name of the device to run on.
-
-    Args:
-        found: the hardware of this machine.
-        asked: the value of ``--device``.
-
-    Raises:
-        HostError: this machine has no device ``asked``.
-    """
-    if asked is None:
-        return found, found.device_type
-    kind, _, index = asked.partition(":")
-    if kind == "cpu":
-        return Hardware("cpu", name="CPU", detected=True), "cpu"
-    here = {"cuda", "rocm"} if found.device_type == "rocm" else {found.device_type}
-    if kind not in here:
-        raise HostError(
-            f"--device {asked}: this machine has no such device ({found.describe()}); run this on a machine that has "
-            "one, or leave out --device"
-        )
-    if index and not (index.isdecimal() and int(index) < found.count):
-        raise HostError(f"--device {asked}: this machine's {kind} devices are numbered 0 to {found.count - 1}")
-    # torch calls AMD's GPUs cuda too.
-    return found, f"{'cuda' if kind == 'rocm' else kind}{':' if index else ''}{index}"
 
 
 def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, known: list[str]) -> str:

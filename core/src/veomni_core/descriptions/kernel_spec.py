@@ -59,6 +59,10 @@ class KernelSpec:
         settings: ``(name, value)`` pairs that a job has set. Planning fills them in, by :meth:`configured`.
         digest: a hash that identifies code which the plugin loads from elsewhere, such as a folder of the Hub. A kernel
             with a digest is chosen only where ``veomni verify`` has passed it, with this digest, on the same hardware.
+        batch_invariant: promises that a row's result has the same bits whatever the other rows of its batch, for ops
+            whose contract says what rows are.
+        fullgraph: promises that ``torch.compile`` captures a call whole, with ``fullgraph=True``, and once for all
+            numbers of rows.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -82,6 +86,8 @@ class KernelSpec:
     options: tuple[KernelOption, ...] = ()
     settings: tuple[tuple[str, Value], ...] = ()
     digest: str = ""
+    batch_invariant: bool = False
+    fullgraph: bool = False
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -97,7 +103,7 @@ class KernelSpec:
         require_text(owner, "description", self.description)
         require_text(owner, "digest", self.digest)
         require_integer(owner, "preference", self.preference)
-        for name in ("deterministic", "backward", "expert_parallel"):
+        for name in ("deterministic", "backward", "expert_parallel", "batch_invariant", "fullgraph"):
             require_boolean(owner, name, getattr(self, name))
         for name in ("dtypes", "features"):
             object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))

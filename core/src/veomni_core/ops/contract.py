@@ -113,6 +113,9 @@ class Contract:
         beyond_a_tile: makes calls that are larger than one tile of a kernel (see :class:`Size`).
         large: makes calls of real models' sizes, which are too slow for a CPU.
         primary: picks the tensors to compare out of what a call returns.
+        rows: the reference's parameters whose first dimension is the call's rows: any of them, any number of times, in
+            any order, are a call too, and each result has their rows in its first dimension. Batch invariance and
+            generated samples are checked with them. An input of one row may serve all rows.
 
     Example:
         >>> def relu_squared(x):
@@ -137,6 +140,7 @@ class Contract:
     beyond_a_tile: SampleMaker = no_samples
     large: SampleMaker = no_samples
     primary: Callable[[Any], tuple[Tensor, ...]] = field(default=lambda result: as_tensors(result))
+    rows: tuple[str, ...] = ()
 
 
 def contract_for(op: OpSpec, variant: str) -> Contract:

@@ -272,6 +272,7 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_beyond_a_tile,
         large=_large,
+        rows=("hidden", "top_k_index", "top_k_weights"),
     ),
     "clamped": Contract(
         op_name="moe_experts",
@@ -282,5 +283,6 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_with_biases(_beyond_a_tile),
         large=_with_biases(_large, many=True),
+        rows=("hidden", "top_k_index", "top_k_weights"),
     ),
 }

@@ -173,6 +173,7 @@ def _contract(variant: str, reference: object, weighted: bool = True, weight_shi
         rounding=ROUNDING,
         beyond_a_tile=_beyond_a_tile(weighted, weight_shift),
         large=_large(weighted, weight_shift),
+        rows=("x",),
     )
 
 

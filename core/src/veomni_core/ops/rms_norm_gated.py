@@ -135,6 +135,7 @@ def _contract(variant: str, reference: Callable[..., Tensor], group_size: int | 
         rounding=ROUNDING,
         beyond_a_tile=_sized(_BEYOND_A_TILE, group_size),
         large=_sized(_LARGE, group_size and _LARGE_GROUP),
+        rows=("x", "gate"),
     )
 
 

@@ -285,6 +285,7 @@ def _contract(reference: Callable[..., Any], layout: AngleLayout, share: float) 
         gradients=VALUES,
         beyond_a_tile=_shaped(_BEYOND_A_TILE, arity, share, layout),
         large=_shaped(_LARGE, arity, share, layout),
+        rows=("q", "k", "x", "cos", "sin"),
     )
 
 

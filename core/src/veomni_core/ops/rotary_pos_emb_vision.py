@@ -116,6 +116,7 @@ def _contract(reference: Callable[..., tuple[Tensor, Tensor]], share: float = 1.
         gradients=VALUES,
         beyond_a_tile=functools.partial(_patches, share=share, shapes=_BEYOND_A_TILE),
         large=functools.partial(_patches, share=share, shapes=_LARGE),
+        rows=("q", "k", "cos", "sin"),
     )
 
 

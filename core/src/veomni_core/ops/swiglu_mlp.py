@@ -122,6 +122,7 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_beyond_a_tile,
         large=_large,
+        rows=("gate", "up"),
     )
     for reference in (standard, gelu_tanh, gelu)
 }

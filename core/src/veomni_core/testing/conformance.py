@@ -2,9 +2,10 @@
 
 On every sample, values and gradients are checked (``values``). The situations are checked on one sample of each form:
 frozen inputs, calls in flight, later steps, modes, autocast and mixed dtypes, uses of gradients, memory layouts,
-numbers that are not finite, and the state of the process. Samples have the same form if the same arguments are given,
-with the same dtypes and numbers of dimensions, and the same ones are contiguous and require gradients: kernels branch
-on these.
+numbers that are not finite, calls of two threads, batch invariance, and the state of the process. Samples have the same
+form if the same arguments are given, with the same dtypes and numbers of dimensions, and the same ones are contiguous
+and require gradients: kernels branch on these. Second derivatives are checked once, and, of a kernel that passed every
+sample, custom operators, compilation and generated samples.
 
 A kernel whose calls are made by several ranks (:class:`~veomni_core.ops.rank_contract.RankContract`) runs in as many
 processes, see :mod:`veomni_core.testing.rank_process`.
@@ -22,16 +23,21 @@ from veomni_core.errors import ContractError, SpecError, did_you_mean
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size, contract_for
 from veomni_core.ops.rank_contract import RankContract
+from veomni_core.testing.batch_invariance import check_batch_invariance
 from veomni_core.testing.calls_in_flight import check_calls_in_flight
 from veomni_core.testing.comparison import one_line
+from veomni_core.testing.compiled_calls import check_compiled_calls
+from veomni_core.testing.concurrent_calls import check_concurrent_calls
+from veomni_core.testing.custom_operators import check_custom_operators
 from veomni_core.testing.frozen_inputs import check_frozen_inputs
+from veomni_core.testing.generated_samples import MISSING, check_generated_samples, hypothesis_is_installed
 from veomni_core.testing.gradients_in_use import check_gradients_in_use
 from veomni_core.testing.later_steps import check_later_steps
 from veomni_core.testing.memory_layouts import check_memory_layouts
 from veomni_core.testing.mixed_dtypes import check_autocast, check_mixed_dtypes
 from veomni_core.testing.modes import check_modes
 from veomni_core.testing.non_finite import check_non_finite
-from veomni_core.testing.process_state import ProcessState, check_process_state
+from veomni_core.testing.process_state import ProcessState, check_process_state, check_unusual_settings
 from veomni_core.testing.rank_check import check_on_ranks
 from veomni_core.testing.report import CaseResult, ConformanceReport
 from veomni_core.testing.second_derivatives import check_second_derivatives
@@ -102,6 +108,8 @@ def check_kernel(
     skipped = tuple(words for size, words in sizes.items() if size > largest)
     if not every_form:
         skipped = ("what training does with all but one sample", *skipped)
+    if not hypothesis_is_installed():
+        skipped = (*skipped, MISSING)
     return ConformanceReport(str(spec), str(device), dtype, cases, skipped)
 
 
@@ -121,6 +129,7 @@ def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseRe
     computed = [position for position in positions if not subject.undeclared(position)]
     alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
+    passes = True
     for position in positions:
         if position not in computed:
             yield _refusal(subject, position)
@@ -130,11 +139,26 @@ def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseRe
         asked = position == alone if alone else form not in forms and subject.is_asked_more(position)
         if not case.failures and asked:
             forms.add(form)
-            case = case.with_failures(_uses(subject, position, _neighbour(position, computed)))
+            first = len(forms) == 1
+            case = case.with_failures(_uses(subject, position, _neighbour(position, computed), first))
         subject.forget(position)
+        passes = passes and not case.failures
         yield case
     if subject.spec.backward and computed:
         yield check_second_derivatives(subject, computed[0])
+    if passes and computed:  # a fault that is known already would only be found again, in other words
+        yield from _of_the_kernel(subject, computed, every_form)
+
+
+def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool) -> Iterator[CaseResult]:
+    """What is asked once of a kernel that passed every sample."""
+    before = ProcessState()
+    yield CaseResult("custom operators", tuple(check_custom_operators(subject, computed[0])))
+    if subject.spec.fullgraph:
+        yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))
+    found = check_generated_samples(subject, computed, interpreted=not every_form)
+    yield CaseResult("generated samples", tuple(found))
+    before.restore()
 
 
 def _guarded(subject: Subject, position: Position) -> CaseResult:
@@ -151,8 +175,9 @@ def _guarded(subject: Subject, position: Position) -> CaseResult:
     return case.with_failures(f"changes {change} of the process" for change in changes)
 
 
-def _uses(subject: Subject, position: Position, neighbour: Position) -> Iterator[str]:
+def _uses(subject: Subject, position: Position, neighbour: Position, first: bool) -> Iterator[str]:
     questions = (
+        *((check_unusual_settings,) if first else ()),
         check_process_state,
         check_frozen_inputs,
         check_later_steps,
@@ -162,6 +187,8 @@ def _uses(subject: Subject, position: Position, neighbour: Position) -> Iterator
         check_gradients_in_use,
         check_memory_layouts,
         check_non_finite,
+        check_concurrent_calls,
+        check_batch_invariance,
     )
     before = ProcessState()
     for question in questions:

@@ -6,7 +6,7 @@ Incoming gradients may be the expanded scalar of a sum, transposed, or a slice o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,58 +15,16 @@ from veomni_core.ops.contract import Sample
 from veomni_core.testing.sample_tensors import map_tensors, to_float64, upstream_of
 from veomni_core.testing.situations import first_of, reveal
 from veomni_core.testing.subject import Outcome, Position, Subject
+from veomni_core.testing.tensor_layouts import LAYOUTS, Layout
 
-Layout = Callable[[Tensor], Tensor]
 _VANISHED = 1e-3  # share of its usual norm below which a gradient is mostly rounding
 _NUDGE = 1e-12  # a change of float64 values: far above their rounding, far below any difference between scores
 _JUMP = 1e-2  # the relative change of a norm if one choice in ten thousand turns out differently
-_ELSEWHERE = 77.0  # fills the gaps between elements: not 0, so that a read from a gap changes the result
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    around = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 3), _fill(tensor))
-    return _filled(around[..., 3::2][..., : tensor.shape[-1]], tensor)
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    around = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 9), _fill(tensor))
-    return _filled(around[..., 8:-1], tensor)
-
-
-def _shifted(tensor: Tensor) -> Tensor:
-    around = tensor.new_full((tensor.numel() + 1,), _fill(tensor))
-    return _filled(around[1:].view(tensor.shape), tensor)
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def _packed(tensor: Tensor) -> Tensor:
-    return tensor.contiguous()
-
-
-def _fill(tensor: Tensor) -> float | int | bool:
-    return _ELSEWHERE if tensor.is_floating_point() else tensor.dtype != torch.bool
-
-
-def _filled(place: Tensor, tensor: Tensor) -> Tensor:
-    place.copy_(tensor)
-    return place
-
-
-_LAYOUTS: dict[str, Layout] = {
-    "every second element of a larger tensor": _strided,
-    "columns of a larger tensor": _padded,
-    "one element behind the start of their storage": _shifted,
-    "transposed in memory": _transposed,
-    "contiguous": _packed,
-}
 
 
 def check_memory_layouts(subject: Subject, position: Position) -> Iterator[str]:
     """Run with inputs and incoming gradients in each layout: all inputs alike, and each input in another layout."""
-    layouts = list(_LAYOUTS.items())
+    layouts = list(LAYOUTS.items())
     yield from first_of(
         sentence
         for turn, (name, layout) in enumerate(layouts)

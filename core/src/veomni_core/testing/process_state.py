@@ -52,8 +52,12 @@ class ProcessState:
 
 
 def check_process_state(subject: Subject, position: Position) -> Iterator[str]:
-    """Look for changes after forward and after backward, under the process's own settings and under unusual ones."""
+    """Look for changes after forward and after backward, under the process's own settings."""
     yield from reveal("called", lambda: _changed(subject, position))
+
+
+def check_unusual_settings(subject: Subject, position: Position) -> Iterator[str]:
+    """Look for changes under unusual settings. Slow, since another number of threads is one of them."""
     with _unusual_settings():
         # Errors under deterministic algorithms are the subject of another check.
         yield from reveal("called under other settings", lambda: _changed(subject, position), may_refuse=True)

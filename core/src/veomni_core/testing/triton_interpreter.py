@@ -2,9 +2,9 @@
 
 Written against Triton 3.6. Bugs of the interpreter: NumPy 2.4 rejects its loop bounds; it truncates float32 to bfloat16
 where GPUs round; it multiplies bfloat16 as integers and has no atomic add of bfloat16; it passes a float argument as a
-Python float; its minimum is NaN where a GPU returns the other number. Where it spends its time: it patches the language
-for every device function, builds the name of every block type, checks every integer sum for overflow, and sorts element
-by element.
+Python float; its minimum is NaN where a GPU returns the other number; two threads can't launch kernels at the same time.
+Where it spends its time: it patches the language for every device function, builds the name of every block type, checks
+every integer sum for overflow, and sorts element by element.
 """
 
 from __future__ import annotations
@@ -13,10 +13,41 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
+import sys
+import threading
 from typing import Any
 
 import numpy as np
 import torch
+
+from veomni_core.errors import HostError
+
+
+def interpret_triton() -> None:
+    """Have Triton's interpreter, mended, run all kernels that this process imports from now on.
+
+    Raises:
+        HostError: Triton is not installed, or was imported without ``TRITON_INTERPRET=1``, which it reads only then.
+    """
+    if "triton" in sys.modules and not _is_interpreting():
+        raise HostError(
+            "Triton's interpreter was asked for, but triton is imported already, without it: set TRITON_INTERPRET=1 in "
+            "the environment"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        mend_interpreter()
+    except ImportError as error:
+        raise HostError(f"Triton's interpreter was asked for, but triton cannot be imported: {error}") from error
+
+
+def _is_interpreting() -> bool:
+    """Whether the language's own functions, which Triton compiles when it is imported, are the interpreter's."""
+    from triton.language import standard
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(standard.sum, InterpretedFunction)
 
 
 @functools.cache
@@ -30,6 +61,7 @@ def mend_interpreter() -> None:
 
     _mend_numbers(interpreter)
     _mend_extremes(interpreter)
+    _launch_one_at_a_time(interpreter)
     _quicken_patching(interpreter)
     _quicken_types(interpreter)
     _quicken_sorting(interpreter)
@@ -105,6 +137,17 @@ def _mend_extremes(interpreter: Any) -> None:
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_clampf = clamp
+
+
+def _launch_one_at_a_time(interpreter: Any) -> None:
+    """A launch patches the language for the whole process, and two threads would take each other's patches back."""
+    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+
+    def launch_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch_alone
 
 
 def _wide(bits: Any) -> Any:

@@ -75,10 +75,23 @@ def sdpa(
         attention_mask = _with_bias(bias, attention_mask, query.dtype)
     if query.device.type in _MOVES_16_BYTES:
         return _on_a_gpu(module, query, key, value, attention_mask, **options), None
+    on_cpu = query.device.type == "cpu"
+    if on_cpu:
+        query, key, value = (_rows_apart(each) for each in (query, key, value))
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if query.device.type == "cpu":
+    if on_cpu:
         output = output + _zeros_or_nan(query, key).to(output.dtype)
     return output, None
+
+
+def _rows_apart(heads: Tensor) -> Tensor:
+    """``heads``, or a copy if the stride of rows is less than a row, as of windows over a signal.
+
+    torch's CPU kernel (2.13) reads beyond such rows, even if there is one row only.
+    """
+    if heads.stride(-1) == 1 and heads.stride(-2) < heads.shape[-1]:
+        return heads.clone(memory_format=torch.contiguous_format)
+    return heads
 
 
 def _seen_by_last_queries(query: Tensor, key: Tensor) -> Tensor:

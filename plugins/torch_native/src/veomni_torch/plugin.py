@@ -37,6 +37,7 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_torch.swiglu_mlp:{variant}",
             description="saves only its inputs",
             preference=_PREFERENCE,
+            fullgraph=True,
         ),
         KernelSpec(
             name="chunk_loss",

@@ -111,9 +111,14 @@ class _Parts(Function):
 
 
 def _magnitude(*gradients: Tensor) -> Tensor:
-    """The power of two above all ``gradients``; dividing by it is exact.
+    """A power of two; divided by it, ``gradients`` are small enough for float16 and not smaller than they need be.
 
-    Without it, the gradient of a mean over 131072 tokens times a word's probability would underflow in float16.
+    Without it, the gradient of a mean over 131072 tokens times a word's probability would underflow in float16, and one
+    of a scaled loss would overflow. In between it is 1: a product that is denormal loses bits where it is multiplied.
     """
     largest = torch.stack([each.abs().amax() if each.numel() else each.new_zeros(()) for each in gradients]).amax()
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+    above = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+    return above.clamp_max(1.0) * (above / _MOST).clamp_min(1.0)
+
+
+_MOST = 256.0  # of a gradient of one logit, which leaves float16 as much room again for products with weights

@@ -26,6 +26,7 @@ def _kernels(
         expert_parallel=op_name == "moe_experts",
         preference=_PREFERENCE,
         can_run=can_run,
+        batch_invariant=op_name == "rms_norm",
     )
 
 

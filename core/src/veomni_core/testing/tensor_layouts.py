@@ -1,0 +1,52 @@
+"""Ways in which a tensor may lie in memory: its strides and its offset, with the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Layout = Callable[[Tensor], Tensor]
+_ELSEWHERE = 77.0  # fills the gaps between elements: not 0, so that a read from a gap changes the result
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    around = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 3), _fill(tensor))
+    return _filled(around[..., 3::2][..., : tensor.shape[-1]], tensor)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    around = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 9), _fill(tensor))
+    return _filled(around[..., 8:-1], tensor)
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    around = tensor.new_full((tensor.numel() + 1,), _fill(tensor))
+    return _filled(around[1:].view(tensor.shape), tensor)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def _fill(tensor: Tensor) -> float | int | bool:
+    return _ELSEWHERE if tensor.is_floating_point() else tensor.dtype != torch.bool
+
+
+def _filled(place: Tensor, tensor: Tensor) -> Tensor:
+    place.copy_(tensor)
+    return place
+
+
+LAYOUTS: dict[str, Layout] = {
+    "every second element of a larger tensor": _strided,
+    "columns of a larger tensor": _padded,
+    "one element behind the start of their storage": _shifted,
+    "transposed in memory": _transposed,
+    "contiguous": _packed,
+}
