@@ -32,12 +32,12 @@ class Kind:
 
 
 KINDS = {
-    "kernel": Kind("", passed=3),
-    "new op": Kind("--new-op relu_squared", passed=5),
+    "kernel": Kind("", passed=4),
+    "new op": Kind("--new-op relu_squared", passed=6),
     "device": Kind("--device hpu", passed=6, missing="needs device type hpu"),
     "triton": Kind(
         "--triton",
-        passed=3 if GPU else 4,
+        passed=4 if GPU else 5,
         skipped=int(GPU),
         missing="" if GPU else "needs device type cuda, this is cpu (CPU)",
     ),
