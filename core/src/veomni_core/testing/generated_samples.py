@@ -31,6 +31,8 @@ _BASES = 4  # the smallest samples, from which calls are made
 _MANY = tuple(range(33))  # rows: more than the 32 that many kernels put into a tile
 _EXAMPLES = 16
 _ROUNDING = 0.25  # of the dtype's precision
+_NUDGE = 1e-12  # far above the rounding of float64
+_JUMP = 1e-2  # the relative change of a norm if one choice in ten thousand turns out differently
 _ALONE = (
     SampleChange(rows=()),
     SampleChange(memory=("overlapping",)),
@@ -143,7 +145,7 @@ def _wrong(subject: Subject, call: _Call) -> str | None:
         problem = _written(subject, called, sample) or subject.problem(found, exact) or _not_finite(found)
     except Exception as error:  # whatever a kernel raises on a legal call is a failure of the kernel
         problem = f"it raises {one_line(error)}"
-    if not problem or not _is_certain(subject, sample, exact, found):
+    if not problem or _is_a_choice(subject, sample, exact, call.base) or not _is_certain(subject, sample, exact, found):
         return None
     modes = ", under torch.no_grad()" * call.without_gradients + ", called again" * call.again
     return f"made from {sample.name!r} ({call.change}){modes}: {problem}"
@@ -182,6 +184,21 @@ def _finite_outcome(subject: Subject, sample: Sample) -> Outcome | None:
     return Outcome(exact.results, gradients)
 
 
+def _is_a_choice(subject: Subject, sample: Sample, exact: Outcome, base: Position) -> bool:
+    """Whether the oracle jumps, by the measure of the unchanged sample, where values change by next to nothing.
+
+    A top k does so if scores are equal. Numbers near zero make them equal, and no single choice is right then.
+    """
+    usual = subject.exact(base)
+    near = subject.reference(nudged(to_float64(copy_of(sample)), _NUDGE, absolute=_NUDGE))
+    triples = [*zip(near.results, exact.results, usual.results, strict=True)]
+    for name, gradient in exact.gradients.items():
+        moved, before = near.gradients[name], usual.gradients[name]
+        if gradient is not None and moved is not None and before is not None:
+            triples.append((moved, gradient, before))
+    return any(float((a - b).norm()) > _JUMP * float(c.norm()) for a, b, c in triples)
+
+
 def _is_certain(subject: Subject, sample: Sample, exact: Outcome, found: Outcome | None) -> bool:
     """Whether the call is well-conditioned, and the reference is right in the kernel's dtype, and twice as near.
 
@@ -189,7 +206,7 @@ def _is_certain(subject: Subject, sample: Sample, exact: Outcome, found: Outcome
     """
     rounding = _ROUNDING * torch.finfo(subject.dtype).eps
     try:
-        if subject.problem(subject.reference(to_float64(nudged(sample, rounding))), exact):
+        if subject.problem(subject.reference(nudged(to_float64(copy_of(sample)), rounding)), exact):
             return False
         eager = subject.reference(copy_of(sample))
     except ContractError:

@@ -97,15 +97,15 @@ class SampleChange:
         return map_tensors(sample, freeze)
 
 
-def nudged(sample: Sample, by: float) -> Sample:
-    """The sample with its floating-point values changed by about ``by`` of themselves."""
+def nudged(sample: Sample, by: float, absolute: float = 0.0) -> Sample:
+    """The sample with its floating-point values changed by about ``by`` of themselves, and by about ``absolute``."""
     generator = torch.Generator().manual_seed(0)
 
     def nudge(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        noise = by * torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
-        return _leaf(tensor.detach() * (1 + noise), tensor)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+        return _leaf(tensor.detach() * (1 + by * noise) + absolute * noise, tensor)
 
     return replace(map_tensors(sample, nudge), name=sample.name)
 

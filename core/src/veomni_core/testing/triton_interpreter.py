@@ -2,7 +2,7 @@
 
 Written against Triton 3.6. Bugs of the interpreter: NumPy 2.4 rejects its loop bounds; it truncates float32 to bfloat16
 where GPUs round; it multiplies bfloat16 as integers and has no atomic add of bfloat16; it passes a float argument as a
-Python float; its minimum is NaN where a GPU returns the other number; two threads can't launch kernels at a time.
+Python float; its minimum is NaN where a GPU returns the other number; two threads can't launch kernels at once.
 Where it spends its time: it patches the language for every device function, builds the name of every block type, checks
 every integer sum for overflow, and sorts element by element.
 """
