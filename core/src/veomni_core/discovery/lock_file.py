@@ -116,8 +116,8 @@ def read_lock(path: Path) -> Lock:
         return parse_lock(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise LockFileError(f"{path}: there is no such lock file. `veomni lock` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LockFileError(f"{path} can't be read as text ({error}). Restore it") from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
+        raise LockFileError(f"{str(path)!r} can't be read as text ({error}). Restore it") from None
 
 
 @functools.lru_cache(maxsize=4)  # one command finds its plugins several times

@@ -109,7 +109,7 @@ def check_layout(checkpoint: Path, layout: Layout) -> str | None:
     path = checkpoint / LAYOUT
     try:
         before = Layout(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} does not say under which sizes the checkpoint was written: {error}") from error
     if before.sequences_per_step != layout.sequences_per_step:
         raise CheckpointError(
