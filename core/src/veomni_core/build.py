@@ -282,6 +282,7 @@ def _load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that `info` names them; they are refused below
             trust_remote_code=trust,
+            use_safetensors=True,  # where they are named otherwise, transformers would read a pickle beside them
             **options,
         )
     except (RuntimeError, ValueError, OSError, SafetensorError) as error:

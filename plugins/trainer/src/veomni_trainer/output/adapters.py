@@ -46,6 +46,8 @@ def merge_adapter(checkpoint: Path, folder: Path, trust_remote_code: bool) -> No
     """
     from peft import PeftConfig, PeftModel
 
+    if not (checkpoint / _ADAPTER[1]).is_file():  # PEFT would read a pickle in its place
+        raise CheckpointError(f"{checkpoint} has no {_ADAPTER[1]}, so its adapter is not complete. Restore the file")
     try:
         base = Path(str(PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path))
     except Exception as error:  # PEFT raises whatever another form of JSON leads to
@@ -58,7 +60,9 @@ def merge_adapter(checkpoint: Path, folder: Path, trust_remote_code: bool) -> No
             f"write where they are into base_model_name_or_path of {checkpoint / ADAPTER_CONFIG}"
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            base, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
+        )
         merged = PeftModel.from_pretrained(model, checkpoint).merge_and_unload(safe_merge=True)
     except Exception as error:  # of files, headers, shapes, and of what the adapter's config says
         raise CheckpointError(f"{checkpoint} can't be merged into {base}: {error}") from error
