@@ -1,7 +1,7 @@
 """Checks a distributed checkpoint's pickles before torch reads them: its reader would run whatever code they name.
 
-torch's distributed checkpoints hold an index (``.metadata``) and settings (``betas``, for example) as pickles. torch 2.13
-reads both without ``weights_only``, and only tensors with it.
+torch's distributed checkpoints hold an index (``.metadata``) and settings (``betas``, for example) as pickles. torch
+2.13 reads both without ``weights_only``, and only tensors with it.
 """
 
 from __future__ import annotations
