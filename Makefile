@@ -10,7 +10,7 @@ WORKERS ?= auto
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
-.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference clean
+.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
@@ -72,6 +72,9 @@ job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
 
 reference: $(INSTALLED)  ## write what docs/reference lists of kernels, ops, fields, verbs, hooks and errors
 	cd scripts && ../$(BIN)/python -m reference_pages
+
+release: $(INSTALLED)  ## bump all distributions to VERSION=x.y.z, check, build, commit and tag; nothing is pushed
+	$(BIN)/python scripts/release.py $(VERSION)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) dist docs/_build runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

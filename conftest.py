@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import itertools
 import os
 import shutil
@@ -43,6 +44,8 @@ def _reason_to_skip(marker: str) -> str | None:
         return None if torch.cuda.is_available() else "needs a CUDA GPU; torch sees none here"
     if marker == "npu":
         return None if _npu_is_here() else "needs an Ascend NPU; torch sees none here"
+    if importlib.util.find_spec("npu_sim") is None:
+        return "the simulated NPU is not in this sdist"
     if torch.cuda.is_available() or _npu_is_here():
         return "an accelerator is here, and PyTorch's autograd serves one kind of them: no simulated NPU beside it"
     return None

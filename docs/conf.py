@@ -19,7 +19,7 @@ copyright = f"{author}, Apache License 2.0"
 extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid", "source_pages"]
 root_doc = "docs/index"
 source_suffix = {".md": "markdown"}
-exclude_patterns = [".*", "docs/_build", "runs", "build", "dist"]
+exclude_patterns = [".*", "changes/*.*.md", "docs/_build", "runs", "build", "dist"]
 
 myst_heading_anchors = 4  # headings are linked by the names that scripts/check_links.py and code hosts give them
 myst_fence_as_directive = ["mermaid"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def test_the_core_s_own_files_are_held_too(installation: Installation) -> None:
     file = installation.package.parent / "veomni_core" / "tables.py"
     before = file.read_text()
     file.write_text(before + "# one more line\n")
-    installation.refused("veomni-core 0.1.0: 1 changed: veomni_core/tables.py")
+    installation.refused(f"veomni-core {metadata.version('veomni-core')}: 1 changed: veomni_core/tables.py")
     file.write_text(before)
     installation.accepted()
 

@@ -298,3 +298,11 @@ def test_a_checkpoint_that_is_not_there_or_broken(checkpoint, tmp_path):
     (checkpoint / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or truncated"):
         build_on_cpu(checkpoint, checkpoint)
+
+
+def test_pickled_weights_are_not_read_in_place_of_safetensors(checkpoint):
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    torch.save(model.state_dict(), checkpoint / "pytorch_model.bin")
+    (checkpoint / "model.safetensors").rename(checkpoint / "others.safetensors")
+    with pytest.raises(CheckpointError, match="no file named model.safetensors"):
+        build_foundation_model(checkpoint, checkpoint, ops_implementation={"preset": "eager"}, init_device="cpu")

@@ -206,7 +206,7 @@ def _files_in(index: Path) -> list[Path]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [index.parent / name for name in dict.fromkeys(names)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
 
 
@@ -216,7 +216,7 @@ def _damage(file: Path) -> str:
             return ""
     except FileNotFoundError:
         return "is missing"
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that no path can have
         return f"is damaged or truncated ({error})"
 
 
@@ -282,6 +282,7 @@ def _load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that `info` names them; they are refused below
             trust_remote_code=trust,
+            use_safetensors=True,  # where they are named otherwise, transformers would read a pickle beside them
             **options,
         )
     except (RuntimeError, ValueError, OSError, SafetensorError) as error:

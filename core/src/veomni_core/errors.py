@@ -175,7 +175,7 @@ class BoundModelPickleError(BindingError, TypeError):
     """
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A sentence that suggests the nearest names in ``known``, or lists all of them.
 
     Example:
@@ -188,13 +188,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return suggest(name, options) or (f"Known: {', '.join(options)}." if options else "There are none.")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: object, known: Iterable[str]) -> str:
     """A sentence that suggests the nearest names in ``known``; empty if none is near.
 
     A name is near that means the same, that has ``name`` as one of its words, or that is spelt alike.
 
     Args:
-        name: what was written.
+        name: what was written. YAML holds other things than text, too.
         known: what may be written: plain names, or dotted paths.
 
     Example:
@@ -207,7 +207,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
         >>> suggest("fa2", ["auto", "eager"])
         ''
     """
-    near = _nearest(name, sorted(set(known)))
+    near = _nearest(str(name), sorted(set(known)))
     return f"Did you mean {_either(near)}?" if near else ""
 
 

@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError
 from veomni_trainer.job.load import load_job
+from veomni_trainer.loop.checkpoints import check_sequences
+from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.manifest import damage
 from veomni_trainer.run.starting_point import starting_point
 from veomni_trainer.setup.machine_defaults import for_this_machine
 
@@ -137,3 +140,32 @@ def test_truncated_weights_of_a_new_job_are_named(run: TrainedRun) -> None:
     with pytest.raises(CheckpointError, match=r"weights: model\.safetensors is damaged or truncated .* files again"):
         run.go(f"model.weights={weights}", f"model.config={weights}", f"train.output_dir={run.root / 'new'}")
     assert not (run.root / "new").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "0", "[" * 100_000, "9" * 5000])
+def test_sequences_of_another_form_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "sequences.json").write_text(content)
+    with pytest.raises(CheckpointError, match="does not say on which sequences the checkpoint was trained"):
+        check_sequences(tmp_path, '{"sequences": 4}')
+
+
+def test_a_list_of_files_that_is_nested_too_deeply_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "files.json").write_text("[" * 100_000)
+    assert damage(tmp_path)[0].startswith("files.json, which lists its files, can't be read")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "shard-00000-model-00001-of-00001.safetensors"])
+def test_weights_with_a_damaged_header_are_not_exported(tmp_path: Path, name: str) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / name).write_bytes(b"\x02\0\0\0\0\0\0\0{}" + b"\0" * 8)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged or truncated"):
+        export_checkpoint(checkpoint, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_shards_without_torch_s_metadata_are_not_exported(run: TrainedRun, tmp_path: Path) -> None:
+    checkpoint = run.checkpoint(STEPS)
+    (checkpoint / "model.safetensors").rename(checkpoint / "shard-00000-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="its shards can't be joined"):
+        export_checkpoint(checkpoint, tmp_path / "exported")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import distribution, entry_points
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -11,10 +11,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from veomni_core.cli.frozen import frozen_as_said
-from veomni_core.descriptions.hookspecs import ENTRY_POINT_GROUP
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec
 from veomni_core.discovery.discover import discover
+from veomni_core.discovery.installed_plugins import installed_plugins
 from veomni_core.errors import did_you_mean
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -92,8 +92,8 @@ def _about(
 def _versions(wanted: bool) -> None:
     """Print a line for each distribution of the project that is installed, whether its plugin loads or not."""
     if wanted:
-        plugins = [point.dist for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist]
-        print(*sorted({f"{each.name} {each.version}" for each in (distribution("veomni-core"), *plugins)}), sep="\n")
+        plugins = {f"{plugin.distribution} {plugin.version}" for plugin in installed_plugins()}
+        print(*sorted({f"veomni-core {version('veomni-core')}", *plugins}), sep="\n")
         raise typer.Exit
 
 

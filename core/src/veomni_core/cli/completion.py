@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from veomni_core.descriptions.hardware import NAMED
 from veomni_core.descriptions.kernel_spec import DTYPES
 from veomni_core.discovery.discover import discover
+from veomni_core.jobs.jobfile import at_home
 
 _JOBS = (".yaml", ".yml")
 
@@ -49,7 +49,7 @@ def complete_job(incomplete: str) -> list[str]:
     folder, _, name = incomplete.rpartition("/")
     typed = f"{folder}/" if "/" in incomplete else ""
     try:
-        found = sorted(Path(typed or ".").expanduser().iterdir())
+        found = sorted(at_home(typed or ".").iterdir())
     except OSError:
         return []
     named = [path for path in found if path.name.startswith(name) and (name or not path.name.startswith("."))]

@@ -20,7 +20,7 @@ from veomni_core.discovery.lock_file import NAME
 from veomni_core.discovery.locked import FROZEN
 from veomni_core.errors import ConfigError, LockFileError, VeOmniError
 from veomni_core.jobs.assignments import assigned, read_assignments
-from veomni_core.jobs.jobfile import beside_job, job_file_error, load_yaml, shown
+from veomni_core.jobs.jobfile import at_home, beside_job, job_file_error, load_yaml, shown
 
 _OPTION, _SET = "--frozen", "--set"
 _WRITES = "lock"  # the verb that writes the file must run when something differs
@@ -89,7 +89,7 @@ def _named(rest: Sequence[str]) -> Path | None:
         named[FROZEN] = Path(os.environ[FROZEN].strip())
     if _OPTION in rest and not named:
         named[_OPTION] = Path(NAME)
-    files = {path.expanduser().absolute().resolve() for path in named.values()}
+    files = {at_home(path).absolute().resolve() for path in named.values()}
     if len(files) > 1:
         said = ", ".join(f"{source}: {path}" for source, path in named.items())
         raise LockFileError(f"different lock files are named ({said}); leave one")

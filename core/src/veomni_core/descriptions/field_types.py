@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from veomni_core.errors import SpecError
+
+_Kind = TypeVar("_Kind")
 
 
 def require_text(owner: str, field: str, value: object) -> None:
@@ -59,6 +61,16 @@ def names_in(owner: str, field: str, value: Any) -> tuple[str, ...]:
         if not isinstance(name, str) or not name:
             raise SpecError(f"{owner}: {field} must hold non-empty strings, not {name!r} ({type(name).__name__})")
     return names
+
+
+def instances_in(owner: str, field: str, value: Any, kind: type[_Kind]) -> tuple[_Kind, ...]:
+    """``value`` as a tuple; raises SpecError unless it is a collection of instances of ``kind``."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise _wrong(owner, field, "a tuple" if kind is object else f"a tuple of {kind.__name__}", value)
+    items = tuple(value)
+    for item in items:
+        require_instance(owner, field, item, kind)
+    return items
 
 
 def require_mapping(owner: str, field: str, value: object, kind: type) -> None:

@@ -6,15 +6,15 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from veomni_core.descriptions.field_types import (
+    instances_in,
     names_in,
     require_boolean,
-    require_instance,
     require_integer,
     require_name,
     require_text,
@@ -175,17 +175,23 @@ class HardwareRequirement:
                 Requirement(package)
             except InvalidRequirement as error:
                 raise SpecError(f"HardwareRequirement: {package!r} is not a package requirement: {error}") from None
-        object.__setattr__(self, "others", tuple(self.others))
-        for other in self.others:
-            require_instance(owner, "others", other, HardwareRequirement)
+        object.__setattr__(self, "others", instances_in(owner, "others", self.others, HardwareRequirement))
 
     def __or__(self, other: HardwareRequirement) -> HardwareRequirement:
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HardwareRequirement:
-        """The requirement that ``dataclasses.asdict`` turned into ``data``."""
-        return cls(**{**data, "others": tuple(map(cls.from_dict, data.get("others", ())))})
+        """The requirement that ``dataclasses.asdict`` turned into ``data``.
+
+        Raises:
+            SpecError: it is no such mapping.
+        """
+        known = [each.name for each in fields(cls)]
+        if not isinstance(data, Mapping) or any(name not in known for name in data):
+            raise SpecError(f"HardwareRequirement: expected a mapping of {', '.join(known)}, not {data!r}")
+        others = instances_in("HardwareRequirement", "others", data.get("others", ()), dict)
+        return cls(**{**data, "others": tuple(map(cls.from_dict, others))})
 
     def unmet(self, hardware: Hardware) -> tuple[str, ...]:
         """The requirements that ``hardware`` does not meet, one sentence each; empty if it meets all.

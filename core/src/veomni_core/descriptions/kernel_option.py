@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from veomni_core.descriptions.field_types import require_name, require_text
+from veomni_core.descriptions.field_types import instances_in, require_name, require_text
 from veomni_core.errors import ConfigError, SpecError
 
 Value = bool | int | float | str
@@ -52,7 +52,9 @@ class KernelOption:
             raise SpecError(
                 f"{owner}: minimum is for numbers; remove it, or give a number as default, not {self.default!r}"
             )
-        object.__setattr__(self, "choices", tuple(self.choices))
+        if self.minimum is not None and type(self.minimum) not in (int, float):
+            raise SpecError(f"{owner}: minimum must be a number or None, not {self.minimum!r}")
+        object.__setattr__(self, "choices", instances_in(owner, "choices", self.choices, object))
         try:
             for value in (*self.choices, self.default):
                 self.check(owner, value)
@@ -66,13 +68,13 @@ class KernelOption:
             ConfigError: ``value`` has another type, or is not allowed.
         """
         kind = type(self.default)
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 2**64:
             value = float(value)
         if type(value) is not kind:
             raise ConfigError(f"{where}: {self.name} must be of type {kind.__name__}, got {value!r}")
         if self.choices and value not in self.choices:
             allowed = ", ".join(map(repr, self.choices))
             raise ConfigError(f"{where}: {self.name} must be one of {allowed}, got {value!r}")
-        if self.minimum is not None and float(value) < self.minimum:
+        if self.minimum is not None and not isinstance(value, str) and value < self.minimum:
             raise ConfigError(f"{where}: {self.name} must be at least {self.minimum:g}, got {value!r}")
         return value  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from veomni_core.descriptions.field_types import (
+    instances_in,
     names_in,
     require_boolean,
     require_instance,
@@ -92,6 +93,7 @@ class KernelSpec:
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
             require_name(f"KernelSpec {self.name!r}", name, getattr(self, name))
+        object.__setattr__(self, "settings", _pairs_in(f"KernelSpec {self.name!r}", self.settings))
         owner = f"KernelSpec {self}"
         if self.name in (EAGER, "auto"):
             raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
@@ -107,9 +109,7 @@ class KernelSpec:
             require_boolean(owner, name, getattr(self, name))
         for name in ("dtypes", "features"):
             object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
-        object.__setattr__(self, "options", tuple(self.options))
-        for option in self.options:
-            require_instance(owner, "options", option, KernelOption)
+        object.__setattr__(self, "options", instances_in(owner, "options", self.options, KernelOption))
         if len({option.name for option in self.options}) < len(self.options):
             raise SpecError(f"{owner}: two of its options have the same name")
         if not self.dtypes:
@@ -203,6 +203,16 @@ class KernelSpec:
         if not callable(function):
             raise KernelLoadError(f"{self}: {reference} gave a {type(function).__name__}, which cannot be called")
         return function
+
+
+def _pairs_in(owner: str, settings: Any) -> tuple[tuple[str, Value], ...]:
+    """``settings`` as a tuple of pairs, which JSON holds as lists."""
+    pairs = tuple(settings) if isinstance(settings, (tuple, list)) else (settings,)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs) or not all(
+        isinstance(name, str) and isinstance(value, Value) for name, value in pairs
+    ):
+        raise SpecError(f"{owner}: settings must be a tuple of (name, value) pairs, not {settings!r}")
+    return tuple((name, value) for name, value in pairs)
 
 
 def _made_by_factory(value: Any) -> Any:

@@ -13,12 +13,11 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from veomni_core.descriptions import hookspecs
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
+from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
 from veomni_core.discovery.locked import frozen_lock, refuse_changed_files, refuse_changed_specs
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
@@ -83,10 +82,7 @@ def describe(environ: Mapping[str, str]) -> list[PluginRecord]:
     Raises:
         UnknownNameError, ConfigError: as of :func:`discover`.
     """
-    found = sorted(
-        (_Found.of(entry_point) for entry_point in entry_points(group=hookspecs.ENTRY_POINT_GROUP)),
-        key=lambda plugin: (plugin.name, plugin.distribution),
-    )
+    found = installed_plugins()
     policy = _Policy.read(environ, found)
     return [CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))]
 
@@ -101,30 +97,15 @@ def read_switch(environ: Mapping[str, str], name: str) -> bool:
     raise ConfigError(f"{name}={environ[name]!r} is not a boolean: write 1 or 0")
 
 
-@dataclass(frozen=True)
-class _Found:
-    """An entry point that was found but not imported. ``problem`` says what is wrong with it, if that is known."""
-
-    name: str
-    distribution: str
-    version: str
-    module: str
-    problem: str = ""
-
-    @classmethod
-    def of(cls, entry_point: EntryPoint) -> _Found:
-        distribution = entry_point.dist
-        name, version = (distribution.name, distribution.version) if distribution else ("unknown", "?")
-        return cls(entry_point.name, name, version, entry_point.value)
-
-    def record(self, **changes: Any) -> PluginRecord:
-        return PluginRecord(self.name, self.distribution, self.version, self.module, **changes)
-
-    def failed(self, problem: str, **changes: Any) -> PluginRecord:
-        return self.record(status="failed", problem=problem, **changes)
+def _record(plugin: InstalledPlugin, **changes: Any) -> PluginRecord:
+    return PluginRecord(plugin.name, plugin.distribution, plugin.version, plugin.module, **changes)
 
 
-def _name_once(found: Iterable[_Found]) -> list[_Found]:
+def _failed(plugin: InstalledPlugin, problem: str, **changes: Any) -> PluginRecord:
+    return _record(plugin, status="failed", problem=problem, **changes)
+
+
+def _name_once(found: Iterable[InstalledPlugin]) -> list[InstalledPlugin]:
     """Mark plugins that share their name with another one. None of them loads: which one is meant can't be known."""
     by_name = defaultdict(list)
     for plugin in found:
@@ -146,7 +127,7 @@ class _Policy:
     allowed_by: str
 
     @classmethod
-    def read(cls, environ: Mapping[str, str], found: Iterable[_Found]) -> _Policy:
+    def read(cls, environ: Mapping[str, str], found: Iterable[InstalledPlugin]) -> _Policy:
         known = {name for plugin in found for name in (plugin.name, plugin.distribution)}
         allowed = _names(environ, "VEOMNI_PLUGINS", known)
         blocked = _names(environ, "VEOMNI_PLUGINS_BLOCK", known)
@@ -156,12 +137,12 @@ class _Policy:
             return cls(allowed, blocked, "VEOMNI_DISABLE_PLUGIN_AUTOLOAD is set and VEOMNI_PLUGINS doesn't name it")
         return cls(allowed or None, blocked, "VEOMNI_PLUGINS doesn't name it")
 
-    def refuse(self, plugin: _Found) -> PluginRecord | None:
+    def refuse(self, plugin: InstalledPlugin) -> PluginRecord | None:
         names = {plugin.name, plugin.distribution}
         if names & self.blocked:
-            return plugin.record(status="blocked", problem="VEOMNI_PLUGINS_BLOCK names it")
+            return _record(plugin, status="blocked", problem="VEOMNI_PLUGINS_BLOCK names it")
         if self.allowed is not None and not names & self.allowed:
-            return plugin.record(status="blocked", problem=self.allowed_by)
+            return _record(plugin, status="blocked", problem=self.allowed_by)
         return None
 
 
@@ -172,16 +153,16 @@ def _names(environ: Mapping[str, str], variable: str, known: set[str]) -> frozen
     return names
 
 
-def _load(plugin: _Found) -> PluginRecord:
+def _load(plugin: InstalledPlugin) -> PluginRecord:
     if plugin.problem:
-        return plugin.failed(plugin.problem)
+        return _failed(plugin, plugin.problem)
     start = time.perf_counter()
     try:
         described = described_by(importlib.import_module(plugin.module))
     except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
         reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
-        return plugin.failed(reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
-    return plugin.record(seconds=time.perf_counter() - start, **described)
+        return _failed(plugin, reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
+    return _record(plugin, seconds=time.perf_counter() - start, **described)
 
 
 def _raise_first(records: Iterable[PluginRecord]) -> None:

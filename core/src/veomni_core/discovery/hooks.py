@@ -55,7 +55,12 @@ def _check_api_versions(module: Any) -> None:
         )
     if pair[1] < here[0] or pair[0] > here[-1]:
         said = f"version {declared!r}" if pair[0] == pair[1] else f"versions {pair[0]} to {pair[1]}"
-        raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}")
+        remedy = (
+            "Install a newer version of the plugin, or an older veomni-core"
+            if pair[1] < here[0]
+            else "Upgrade veomni-core, or install an older version of the plugin"
+        )
+        raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}. {remedy}")
 
 
 def _checked(hook: str, kind: type, answer: Any) -> list[Any]:

@@ -61,7 +61,7 @@ def _is_editable(distribution: Distribution) -> bool:
 
 def _contents(distribution: Distribution) -> tuple[set[str], set[str]]:
     """The packages and modules of an installed wheel, and the paths of its other files, as RECORD has them."""
-    content = {path for path in map(PurePosixPath, distribution.files or ()) if _is_content(path)}
+    content = {path for path in _recorded(distribution) if _is_content(path)}
     packages = set(_topmost_packages(content))
     loose = {path for path in content if not packages & {*path.parents}}
     modules = {path: _module_name(path.name) for path in loose if len(path.parts) == 1}
@@ -72,12 +72,23 @@ def _contents(distribution: Distribution) -> tuple[set[str], set[str]]:
 def _editable_contents(distribution: Distribution) -> tuple[set[str], set[str]]:
     """The same of an editable install: what lies at the top of the folders that its ``.pth`` files add to the path."""
     names = set()
-    for path in distribution.files or ():
+    for path in _recorded(distribution):
         file = Path(str(distribution.locate_file(path)))
         if path.suffix == ".pth" and file.is_file():
             lines = map(Path, file.read_text("utf-8", "replace").splitlines())
             names |= {name for line in lines if line.is_absolute() and line.is_dir() for name in _importable(line)}
     return names, set()
+
+
+def _recorded(distribution: Distribution) -> list[PurePosixPath]:
+    """The paths that RECORD lists."""
+    try:
+        return [PurePosixPath(path) for path in distribution.files or () if path.parts]
+    except Exception as error:  # no UTF-8, or lines of another form
+        raise HostError(
+            f"{distribution.name}: the list of its files (RECORD) can't be read ({type(error).__name__}: {error}). "
+            "Install it again"
+        ) from error
 
 
 def _importable(folder: Path) -> Iterator[str]:

@@ -113,11 +113,12 @@ def read_lock(path: Path) -> Lock:
         LockFileError: there is none, it can't be read, it was damaged or edited, or another version wrote it.
     """
     try:
-        return parse_lock(path.read_text(encoding="utf-8"), path)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise LockFileError(f"{path}: there is no such lock file. `veomni lock` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LockFileError(f"{path} can't be read as text ({error}). Restore it") from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
+        raise LockFileError(f"{str(path)!r} can't be read as text ({error}). Restore it") from None
+    return parse_lock(text, path)
 
 
 @functools.lru_cache(maxsize=4)  # one command finds its plugins several times

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
-from pathlib import Path
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 
-from veomni_core.descriptions.hookspecs import ENTRY_POINT_GROUP
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.installed_files import combined, hashed_files
+from veomni_core.discovery.installed_plugins import installed_plugins
 from veomni_core.discovery.lock_file import Lock, LockedDistribution, LockedPlugin, read_lock, shortened
 from veomni_core.discovery.registry import PluginRecord
 from veomni_core.discovery.spec_hashes import spec_hashes
 from veomni_core.errors import HostError, LockMismatchError
+from veomni_core.jobs.jobfile import at_home
 
 FROZEN = "VEOMNI_FROZEN"
 _NAMED = 5  # files or specs that a message names; the others are counted
@@ -26,22 +26,22 @@ def frozen_lock(environ: Mapping[str, str]) -> Lock | None:
         LockFileError: there is no such file, or it is damaged.
     """
     name = environ.get(FROZEN, "").strip()
-    return read_lock(Path(name).expanduser()) if name else None
+    return read_lock(at_home(name)) if name else None
 
 
 def installed() -> dict[str, LockedDistribution]:
     """veomni-core and every distribution with a plugin, with its files as they are on disk.
 
     Raises:
-        HostError: veomni-core is not installed, or a file can't be read.
+        HostError: veomni-core is not installed, or metadata or a file can't be read.
     """
     plugins: dict[str, dict[str, LockedPlugin]] = defaultdict(dict)
     found: dict[str, Distribution] = {}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.dist is None:
-            raise HostError(f"plugin {point.name}: no distribution is known that installed it, so it can't be locked")
-        found[point.dist.name] = point.dist
-        plugins[point.dist.name][point.name] = LockedPlugin(point.value)
+    for plugin in installed_plugins():
+        if plugin.problem:
+            raise HostError(f"plugin {plugin.name} of {plugin.distribution} can't be locked: {plugin.problem}")
+        found[plugin.distribution] = plugin.metadata
+        plugins[plugin.distribution][plugin.name] = LockedPlugin(plugin.module)
     try:
         found[CORE.distribution] = distribution(CORE.distribution)
     except PackageNotFoundError:

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
 from veomni_core.jobs.config_errors import explained
 from veomni_core.jobs.config_values import refuse_unfit_pairs, refuse_values
+from veomni_core.jobs.jobfile import shown
 
 _NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
 _IN_THE_JOB = "model.config"
@@ -68,6 +69,8 @@ def _from_mapping(
     model_type = data.get("model_type")
     if model_type is None:
         raise ConfigError(f"{where}: model_type is missing, e.g. model_type: llama")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{where}: model_type must be text, e.g. model_type: llama, got {shown(model_type)}")
     if "auto_map" in data and folder is not None:
         if not trust_remote_code:
             raise ConfigError(
@@ -141,7 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise JobFileError(f"{path}: there is no such model config") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8, or too long a number
         raise JobFileError(f"{path}: not a JSON model config: {error}") from None
     if not isinstance(data, dict):
         raise JobFileError(f"{path}: a model config is a mapping, this holds a {type(data).__name__}")

@@ -149,7 +149,7 @@ def _checked_options(
     if problems:
         raise problems[0]
     # No kernel of that name is installed: planning says so.
-    return tuple((str(key), str(value)) for key, value in sorted(values.items()))
+    return tuple(sorted((str(key), str(value)) for key, value in values.items()))
 
 
 def _checked_name(op: OpSpec, where: str, name: str, known: list[str], registry: Registry) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from veomni_core import HardwareRequirement
 from veomni_core.errors import ConfigError, SpecError, did_you_mean
-from veomni_core.jobs.jobfile import load_yaml
+from veomni_core.jobs.jobfile import at_home, load_yaml
 from veomni_hub.hub_kernel import HubKernel, Package
 
 VARIABLE = "VEOMNI_HUB_KERNELS"
@@ -29,7 +29,7 @@ def listed() -> tuple[HubKernel, ...]:
         ConfigError: the file is wrong; the message holds every problem.
     """
     name = os.environ.get(VARIABLE, "").strip()
-    return read(Path(name).expanduser()) if name else ()
+    return read(at_home(name)) if name else ()
 
 
 def read(path: Path) -> tuple[HubKernel, ...]:
@@ -78,7 +78,7 @@ def _package(path: Path, where: str, entry: Mapping[str, Any], problems: list[st
     for variant, digest in variants.items():
         if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
             problems.append(f"{where}.variants.{variant} must read sha256: and 64 hexadecimal digits, not {digest!r}")
-    at = path.parent / Path(folder).expanduser() if folder else None
+    at = path.parent / at_home(folder) if folder else None
     return Package(where, variants, at, repo, revision, download is True, path)
 
 

@@ -104,7 +104,7 @@ def read_store(folder: Path) -> TokenStore:
             learned,
             Reading(**index["reading"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedStore(" ".join(str(error).split())) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from veomni_core.jobs.jobfile import beside_job, load_yaml
+from veomni_core.jobs.jobfile import at_home, beside_job, load_yaml
 from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems
@@ -44,7 +44,7 @@ def dump_job(job: Job) -> str:
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
-    train = {"output_dir": str(Path(job.train.output_dir).expanduser().absolute())}
+    train = {"output_dir": str(at_home(job.train.output_dir).absolute())}
     if job.train.frozen is not None:
         train["frozen"] = beside_job(job.train.frozen, folder)
     return job.model_copy(
@@ -71,7 +71,7 @@ def _beside(data: DataSection, folder: Path) -> DataSection:
         if (value := getattr(data, key)) is not None
     }
     if isinstance(data.cache, str):
-        paths["cache"] = str(Path(data.cache).expanduser().absolute())
+        paths["cache"] = str(at_home(data.cache).absolute())
     if data.sources is not None:
         paths["sources"] = [each.model_copy(update={"files": all_found(each.files)}) for each in data.sources]
     return data.model_copy(update=paths)

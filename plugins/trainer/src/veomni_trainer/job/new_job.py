@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
 from veomni_core.errors import ConfigError
+from veomni_core.jobs.jobfile import at_home
 
 # Sizes of a model that learns something in minutes on one machine; a model type takes those keys that its config has.
 SMALL = {
@@ -68,7 +68,7 @@ class NewJob:
         )
 
     def _model(self) -> list[str]:
-        path = Path(self.model).expanduser()
+        path = at_home(self.model)
         if path.is_dir() and any(path.glob("*.safetensors")):
             return [_line("weights", self.model)]
         if path.exists() or "/" in self.model:

@@ -92,9 +92,15 @@ def _kernels(plan: Plan, other: Plan) -> Plan:
 def check_sequences(checkpoint: Path, sequences: str) -> None:
     """Raise CheckpointError unless ``sequences`` is the fingerprint of those that the checkpoint was trained on."""
     path = checkpoint / SEQUENCES
-    before = path.read_text(encoding="utf-8")
-    if before != sequences:
+    try:
+        before = path.read_text(encoding="utf-8")
         counts = [json.loads(each)["sequences"] or "a stream" for each in (before, sequences)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} does not say on which sequences the checkpoint was trained ({type(error).__name__}: {error}). "
+            f"Restore it, or start a new run from its weights, with model.weights: {checkpoint}"
+        ) from error
+    if before != sequences:
         raise CheckpointError(
             f"{checkpoint} was trained on other sequences than this job's ({counts[0]} then, {counts[1]} now), so "
             "going on would train on some twice and on some never. Restore the section data and the files that it "
@@ -112,8 +118,8 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
     path = checkpoint / PLAN
     try:
         before = Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a plan: {error}") from error
+    except Exception as error:  # whatever JSON of another form leads to
+        raise CheckpointError(f"{path} is not a plan: {type(error).__name__}: {error}. Restore it") from error
     changes = _kernels(before, plan).diff(_kernels(plan, before)) if is_sharded(checkpoint) else before.diff(plan)
     if not changes:
         return ()

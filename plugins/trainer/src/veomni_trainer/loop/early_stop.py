@@ -46,9 +46,9 @@ def has_stopped(checkpoint: Path, train: TrainSection) -> bool:
     path = checkpoint / "trainer_state.json"
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return _counter(state.get("stateful_callbacks")) >= train.early_stop.patience
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
-    return _counter(state.get("stateful_callbacks")) >= train.early_stop.patience
 
 
 def _counter(callbacks: Any) -> int:

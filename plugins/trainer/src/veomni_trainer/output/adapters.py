@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from veomni_core.errors import CheckpointError
@@ -47,19 +46,25 @@ def merge_adapter(checkpoint: Path, folder: Path, trust_remote_code: bool) -> No
     """
     from peft import PeftConfig, PeftModel
 
+    if not (checkpoint / _ADAPTER[1]).is_file():  # PEFT would read a pickle in its place
+        raise CheckpointError(f"{checkpoint} has no {_ADAPTER[1]}, so its adapter is not complete. Restore the file")
     try:
         base = Path(str(PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / ADAPTER_CONFIG} can't be read: {error}") from error
+    except Exception as error:  # PEFT raises whatever another form of JSON leads to
+        raise CheckpointError(
+            f"{checkpoint / ADAPTER_CONFIG} can't be read: {type(error).__name__}: {error}. Restore the file"
+        ) from error
     if not base.is_dir():
         raise CheckpointError(
             f"{checkpoint} is an adapter over {base}, and there is no such folder. Put the weights back there, or "
             f"write where they are into base_model_name_or_path of {checkpoint / ADAPTER_CONFIG}"
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            base, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
+        )
         merged = PeftModel.from_pretrained(model, checkpoint).merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of files, headers, shapes, and of what the adapter's config says
         raise CheckpointError(f"{checkpoint} can't be merged into {base}: {error}") from error
     merged.save_pretrained(folder)
     copy_tokenizer(folder, checkpoint, base)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer
 
-from veomni_core.build import build_skeleton
-from veomni_core.errors import CheckpointError, ConfigError
+from veomni_core.build import build_skeleton, check_weights
+from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
 from veomni_trainer.output.adapters import copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.files import publish_folder
-from veomni_trainer.output.shards import is_sharded
+from veomni_trainer.output.shards import is_sharded, reason
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")
 _CONFIGS = ("config.json", "generation_config.json")
@@ -59,6 +60,8 @@ def export_checkpoint(
 
 def _write(checkpoint: Path, folder: Path, trust: bool) -> None:
     whole = [*checkpoint.glob("model*.safetensors"), *checkpoint.glob("model.safetensors.index.json")]
+    if whole or is_sharded(checkpoint):
+        check_weights(checkpoint)
     if is_sharded(checkpoint):
         _join(checkpoint, folder, trust)
     elif whole:
@@ -88,8 +91,10 @@ def _join(checkpoint: Path, folder: Path, trust: bool) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             consolidate_distributed_checkpoint(checkpoint, joined)
         _publish_names(checkpoint, next(joined.glob("*.safetensors")), folder, trust)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{checkpoint}: its shards can't be joined: {error}") from error
+    except VeOmniError:
+        raise
+    except (Exception, CheckpointException) as error:  # the libraries raise whatever a shard of another form leads to
+        raise CheckpointError(f"{checkpoint}: its shards can't be joined: {reason(error)}") from error
     finally:
         shutil.rmtree(joined, ignore_errors=True)
 

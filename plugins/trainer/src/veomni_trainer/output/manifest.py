@@ -27,7 +27,7 @@ def damage(checkpoint: Path) -> list[str]:
         listed = {str(name): int(size) for name, size in sizes.items()}
     except FileNotFoundError:
         return [f"{MANIFEST}, which lists its files, is missing"]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return [f"{MANIFEST}, which lists its files, can't be read ({error})"]
     return [problem for name, size in listed.items() if (problem := _problem(checkpoint / name, name, size))]
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.errors import CheckpointError
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.output.unpickling import refuse_code
 
 _WEIGHTS = "shard-*-model-*.safetensors"
 _OPTIMIZER = "optimizer"
@@ -82,11 +83,12 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, checkpoint: Pat
     """Read this process's shards of the optimizer's state, whatever the sizes they were written under.
 
     Raises:
-        CheckpointError: the state is missing, damaged, or that of another model.
+        CheckpointError: the state is missing, damaged, that of another model, or names code.
     """
     from transformers.distributed.checkpoint import load_optimizer_distributed
 
     try:
+        refuse_code(checkpoint / _OPTIMIZER)
         load_optimizer_distributed(model, optimizer, str(checkpoint / _OPTIMIZER))
     except (Exception, CheckpointException) as error:  # errors of pickle, of files and of shapes; and torch's own
         raise CheckpointError(f"{checkpoint / _OPTIMIZER} does not fit this job: {reason(error)}") from error
@@ -109,7 +111,7 @@ def check_layout(checkpoint: Path, layout: Layout) -> str | None:
     path = checkpoint / LAYOUT
     try:
         before = Layout(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} does not say under which sizes the checkpoint was written: {error}") from error
     if before.sequences_per_step != layout.sequences_per_step:
         raise CheckpointError(

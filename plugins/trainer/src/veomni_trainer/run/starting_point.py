@@ -115,6 +115,6 @@ def _unreadable(checkpoint: Path) -> list[str]:
     for name in ("trainer_state.json", "sequences.json"):
         try:
             json.loads((checkpoint / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{name} can't be read ({error})")
     return problems

@@ -1,0 +1,86 @@
+"""The plugins that installed distributions declare, read from their metadata alone. Imports none of them.
+
+``importlib.metadata.entry_points`` raises if one distribution's metadata is damaged, whoever it belongs to. Here such a
+distribution is one entry with a problem, and the others are found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+
+from veomni_core.descriptions.hookspecs import ENTRY_POINT_GROUP
+
+UNKNOWN = "unknown"
+_FILE = "entry_points.txt"
+_OUR_GROUP = re.compile(rf"^\s*\[{re.escape(ENTRY_POINT_GROUP)}\]\s*$", re.MULTILINE)
+_REINSTALL = "uninstall it, or install it again"
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """One entry point of a distribution, not imported.
+
+    Attributes:
+        name: the entry point's name.
+        distribution, version: what installed it; ``unknown`` and ``?`` where its metadata doesn't say.
+        module: the module that it names.
+        metadata: the distribution, for its files.
+        problem: what is wrong with the metadata; empty if nothing is.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    metadata: Distribution
+    problem: str = ""
+
+
+def installed_plugins() -> list[InstalledPlugin]:
+    """Every plugin that a distribution on ``sys.path`` declares, sorted by name and distribution.
+
+    Of two distributions of one name, the one that comes first on the path counts.
+    """
+    found: list[InstalledPlugin] = []
+    seen: set[str] = set()
+    for metadata in distributions():
+        name, version, problem = _identity(metadata)
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if name == UNKNOWN or key not in seen:
+            found += _declared(metadata, name, version, problem)
+        seen.add(key)
+    return sorted(found, key=lambda plugin: (plugin.name, plugin.distribution))
+
+
+def _identity(metadata: Distribution) -> tuple[str, str, str]:
+    """Name and version of a distribution, and what is wrong with its METADATA."""
+    try:
+        described = metadata.metadata
+        name, version = described["Name"], described["Version"]
+    except Exception as error:  # no UTF-8, or whatever the version of Python raises of a file that is missing
+        return UNKNOWN, "?", f"its METADATA can't be read ({type(error).__name__}: {error}); {_REINSTALL}"
+    absent = " and no ".join(key for key, value in (("Name", name), ("Version", version)) if not value)
+    return name or UNKNOWN, version or "?", f"its METADATA has no {absent}; {_REINSTALL}" if absent else ""
+
+
+def _declared(metadata: Distribution, name: str, version: str, problem: str) -> Iterator[InstalledPlugin]:
+    try:
+        points: list[EntryPoint] = [*metadata.entry_points.select(group=ENTRY_POINT_GROUP)]
+    except Exception as error:  # a line without "=", no UTF-8, ...
+        if _may_be_ours(metadata):
+            why = f"its {_FILE} can't be read ({type(error).__name__}: {error}); {_REINSTALL}"
+            yield InstalledPlugin(name, name, version, UNKNOWN, metadata, why)
+        return
+    for point in points:
+        yield InstalledPlugin(point.name, name, version, point.value, metadata, problem)
+
+
+def _may_be_ours(metadata: Distribution) -> bool:
+    """Whether a file of entry points that can't be read declares plugins; who can't tell takes it for one that does."""
+    try:
+        return bool(_OUR_GROUP.search(metadata.read_text(_FILE) or ""))
+    except ValueError:  # no UTF-8
+        return True
