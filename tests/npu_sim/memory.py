@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +31,14 @@ class _Blocks:
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._sweep_at = 1024
+        self._lock = threading.Lock()  # a block that another thread adds during a sweep must not get lost
 
     def add(self, device_storage: torch.UntypedStorage, host_storage: torch.UntypedStorage) -> None:
-        if len(self._blocks) >= self._sweep_at:
-            self._blocks = {key: block for key, block in self._blocks.items() if not block.device_storage.expired()}
-            self._sweep_at = max(1024, 2 * len(self._blocks))
-        self._blocks[device_storage._cdata] = _Block(StorageWeakRef(device_storage), host_storage)
+        with self._lock:
+            if len(self._blocks) >= self._sweep_at:
+                self._blocks = {key: block for key, block in self._blocks.items() if not block.device_storage.expired()}
+                self._sweep_at = max(1024, 2 * len(self._blocks))
+            self._blocks[device_storage._cdata] = _Block(StorageWeakRef(device_storage), host_storage)
 
     def host_storage(self, device_storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return self._blocks[device_storage._cdata].host_storage

@@ -14,8 +14,8 @@ from veomni_core.testing.sample_tensors import copy_of, map_tensors
 from veomni_core.testing.subject import Subject
 from veomni_core.testing.tensor_layouts import LAYOUTS
 
-USUAL = "usual"
-VALUES = (USUAL, "large", "denormal", "zero", "equal", "infinite")
+USUAL, INFINITE = "usual", "infinite"
+VALUES = (USUAL, "large", "denormal", "zero", "equal", INFINITE)
 _LARGE = 1e3
 MEMORY = (USUAL, *LAYOUTS, "overlapping", "expanded")
 
@@ -26,7 +26,7 @@ class SampleChange:
 
     Attributes:
         rows: the rows of the call, counted modulo the sample's; ``None`` leaves them.
-        values: for each input that wants a gradient, one of :data:`VALUES`.
+        values: for each input that wants a gradient, one of :data:`VALUES`; ``infinite`` is its first element only.
         memory: for each tensor, one of :data:`MEMORY`.
         frozen: for each input that wants a gradient, whether it is frozen.
         shared: inputs of one shape and dtype lie over each other in one memory.

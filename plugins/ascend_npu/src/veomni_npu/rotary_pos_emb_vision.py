@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 
 from veomni_npu.rotation import rotated
@@ -19,5 +21,7 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 def _in_four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Flatten all leading dimensions into one: the operator takes four dimensions."""
     sequence, heads, width = x.shape[-3:]
-    cos, sin = (angles.float().reshape(-1, sequence, 1, width) for angles in (cos, sin))
-    return rotated(x.reshape(-1, sequence, heads, width), cos, sin).view(x.shape)
+    # Counted: without a patch, -1 would be ambiguous.
+    batch, shared = prod(x.shape[:-3]), prod(cos.shape[:-2])
+    cos, sin = (angles.float().reshape(shared, sequence, 1, width) for angles in (cos, sin))
+    return rotated(x.reshape(batch, sequence, heads, width), cos, sin).view(x.shape)
