@@ -18,6 +18,7 @@ from fresh_environment import FreshEnvironment, build_wheel
 ROOT = Path(__file__).resolve().parent.parent
 # No wheel depends on these, since each build of them is for one GPU or one CUDA; kernels import them when bound.
 GPU_LIBRARIES = ("flash_attn", "flash_attn_interface", "quack")
+TESTING = ("pytest",)  # an extra of the core's: one of its modules is for pytest's sessions alone
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 package, *absent = sys.argv[1:]
@@ -68,7 +69,7 @@ def installation_problems(core: Path, plugin: Path | None, folder: Path) -> list
         environment.link_requirements(wheels)
         environment.install(*wheels)
         for package in packages(wheels[-1]):
-            environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES)
+            environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES, *TESTING)
         listed = json.loads(environment.run("-m", "veomni_core.cli", "list", "--json"))["plugins"]
     except RuntimeError as error:
         return [str(error)]

@@ -15,7 +15,7 @@ from planted_faults import SwiGLU, assert_caught, derivatives, failures_of, righ
 from veomni_core import KernelSpec
 from veomni_core.ops import attention, rms_norm, swiglu_mlp
 from veomni_core.ops.contract import Size
-from veomni_core.testing.process_state import ProcessState, check_process_state, check_unusual_settings
+from veomni_core.testing.process_state import ProcessState, check_process_state
 from veomni_core.testing.subject import Position, Subject
 
 _state = threading.local()
@@ -214,8 +214,7 @@ def test_a_kernel_that_changes_the_process_is_caught(state, in_backward):
     kernel = _leaves_changed(STATES[state], in_backward)
     spec = KernelSpec("changes", "swiglu_mlp", "standard", "nowhere:kernel")
     subject = Subject(spec, kernel, swiglu_mlp.CONTRACTS["standard"], torch.device("cpu"), torch.float32)
-    asked = (check_process_state, check_unusual_settings)
-    found = [sentence for check in asked for sentence in check(subject, Position(Size.SMALL, 0))]
+    found = list(check_process_state(subject, Position(Size.SMALL, 0), other_threads=True))
     assert before.changes() == [], "the check puts back what the kernel changed"
     assert found, "nothing was found"
     assert all("changes" in sentence for sentence in found)

@@ -37,7 +37,7 @@ from veomni_core.testing.memory_layouts import check_memory_layouts
 from veomni_core.testing.mixed_dtypes import check_autocast, check_mixed_dtypes
 from veomni_core.testing.modes import check_modes
 from veomni_core.testing.non_finite import check_non_finite
-from veomni_core.testing.process_state import ProcessState, check_process_state, check_unusual_settings
+from veomni_core.testing.process_state import ProcessState, check_process_state
 from veomni_core.testing.rank_check import check_on_ranks
 from veomni_core.testing.report import CaseResult, ConformanceReport
 from veomni_core.testing.second_derivatives import check_second_derivatives
@@ -177,8 +177,6 @@ def _guarded(subject: Subject, position: Position) -> CaseResult:
 
 def _uses(subject: Subject, position: Position, neighbour: Position, first: bool) -> Iterator[str]:
     questions = (
-        *((check_unusual_settings,) if first else ()),
-        check_process_state,
         check_frozen_inputs,
         check_later_steps,
         check_modes,
@@ -191,6 +189,8 @@ def _uses(subject: Subject, position: Position, neighbour: Position, first: bool
         check_batch_invariance,
     )
     before = ProcessState()
+    yield from check_process_state(subject, position, other_threads=first)
+    before.restore()
     for question in questions:
         yield from question(subject, position)
         before.restore()

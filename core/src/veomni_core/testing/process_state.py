@@ -51,14 +51,14 @@ class ProcessState:
                 setting.write(value)
 
 
-def check_process_state(subject: Subject, position: Position) -> Iterator[str]:
-    """Look for changes after forward and after backward, under the process's own settings."""
+def check_process_state(subject: Subject, position: Position, other_threads: bool) -> Iterator[str]:
+    """Look for changes after forward and after backward, under the process's own settings and under unusual ones.
+
+    With ``other_threads`` the number of threads is one of those. PyTorch then starts its threads anew, which takes most
+    of this check's time.
+    """
     yield from reveal("called", lambda: _changed(subject, position))
-
-
-def check_unusual_settings(subject: Subject, position: Position) -> Iterator[str]:
-    """Look for changes under unusual settings. Slow, since another number of threads is one of them."""
-    with _unusual_settings():
+    with _unusual_settings(other_threads):
         # Errors under deterministic algorithms are the subject of another check.
         yield from reveal("called under other settings", lambda: _changed(subject, position), may_refuse=True)
 
@@ -84,7 +84,7 @@ def _changed(subject: Subject, position: Position) -> str | None:
 
 
 @contextmanager
-def _unusual_settings() -> Iterator[None]:
+def _unusual_settings(other_threads: bool) -> Iterator[None]:
     """Unusual settings, which reveal kernels that restore the defaults instead of the previous values."""
     before = ProcessState()
     random.seed(20_11)
@@ -95,7 +95,8 @@ def _unusual_settings() -> Iterator[None]:
     torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_num_threads(torch.get_num_threads() + 1)
+    if other_threads:
+        torch.set_num_threads(torch.get_num_threads() + 1)
     warnings.filterwarnings("ignore", message="of the conformance check")
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(20_11)
