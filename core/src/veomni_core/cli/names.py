@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import UnknownNameError, did_you_mean
+from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 
 DEVICES = ("cpu", "cuda", "rocm")  # the types that the core detects
 
@@ -28,3 +29,18 @@ def check_device(registry: Registry, name: str) -> None:
     kind, known = name.partition(":")[0], (*DEVICES, *registry.devices)
     if kind not in known:
         raise UnknownNameError(f"--device {name}: there is no device type {kind!r}. {did_you_mean(kind, known)}")
+
+
+def nvidia_gpu(registry: Registry, name: str) -> Hardware:
+    """The NVIDIA GPU called ``name``: ``sm90``, ``h200``, ...
+
+    Raises:
+        UnknownNameError: no hardware has this name.
+        ConfigError: it is no NVIDIA GPU.
+    """
+    hardware = registry.named_hardware(name)
+    if hardware.device_type != "cuda" or hardware.compute_capability is None:
+        raise ConfigError(
+            f"{name} is {hardware.describe()}, and kernels are compiled for NVIDIA's GPUs: write sm90, h200"
+        )
+    return hardware

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from veomni_core.cli.completion import complete_device, complete_dtype, complete_kernel, complete_op, complete_plugin
-from veomni_core.cli.names import check_device, find_op
+from veomni_core.cli.completion import (
+    complete_device,
+    complete_dtype,
+    complete_hardware,
+    complete_kernel,
+    complete_op,
+    complete_plugin,
+)
+from veomni_core.cli.names import check_device, find_op, nvidia_gpu
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row, verify_kernel
+from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row, compile_kernel, verify_kernel
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.errors import PluginError, UnknownNameError, suggest
+from veomni_core.errors import ConfigError, PluginError, UnknownNameError, suggest
 from veomni_core.planning.certificates import Certificate, keep, write_certificates
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
@@ -54,6 +62,15 @@ def verify(
             "--certify", help="Also write the certificates of what passed to this file, to ship in a plugin's package."
         ),
     ] = None,
+    compile_for: Annotated[
+        str | None,
+        typer.Option(
+            "--compile-for",
+            metavar="HARDWARE",
+            help="Run nothing: compile Triton's kernels for this GPU of NVIDIA's (sm90, h200, ...). Needs no GPU.",
+            autocompletion=complete_hardware,
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none ran.
@@ -65,11 +82,10 @@ def verify(
     if dtype is not None and dtype not in DTYPES:
         one_of = ", ".join(DTYPES)
         raise UnknownNameError(f"--dtype: {dtype!r} is not a dtype; write one of {one_of}. {suggest(dtype, DTYPES)}")
-    if device is not None:
-        check_device(registry, device)
-
+    if compile_for is not None and (device is not None or certify is not None):
+        raise ConfigError("--compile-for runs no kernel, so it takes neither --device nor --certify")
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
-    hardware, device = device_here(registry.detect_hardware(), device, "--device")
+    where = _device(registry, device) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
     asked = [
         (record, spec)
@@ -80,33 +96,68 @@ def verify(
 
     def rows_of(asked: tuple[PluginRecord, KernelSpec]) -> list[Row]:
         record, spec = asked
-        if unmet := spec.hardware.unmet(hardware):
+        if unmet := spec.hardware.unmet(where.hardware):
             return [Row(str(spec), "-", SKIPPED, unmet)]
         dtypes = tuple(name for name in spec.dtypes if dtype in (None, name))
         if not dtypes:
             return [Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))]
-        return verify_kernel(record.name, spec, device, dtypes, timeout)
+        return where.check(record.name, spec, dtypes, timeout)
 
     with ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(rows_of, asked))
     rows = [row for each in found for row in each]
-    by_plugin: dict[str, list[Row]] = {}
-    for (record, _), each in zip(asked, found, strict=True):
-        by_plugin.setdefault(record.name, []).extend(each)
-    passed = [each for name, of_it in by_plugin.items() for each in _remember(of_it, registry.plugin(name), hardware)]
-    if certify is not None:
-        write_certificates(certify, passed)
+    if compile_for is None:
+        by_plugin: dict[str, list[Row]] = {}
+        for (record, _), each in zip(asked, found, strict=True):
+            by_plugin.setdefault(record.name, []).extend(each)
+        plugins = [(registry.plugin(name), of_it) for name, of_it in by_plugin.items()]
+        passed = [each for record, of_it in plugins for each in _remember(of_it, record, where.hardware)]
+        if certify is not None:
+            write_certificates(certify, passed)
     nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for record in records for spec in record.kernels])
     name = ", ".join(map(str, records))
     if json:
         results = [row.to_dict() for row in rows]
-        print_json({"plugin": name, "device": device, "results": results, "nothing_ran": nothing})
+        print_json({"plugin": name, "device": where.name, "results": results, "nothing_ran": nothing})
     else:
-        show_results(rows, f"{name} on {device}")
+        show_results(rows, f"{name} {where}")
+        show_functions(rows)
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Where kernels are checked, or for what they are compiled, and how."""
+
+    hardware: Hardware
+    name: str
+    check: Callable[[str, KernelSpec, tuple[str, ...], float], list[Row]]
+    compiles: bool = False
+
+    def __str__(self) -> str:
+        return f"compiled for {self.name}" if self.compiles else f"on {self.name}"
+
+
+def _device(registry: Registry, asked: str | None) -> _Where:
+    if asked is not None:
+        check_device(registry, asked)
+    hardware, name = device_here(registry.detect_hardware(), asked, "--device")
+    return _Where(
+        hardware, name, lambda plugin, spec, dtypes, timeout: verify_kernel(plugin, spec, name, dtypes, timeout)
+    )
+
+
+def _target(registry: Registry, asked: str) -> _Where:
+    hardware = nvidia_gpu(registry, asked)
+    capability = hardware.compute_capability or 0
+
+    def compiled(plugin: str, spec: KernelSpec, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
+        return compile_kernel(plugin, spec, capability, dtypes, timeout)
+
+    return _Where(hardware, hardware.describe(), compiled, compiles=True)
 
 
 def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
@@ -143,6 +194,20 @@ def show_results(rows: Iterable[Row], title: str) -> None:
     """Print a line per kernel and dtype."""
     table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
     print(render_table(("kernel", "dtype", "result", "detail"), table, title))
+
+
+def show_functions(rows: Iterable[Row]) -> None:
+    """Print a line for each Triton function that was compiled ahead, if there are some."""
+    most: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for row in rows:
+        for each in row.functions:
+            key = (row.kernel, row.dtype, each["name"], each["constants"], f"{each['warps']}")
+            used = (each["registers"], each["shared_bytes"], each["spilled_bytes"])
+            most[key] = tuple(map(max, used, most.get(key, used)))
+    if most:
+        heads = ("kernel", "dtype", "function", "constants", "warps", "registers", "shared bytes", "spilled bytes")
+        table = [(*key, *(f"{number:,}" for number in used)) for key, used in most.items()]
+        print(render_table(heads, table, "Triton's functions; the most over the alignments of their arguments"))
 
 
 def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, known: list[str]) -> str:

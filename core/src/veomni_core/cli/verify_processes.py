@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 class Row:
     """One kernel in one dtype: ``result`` is ``OK``, ``FAILED``, ``SKIPPED`` or ``CONTRACT``, ``detail`` says why.
 
-    ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance.
+    ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance. ``functions`` has
+    what was compiled ahead, as :class:`~veomni_core.testing.triton_ahead.CompiledFunction`.
     """
 
     kernel: str
@@ -32,6 +33,7 @@ class Row:
     detail: tuple[str, ...] = ()
     seconds: float = 0.0
     cases: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    functions: tuple[Mapping[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -40,14 +42,34 @@ class Row:
 
 def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
     """Check the kernel; one row per dtype. If the process ends early, the dtype it was checking and the rest fail."""
+    return _rows("veomni_core.cli.verify_probe", plugin, spec, device, dtypes, timeout, {})
+
+
+def compile_kernel(
+    plugin: str, spec: KernelSpec, capability: int, dtypes: tuple[str, ...], timeout: float
+) -> list[Row]:
+    """Compile what the kernel launches by Triton for a compute capability; one row per dtype, as above."""
+    compiles = {"TRITON_INTERPRET": "0"}
+    return _rows("veomni_core.cli.compile_probe", plugin, spec, f"{capability}", dtypes, timeout, compiles)
+
+
+def _rows(
+    module: str,
+    plugin: str,
+    spec: KernelSpec,
+    where: str,
+    dtypes: tuple[str, ...],
+    timeout: float,
+    environment: Mapping[str, str],
+) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "rows"
         # Results go through a file, since kernels may print to standard output.
-        command = [sys.executable, "-X", "faulthandler", "-m", "veomni_core.cli.verify_probe"]
-        problem = _run([*command, plugin, str(spec), device, ",".join(dtypes), str(written)], timeout)
+        command = [sys.executable, "-X", "faulthandler", "-m", module]
+        problem = _run([*command, plugin, str(spec), where, ",".join(dtypes), str(written)], timeout, environment)
         lines = written.read_text().splitlines() if written.exists() else []
     rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
-    rows = [Row(row.kernel, row.dtype, row.result, tuple(row.detail), row.seconds, row.cases) for row in rows]
+    rows = [replace(row, detail=tuple(row.detail), functions=tuple(row.functions)) for row in rows]
     missing = dtypes[len(rows) :]
     if not missing:
         return rows
@@ -55,13 +77,17 @@ def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str,
     return [*rows, *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True))]
 
 
-def _run(command: list[str], timeout: float) -> str:
+def _run(command: list[str], timeout: float, environment: Mapping[str, str]) -> str:
     """Run ``command`` and describe how it ended, for the case that it did not write all results."""
     with tempfile.TemporaryFile("w+") as errors:
         # In a separate session, so that compilers that it started are killed with it.
         process = subprocess.Popen(
             command,
-            env={"OMP_NUM_THREADS": "2", **os.environ},  # the default is one thread per core in every process
+            env={
+                "OMP_NUM_THREADS": "2",
+                **os.environ,
+                **environment,
+            },  # the default is one thread per core in every process
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -1,0 +1,43 @@
+"""Compiles one kernel for a GPU in this process, and writes a line of JSON per dtype. Run by ``veomni verify``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from veomni_core.discovery.discover import discover
+from veomni_core.errors import VeOmniError
+from veomni_core.ops.contract import contract_for
+from veomni_core.testing.triton_ahead import compile_ahead
+
+
+def probe(plugin: str, kernel: str, capability: int, dtypes: list[str]) -> Iterator[dict[str, object]]:
+    """Compile ``kernel`` of ``plugin`` in each dtype, and yield one row each."""
+    registry = discover()
+    (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
+    contract = contract_for(registry.op(spec.op_name), spec.variant)
+    for dtype in dtypes:
+        start = time.perf_counter()
+        row: dict[str, object] = {"dtype": dtype}
+        try:
+            found = compile_ahead(spec, contract, dtype, capability)
+        except VeOmniError as error:
+            row |= {"result": "FAILED", "detail": [f"{type(error).__name__}: {error}"]}
+        else:
+            not_reached = [f"not reached: {each}" for each in found.not_reached]
+            result = "FAILED" if found.failures else "ok" if found.functions else "skipped"
+            nothing = [] if found.functions or found.failures else ["it launches no Triton function"]
+            row |= {"result": result, "detail": [*found.failures, *nothing, *not_reached]}
+            row["functions"] = [asdict(each) for each in found.functions]
+        yield {**row, "seconds": round(time.perf_counter() - start, 2)}
+
+
+if __name__ == "__main__":
+    plugin_name, kernel_name, capability_asked, listed, file = sys.argv[1:]
+    for row in probe(plugin_name, kernel_name, int(capability_asked), listed.split(",")):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
