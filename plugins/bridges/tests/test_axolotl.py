@@ -33,7 +33,8 @@ from axolotl.cli.train import do_cli
 if __name__ == "__main__":
     do_cli(sys.argv[1])
 """
-ON_A_CPU = {"use_cpu": True, "bf16": False, "fp16": False, "dataset_prepared_path": "./prepared"}
+# Without a seed Axolotl draws one, and with it the order of the rows.
+ON_A_CPU = {"use_cpu": True, "bf16": False, "fp16": False, "dataset_prepared_path": "./prepared", "seed": 7}
 ADAPTER = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 NO_LORA_KERNELS = {f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")}
 PAIRS = {
