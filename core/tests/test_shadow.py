@@ -174,10 +174,23 @@ def test_under_autocast_of_accelerate_the_own_code_runs_under_it_too():
     model = build("llama")
     bind(model, {**EVERY_KERNEL, "attn_implementation": "sdpa"}, autocast="bfloat16", device="cpu")
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    wanted = step(prepared)
     with Shadow(model) as shadow:
-        step(prepared)
+        for _ in range(3):
+            assert_same_bits(step(prepared), wanted)
     assert (shadow.breaches, shadow.not_compared) == ({}, {})
-    assert "" in shadow.compared
+    assert shadow.compared[""] == 3
+    assert_same_bits(step(prepared), wanted)
+
+
+def test_a_site_that_other_code_took_over_is_not_called_equal():
+    model = build("llama")
+    with Shadow(model, bound_with(model, wrong_values, "model.norm")) as shadow:
+        model.model.norm.forward = lambda hidden_states: hidden_states
+        step(model)
+    assert [*shadow.not_compared] == ["model.norm"]
+    assert "does not run what was bound: it was given a forward of its own" in shadow.not_compared["model.norm"]
+    assert "model.norm" not in shadow.compared
 
 
 def test_models_without_kernels_are_refused():

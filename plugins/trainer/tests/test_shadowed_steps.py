@@ -51,6 +51,45 @@ def test_a_right_job_trains_as_without_and_says_what_was_compared(
     assert "equal to their own code" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["train.precision=bf16_mixed"],
+        ["train.gradient_checkpointing=true"],
+        ["data.packing=true"],
+        ["data.validation_fraction=0.2", "train.validate_every=1"],
+    ],
+    ids=["autocast", "checkpointing", "packing", "validation"],
+)
+def test_other_jobs_train_as_without_too(
+    changes: list[str],
+    shadowed: dict[str, Any],
+    train: Callable[..., bool],
+    run: Path,
+    losses: Callable[[Path], list[tuple[int, float]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(shadowed, *changes)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cross_entropy_loss/causal:chunk_loss at 1 sites" in said and "not compared" not in said
+    found = losses(run)
+    train(shadowed, *changes, "train.shadow=0", overwrite=True)
+    assert losses(run) == found
+
+
+def test_an_adapter_is_trained_as_without_too(
+    lora_data: dict[str, Any],
+    train: Callable[..., bool],
+    run: Path,
+    losses: Callable[[Path], list[tuple[int, float]]],
+) -> None:
+    lora_data["model"]["ops_implementation"] = {"preset": "auto"}
+    train(lora_data, "train.shadow=2")
+    found = losses(run)
+    train(lora_data, overwrite=True)
+    assert losses(run) == found
+
+
 def test_a_job_whose_kernel_differs_ends_before_the_weights_change(
     planted: dict[str, Any], train: Callable[..., bool], run: Path
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -67,6 +67,11 @@ class Binding(Transformation):
     def changes_made_at(self, path: str, owner: str) -> tuple[Change, ...]:
         """The changes that ``owner`` (a rule and the field that chose for it) made at the module path ``path``."""
         return self._changes.made_at(path, owner)
+
+    def overridden(self, changes: Iterable[Change]) -> str:
+        """How other code has overridden one of ``changes`` since, as a phrase; empty if it has overridden none."""
+        outermost = (change for change in changes if self._changes.is_outermost(change))
+        return next(filter(None, (change.overridden() for change in outermost)), "")
 
     @property
     def receipt(self) -> Receipt:

@@ -84,7 +84,7 @@ class Shadow:
                 f"{above[-1].name} ({above[-1].describe()}) was applied on top of the binding, so modules' own code "
                 "can't run beside the kernels: look at a model without it"
             )
-        self._model, self._autocast = binding.model, binding.plan.autocast
+        self._binding, self._model, self._autocast = binding, binding.model, binding.plan.autocast
         registry = registry or discover()
         self._sites: dict[str, list[_Site]] = {}
         for op in binding.plan.ops:
@@ -183,10 +183,13 @@ class Shadow:
         set_random_states: Callable[[nn.Module], None],
         given: Run,
     ) -> None:
-        recorded = torch.is_grad_enabled()
-        for site in self._sites[path]:
-            gradients = recorded and site.backward
-            bound = Run.of(module, call, self._autocast, gradients, set_random_states)
+        sites = self._sites[path]
+        if changed := self._binding.overridden(change for site in sites for change in site.changes):
+            self.not_compared[path] = f"it does not run what was bound: {changed}"
+            return
+        gradients = torch.is_grad_enabled() and all(site.backward for site in sites)
+        bound = Run.of(module, call, self._autocast, gradients, set_random_states)
+        for site in sites:
             with suspended(site.changes):
                 own = Run.of(module, call, self._autocast, gradients, set_random_states)
             if own.problem:

@@ -279,18 +279,17 @@ class ForwardChange(ClassChange):
 
 @contextmanager
 def _running(module: nn.Module, former: Callable[..., Any], bound: Callable[..., Any]) -> Iterator[None]:
-    if "forward" in vars(module):  # a wrapper, which has captured the bound one
-        replace_captured(module, bound, former)
-        try:
-            yield
-        finally:
-            replace_captured(module, former, bound)
-    else:  # a forward of the instance hides those of its class and of FSDP2's subclass
+    undo = replace_captured(module, bound, former)
+    if "forward" not in vars(
+        module
+    ):  # no wrapper: a forward of the instance hides those of its class and of FSDP2's subclass
         vars(module)["forward"] = MethodType(former, module)
-        try:
-            yield
-        finally:
-            del vars(module)["forward"]
+        undo = [lambda: vars(module).__delitem__("forward")]
+    try:
+        yield
+    finally:
+        for each in reversed(undo):
+            each()
 
 
 def setter_of(module: nn.Module) -> str:

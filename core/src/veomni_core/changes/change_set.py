@@ -58,6 +58,10 @@ class ChangeSet:
         """The changes that ``owner`` made at the module path ``path``, in the order in which they were made."""
         return tuple(each.change for each in self._owned if (each.path, each.owner) == (path, owner))
 
+    def is_outermost(self, change: Change) -> bool:
+        """Whether no later change hides ``change`` at its place, so that what is around the place is around it."""
+        return self._outermost[change.place].change is change
+
     def refuse_hidden(self) -> None:
         """Check that no replaced forward hides what another rule put into the same module or into a child.
 

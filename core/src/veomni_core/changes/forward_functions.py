@@ -70,17 +70,22 @@ def captures(module: nn.Module, function: Function) -> bool:
         found.extend([value] if _is_method(value, function, module) else [])
         return value
 
-    _replace_within(vars(module)["forward"], noted, 0)
+    _replace_within(vars(module)["forward"], noted, 0, [])
     return bool(found)
 
 
-def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
+def replace_captured(module: nn.Module, old: Function, new: Function) -> list[Callable[[], None]]:
     """Make wrappers around the module's ``forward`` that captured ``old`` call ``new`` instead.
 
     accelerate's hooks and mixed precision keep the old method, or its function, on the module or in a closure.
+
+    Returns:
+        What puts each of them back. Replacing ``new`` by ``old`` is not the same where ``old`` itself calls ``new``: it
+        would then call itself.
     """
+    undo: list[Callable[[], None]] = []
     if "forward" not in vars(module):
-        return
+        return undo
 
     def renewed(value: Any) -> Any:
         if value is old:
@@ -90,7 +95,9 @@ def replace_captured(module: nn.Module, old: Function, new: Function) -> None:
     for name, value in list(vars(module).items()):
         if (fresh := renewed(value)) is not value:
             vars(module)[name] = fresh
-    _replace_within(vars(module)["forward"], renewed, 0)
+            undo.append(partial(vars(module).__setitem__, name, value))
+    _replace_within(vars(module)["forward"], renewed, 0, undo)
+    return undo
 
 
 def _is_method(value: Any, function: Function, module: nn.Module) -> bool:
@@ -108,8 +115,11 @@ def captured_cell(function: Function, name: str) -> CellType | None:
     return None
 
 
-def _replace_within(value: Any, renewed: Function, depth: int) -> None:
-    """Apply ``renewed`` to every closure cell and callable attribute that ``value`` may call through."""
+def _replace_within(value: Any, renewed: Function, depth: int, undo: list[Callable[[], None]]) -> None:
+    """Apply ``renewed`` to every closure cell and callable attribute that ``value`` may call through.
+
+    What puts back a former content is added to ``undo``.
+    """
     value = getattr(value, "__func__", value)
     value = value.func if isinstance(value, partial) else value
     if depth > _DEEPEST or isinstance(value, nn.Module) or not callable(value):
@@ -118,14 +128,16 @@ def _replace_within(value: Any, renewed: Function, depth: int) -> None:
         contents = _contents(cell)
         if (fresh := renewed(contents)) is not contents:
             cell.cell_contents = fresh
+            undo.append(partial(setattr, cell, "cell_contents", contents))
         else:
-            _replace_within(contents, renewed, depth + 1)
+            _replace_within(contents, renewed, depth + 1, undo)
     attributes = getattr(value, "__dict__", {})
     for name, each in list(attributes.items()) if isinstance(attributes, dict) else ():
         if (fresh := renewed(each)) is not each:
             attributes[name] = fresh
+            undo.append(partial(attributes.__setitem__, name, each))
         else:
-            _replace_within(each, renewed, depth + 1)
+            _replace_within(each, renewed, depth + 1, undo)
 
 
 def _equivalence(function: Function, depth: int) -> Hashable:

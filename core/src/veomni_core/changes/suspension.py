@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from veomni_core.changes.change import Change
 
@@ -29,14 +29,15 @@ def suspended(changes: Iterable[Change]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for change in reversed(list(changes)):
-            if not change.overridden():
-                stack.enter_context(_suspended(change))
+            stack.enter_context(_suspended(change))
         yield
 
 
 def _suspended(change: Change) -> AbstractContextManager[None]:
     own: AbstractContextManager[None] | None = getattr(change, "suspended", lambda: None)()
-    return _reverted(change) if own is None else own
+    if own is not None:
+        return own
+    return nullcontext() if change.overridden() else _reverted(change)
 
 
 @contextmanager
