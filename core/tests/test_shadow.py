@@ -193,6 +193,30 @@ def test_a_site_that_other_code_took_over_is_not_called_equal():
     assert "model.norm" not in shadow.compared
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped by accelerate"])
+@pytest.mark.parametrize("wrong", ["cross_entropy_loss", "load_balancing_loss"])
+def test_of_two_sites_in_one_forward_the_wrong_one_is_found(wrong, wrapped, monkeypatch):
+    from accelerate import Accelerator
+
+    from veomni_core.ops import cross_entropy_loss, load_balancing_loss
+
+    specs = []
+    for module, name in ((cross_entropy_loss, "causal"), (load_balancing_loss, "standard")):
+        op = module.__name__.rpartition(".")[2]
+        factor, own = (1.05 if op == wrong else 1.0), getattr(module, name)
+        monkeypatch.setattr(module, "planted", lambda *a, f=factor, o=own, **k: o(*a, **k) * f, raising=False)
+        specs.append(KernelSpec("planted", op, name, f"{module.__name__}:planted"))
+    record = PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=tuple(specs))
+    registry = build_registry([CORE, record], {})
+    model = build("qwen3_moe")
+    fields = {registry.op(spec.op_name).config_field: "planted" for spec in specs}
+    bind(model, {"preset": "eager", **fields}, registry=registry)
+    running = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model) if wrapped else model
+    with Shadow(model, registry) as shadow:
+        step(running)
+    assert [*shadow.breaches] == [""]
+
+
 def test_models_without_kernels_are_refused():
     model = build("llama")
     with pytest.raises(BindingError, match="is not bound"):
