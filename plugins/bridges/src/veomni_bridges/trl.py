@@ -10,12 +10,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from veomni_bridges import transformers
 from veomni_bridges.libraries import require
-from veomni_bridges.losses import with_eager_losses
+from veomni_bridges.losses import LOGPROBS, with_eager_losses, with_log_probabilities
 from veomni_bridges.trl_heads import FusedHeads, fused_forward
 from veomni_core import Binding, OpsConfig
 from veomni_core.errors import BindingError, ConfigError
-
-LOGPROBS = "token_logprobs_implementation"
 
 
 class VeOmniCallback(transformers.VeOmniCallback):
@@ -44,7 +42,8 @@ class VeOmniCallback(transformers.VeOmniCallback):
             raise ConfigError("give TRL's callback its config as a mapping, since it adds that the losses stay eager")
         super().__init__(config, verify=verify, undo=undo, **fields)
         written = fields if config is None else config
-        self._config = with_log_probabilities(with_eager_losses(written, "TRL's trainers"))
+        config = with_eager_losses(written, "TRL's trainers")
+        self._config = with_log_probabilities(config) if _has_fused_heads() else config
         self._names_logprobs = written.get(LOGPROBS, "eager") not in ("eager", "auto")
         self._heads: FusedHeads | None = None
 
@@ -79,12 +78,6 @@ class VeOmniCallback(transformers.VeOmniCallback):
     def _problems_of_library(self, args: TrainingArguments) -> Iterator[str]:
         if not transformers.is_of_trl(args):
             yield "this trainer is none of TRL's; pass the VeOmniCallback of veomni_bridges.transformers"
-
-
-def with_log_probabilities(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, with ``auto`` for ``token_logprobs`` where a preset fills other fields and TRL has a fused head."""
-    wanted = config.get("preset", "auto") != "eager" and _has_fused_heads()
-    return {LOGPROBS: "auto", **config} if wanted else dict(config)
 
 
 def _has_fused_heads() -> bool:
