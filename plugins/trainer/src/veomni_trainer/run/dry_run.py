@@ -30,6 +30,7 @@ from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
 from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.trl_arguments import check_method
 
 _PARTS = {
     "weights": "weights",
@@ -163,6 +164,7 @@ def dry_run(
     device, under = device_of(job.train), conditions(job)
     processes = max(job.train.fsdp_size * job.train.tp_size, job.train.sp_size)
     corpus = read_data(job, tokenizer)
+    check_method(job, tokenizer, processes)
     if point.checkpoint:
         check_sequences(point.checkpoint, fingerprint(corpus))
     check_enough(corpus, job.train, processes)

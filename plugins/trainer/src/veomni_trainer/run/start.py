@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer
-from veomni_trainer.setup.trl_arguments import check_trl, method_inputs, trl_config, trl_tokenizer
+from veomni_trainer.setup.trl_arguments import check_method, check_trl, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
 
@@ -80,6 +81,7 @@ def prepare(
     if job.train.is_sharded:
         check_started(job.train)
     corpus = read_data(job, tokenizer)
+    check_method(job, tokenizer, int(os.environ.get("WORLD_SIZE", "1")))
     kind, more = trl_config(job.train, job.data.sequence_length) if job.train.uses_trl else (TrainingArguments, {})
     arguments = training_arguments(job.train, folder.staging, kind, **more)
     sequences = fingerprint(corpus)

@@ -43,6 +43,28 @@ def check_trl(train: TrainSection) -> None:
 _INSTALL = "pip install 'veomni-trainer[trl]'"
 
 
+def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
+    """Check what the job's method needs besides its data, before the model is built.
+
+    Raises:
+        ConfigError: the tokenizer is none of transformers', or a step's completions are no whole prompts'.
+        JobFileError: a reward can't be loaded.
+    """
+    train = job.train
+    if train.uses_trl:
+        trl_tokenizer(job, tokenizer)
+    if train.grpo is None:
+        return
+    for reference in train.grpo.rewards:
+        load_reward(reference)
+    completions = train.batch_size * train.gradient_accumulation * processes
+    if completions % train.grpo.num_generations:
+        raise ConfigError(
+            f"train.grpo.num_generations: {train.grpo.num_generations} does not divide the {completions} completions "
+            "of a step (train.batch_size x gradient_accumulation x processes); write a divisor of them"
+        )
+
+
 def trl_tokenizer(job: Job, tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     """A copy of the job's tokenizer for TRL, which sets its padding; its end of sequence is the job's end of document.
 
