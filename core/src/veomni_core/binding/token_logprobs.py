@@ -27,6 +27,15 @@ class TokenLogprobs:
         output: what the model's forward returned, e.g. for its ``aux_loss``. Its logits are computed when read.
 
     All but ``output`` are ``None`` unless they were asked for.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> scored = token_logprobs(model, torch.tensor([[5, 9, 17, 3]]), outputs=("entropy",))
+        >>> scored.entropy.shape, scored.logprobs is None, scored.output.logits.shape
+        (torch.Size([1, 3]), True, torch.Size([1, 4, 64]))
     """
 
     logprobs: Tensor | None = None
@@ -75,6 +84,7 @@ def token_logprobs(
             nothing to score.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from veomni_core import bind
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
