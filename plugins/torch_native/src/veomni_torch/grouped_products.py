@@ -72,7 +72,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Differentiable :func:`grouped_product` with transposed weights: ``rows[N, A] @ weight[E, B, A].mT``, ``[N, B]``.
 
     Gradients reach ``rows`` and ``weight``; they are zero for rows after the last group, and for the weight of an empty
-    group.
+    group. Those that aren't needed aren't computed.
     """
     return grouped_product(rows, weight.transpose(1, 2), ends)
 
@@ -83,13 +83,21 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
-def _grouped_linear_backward(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return grouped_product(dy, weight, ends), grouped_outer(dy, rows, ends)
+def _grouped_linear_backward(
+    dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weight; one that isn't asked for has no elements."""
+    drows = grouped_product(dy, weight, ends) if of_rows else dy.new_empty(0)
+    return drows, grouped_outer(dy, rows, ends) if of_weight else dy.new_empty(0)
 
 
 @_grouped_linear_backward.register_fake
-def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
+def _(
+    dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    drows = torch.empty_like(rows) if of_rows else dy.new_empty(0)
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else dy.new_empty(0)
+    return drows, dweight
 
 
 def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -97,12 +105,15 @@ def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 @first_derivatives_only
-def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
-    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)
-    # grouped_product leaves the rows after the last group uninitialised; their gradient is zero.
-    covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
-    return torch.where(covered, drows, 0.0), dweight, None
+    of_rows, of_weight, _ = ctx.needs_input_grad
+    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends, of_rows, of_weight)
+    if of_rows:
+        # grouped_product leaves the rows after the last group uninitialised; their gradient is zero.
+        covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
+        drows = torch.where(covered, drows, 0.0)
+    return drows if of_rows else None, dweight if of_weight else None, None
 
 
 grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
