@@ -1,0 +1,149 @@
+"""The forward of experts whose parameters PEFT adapts: the kernel gets the adapters beside the frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.changes.bound_subclass import binding_in, is_bound_by
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.ops.lora_samples import LORA
+from veomni_core.sites.forwards.expert_layouts import ExpertLayout, Forward
+from veomni_core.sites.forwards.peft_parameters import (
+    ACTIVATE,
+    factors_in,
+    handing_factors,
+    is_peft_proxy,
+    wrappers_of,
+)
+from veomni_core.sites.site import Kernel
+
+_PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def forward_beside_adapters(layout: ExpertLayout, kernel: Kernel, spec: KernelSpec) -> Forward:
+    """The forward of ``layout`` over ``kernel``, which hands adapters of the projections to the kernel.
+
+    Without an adapter a call costs one look into a dictionary. Where the kernel can't take the adapters, it runs on the
+    sum of weights and adapters, and the receipt says why.
+    """
+    plain = layout.forward_with(kernel)
+    why_never = why_not_beside(layout, spec)
+    beside = layout.forward_with(_with_adapters_of_weights(kernel))
+
+    def adapted(self: Any, *tensors: Tensor) -> Tensor:
+        weights, why_not = _adapted_weights(self)
+        if why_not := why_never or why_not:
+            _remark(self, f"{spec.name} runs on a copy of the weights with the adapters added: {why_not}")
+            return plain(self, *tensors)
+        return beside(_Beside(self, weights), *tensors)
+
+    return _ARITIES[plain.__code__.co_argcount - 1](plain, adapted)  # type: ignore[attr-defined]
+
+
+def why_not_beside(layout: ExpertLayout, spec: KernelSpec) -> str:
+    """Why adapters can never reach the kernel beside weights of this layout, or an empty string."""
+    if not layout.takes_adapters:
+        return "adapters can't be passed beside weights of this layout"
+    return "" if LORA in spec.features else f"{spec} has no feature {LORA!r}"
+
+
+def _of_one(plain: Forward, adapted: Forward) -> Forward:
+    def forward(self: Any, first: Tensor) -> Tensor:
+        return (adapted if "parametrizations" in self._modules else plain)(self, first)
+
+    return forward
+
+
+def _of_three(plain: Forward, adapted: Forward) -> Forward:
+    def forward(self: Any, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+        return (adapted if "parametrizations" in self._modules else plain)(self, first, second, third)
+
+    return forward
+
+
+_ARITIES: dict[int, Callable[[Forward, Forward], Forward]] = {1: _of_one, 3: _of_three}
+
+
+@dataclass(frozen=True)
+class _AdaptedWeight:
+    """``weight[E, out, in]`` and ``scaling * b[E, out, r] @ a[E, r, in]``, of which layouts take what they need."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def shape(self) -> Any:
+        return self.weight.shape
+
+    def transpose(self, first: int, second: int) -> _AdaptedWeight:
+        a, b = self.b.transpose(first, second), self.a.transpose(first, second)
+        return replace(self, weight=self.weight.transpose(first, second), a=a, b=b)
+
+    def __getitem__(self, experts: slice) -> _AdaptedWeight:
+        return replace(self, weight=self.weight[experts], a=self.a[experts], b=self.b[experts])
+
+
+class _Beside:
+    """A module of experts as its layout reads it, with adapted weights in the place of parametrized parameters."""
+
+    def __init__(self, module: nn.Module, weights: dict[str, _AdaptedWeight]) -> None:
+        self._module = module
+        vars(self).update(weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _with_adapters_of_weights(kernel: Kernel) -> Kernel:
+    """``kernel``, which is called with adapted weights and gets weights and adapters."""
+
+    def call(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Any, down: Any, *others: Any) -> Any:
+        adapters: dict[str, Any] = {}
+        if isinstance(gate_up, _AdaptedWeight):
+            adapters["gate_up_lora"] = (gate_up.a, gate_up.b, gate_up.scaling)
+            gate_up = gate_up.weight
+        if isinstance(down, _AdaptedWeight):
+            adapters["down_lora"] = (down.a, down.b, down.scaling)
+            down = down.weight
+        return kernel(hidden, top_k_index, top_k_weights, gate_up, down, *others, **adapters)
+
+    return call
+
+
+def _adapted_weights(module: nn.Module) -> tuple[dict[str, _AdaptedWeight], str]:
+    """The projections that are parametrized, by name; and why one of them keeps no factors, or an empty string."""
+    weights = {}
+    for name, parametrizations in module.parametrizations.items():  # type: ignore[operator, union-attr]
+        if name not in _PROJECTIONS:
+            continue
+        if is_peft_proxy(parametrizations[0]):
+            _change_wrappers(module)
+        factors, why_not = factors_in(parametrizations)
+        if factors is None:
+            return {}, f"{name}: {why_not}"
+        lhs, rhs, scaling = factors
+        weights[name] = _AdaptedWeight(parametrizations.original, rhs, lhs, scaling)
+    return weights, ""
+
+
+def _change_wrappers(module: nn.Module) -> None:
+    """Let the wrappers that PEFT has put over ``module`` since bind hand over factors from their next call on."""
+    classes = binding_in(module)
+    if classes is None or not classes.binding.active or torch.compiler.is_compiling():
+        return
+    for path, wrapper in wrappers_of(module, classes.binding.model):
+        if not is_bound_by(wrapper, classes):
+            classes.adopt(wrapper, handing_factors(getattr(type(wrapper), ACTIVATE)), path, name=ACTIVATE)
+
+
+def _remark(module: nn.Module, what: str) -> None:
+    classes = binding_in(module)
+    if classes is not None:
+        classes.remark(classes.paths.get(module, f"a copy of a bound {type(module).__name__}"), what)
