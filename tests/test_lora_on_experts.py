@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from dataclasses import replace
 
 import peft
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -19,9 +21,12 @@ from transformers import (
 )
 
 from veomni_core import bind
+from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.registry import PluginRecord, build_registry
+from veomni_torch.plugin import veomni_kernels
 
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "head_dim": 16}
-SHAPE |= {"num_key_value_heads": 2}
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPE["vocab_size"] = 96
 EXPERTS, INTERMEDIATE, HIDDEN = 8, 48, 64
 MODELS = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
@@ -246,7 +251,64 @@ def test_autocast_with_adapters_in_float32(weights):
             assert mine < max(1.5 * theirs, 0.03), name
 
 
-def test_a_kernel_without_the_feature_runs_on_the_sum_and_the_receipt_says_so(caplog):
-    from veomni_core import discover
+def test_several_adapters_in_the_first_forward_of_a_bound_model():
+    """PEFT adds up their products in that forward, before its wrappers are changed."""
+    model, binding = bound("qwen3_moe", "after")
+    other = adapted(built("qwen3_moe"))
+    for each in (model, other):
+        _two_adapters(each).base_model.set_adapter(["default", "second"])
+    wanted = step(other)
+    for _ in range(2):
+        assert_equal(step(model), wanted)
+    assert binding.receipt.changed == {}
+    assert largest_allocation(lambda: step(model)) < EXPERTS * HIDDEN * INTERMEDIATE * 4
 
-    registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+
+def test_a_kernel_without_the_feature_runs_on_the_sum_and_the_receipt_says_so(caplog):
+    without = tuple(replace(spec, features=()) for spec in veomni_kernels() if spec.op_name == "moe_experts")
+    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.0", "p", kernels=without)], {})
+    model = built("qwen3_moe")
+    binding = bind(model, KERNEL, device="cpu", registry=registry)
+    model = adapted(model)
+    with caplog.at_level(logging.WARNING):
+        found = step(model)
+        step(model)
+    assert_equal(found, step(adapted(built("qwen3_moe"))))
+    what = (
+        "grouped_mm runs on a copy of the weights with the adapters added: moe_experts/standard:grouped_mm has no "
+        "feature 'lora'"
+    )
+    assert set(binding.receipt.changed.values()) == {what}
+    assert sorted(binding.receipt.changed) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert f"Changed since: model.layers.0.mlp.experts: {what}" in str(binding.receipt)
+    assert [record.getMessage() for record in caplog.records].count(f"model.layers.0.mlp.experts: {what}") == 1
+    assert sum(what in record.getMessage() for record in caplog.records) == 1  # not once per layer
+
+
+def test_another_parametrization_is_summed_and_said():
+    model = built("qwen3_moe")
+    binding = bind(model, KERNEL, device="cpu")
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    experts = model.model.layers[0].mlp.experts
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
+    loss, _ = step(model)
+    other = built("qwen3_moe")
+    with torch.no_grad():
+        other.model.layers[0].mlp.experts.down_proj *= 2
+    torch.testing.assert_close(loss, step(other)[0])
+    (said,) = binding.receipt.changed.values()
+    assert said.endswith("down_proj: the parametrization Doubled keeps no low-rank factors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_with_pefts_own_graph_breaks(when):
+    model, _ = bound("qwen3_moe", when)
+    torch._dynamo.reset()
+    loss, gradients = step(torch.compile(model, backend="aot_eager"))
+    gradients = {name.removeprefix("_orig_mod."): each for name, each in gradients.items()}
+    assert_equal((loss, gradients), step(adapted(built("qwen3_moe"))))

@@ -36,9 +36,10 @@ def forward_beside_adapters(layout: ExpertLayout, kernel: Kernel, spec: KernelSp
     beside = layout.forward_with(_with_adapters_of_weights(kernel))
 
     def adapted(self: Any, *tensors: Tensor) -> Tensor:
-        weights, why_not = _adapted_weights(self)
-        if why_not := why_never or why_not:
+        weights, why_not = ({}, why_never) if why_never else _adapted_weights(self)
+        if why_not:
             _remark(self, f"{spec.name} runs on a copy of the weights with the adapters added: {why_not}")
+        if not weights:
             return plain(self, *tensors)
         return beside(_Beside(self, weights), *tensors)
 
@@ -118,29 +119,33 @@ def _with_adapters_of_weights(kernel: Kernel) -> Kernel:
 
 
 def _adapted_weights(module: nn.Module) -> tuple[dict[str, _AdaptedWeight], str]:
-    """The projections that are parametrized, by name; and why one of them keeps no factors, or an empty string."""
+    """The projections that are parametrized, by name; or none, and why one of them keeps no factors.
+
+    There is no reason in the first call after PEFT has wrapped a bound module: from the next call on there are factors.
+    """
     weights = {}
     for name, parametrizations in module.parametrizations.items():  # type: ignore[operator, union-attr]
         if name not in _PROJECTIONS:
             continue
-        if is_peft_proxy(parametrizations[0]):
-            _change_wrappers(module)
+        changed = is_peft_proxy(parametrizations[0]) and _change_wrappers(module)
         factors, why_not = factors_in(parametrizations)
         if factors is None:
-            return {}, f"{name}: {why_not}"
+            return {}, "" if changed else f"{name}: {why_not}"
         lhs, rhs, scaling = factors
         weights[name] = _AdaptedWeight(parametrizations.original, rhs, lhs, scaling)
     return weights, ""
 
 
-def _change_wrappers(module: nn.Module) -> None:
-    """Let the wrappers that PEFT has put over ``module`` since bind hand over factors from their next call on."""
-    classes = binding_in(module)
+def _change_wrappers(module: nn.Module) -> bool:
+    """Let the wrappers that PEFT has put over ``module`` since bind hand over factors; whether there were any."""
+    classes, changed = binding_in(module), False
     if classes is None or not classes.binding.active or torch.compiler.is_compiling():
-        return
+        return changed
     for path, wrapper in wrappers_of(module, classes.binding.model):
         if not is_bound_by(wrapper, classes):
             classes.adopt(wrapper, handing_factors(getattr(type(wrapper), ACTIVATE)), path, name=ACTIVATE)
+            changed = True
+    return changed
 
 
 def _remark(module: nn.Module, what: str) -> None:
