@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planted_faults import assert_caught, failures_of
 
+from planted_faults import assert_caught, failures_of
 from veomni_core.ops import moe_experts
 
 VARIANTS = ("standard", "clamped")

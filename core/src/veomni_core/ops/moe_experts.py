@@ -5,9 +5,11 @@
 ``T`` tokens, ``K`` choices per token (int64 indices), ``E`` experts, ``H`` hidden and ``I`` intermediate size.
 
 ``clamped`` takes ``(…, gate_up_bias[E, 2I] or None, down_bias[E, H] or None, alpha, limit, interleaved, up_offset)``.
-Weights may be transposed views. Both variants take ``gate_up_lora`` and ``down_lora``, a low-rank adapter ``(a[E, r, in],
-b[E, out, r], scaling)`` of each projection ``[E, out, in]``. That is the feature ``lora``: a kernel declares it in
-:attr:`~veomni_core.KernelSpec.features` and multiplies adapters beside the weights, or it must raise. A site's ``sizes``: ``experts`` (E), ``hidden`` (H) and ``intermediate`` (I).
+Weights may be transposed views. A site's ``sizes``: ``experts`` (E), ``hidden`` (H) and ``intermediate`` (I).
+
+A kernel declares in :attr:`~veomni_core.KernelSpec.features` whether it has the feature ``lora``. Both variants then
+take ``gate_up_lora`` and ``down_lora``: for a projection ``[E, out, in]`` the adapter
+``(a[E, r, in], b[E, out, r], scaling)``, which is multiplied beside it. A kernel without the feature must raise.
 """
 
 from __future__ import annotations

@@ -40,6 +40,18 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
+def add_grouped_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor, factor: float = 1.0) -> Tensor:
+    """Adds ``factor`` times :func:`grouped_product` to ``total[N, B]``, in place, and returns it.
+
+    What it adds to rows after the last group is undefined.
+    """
+    if _has_grouped_mm(rows):
+        return total.add_(_grouped_mm(rows, matrices, ends), alpha=factor)
+    for number, group in _groups(ends):
+        torch.addmm(total[group], rows[group], matrices[number], alpha=factor, out=total[group])
+    return total
+
+
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """``[E, A, B]``: per group, ``left[N, A]`` transposed times ``right[N, B]``; zeros for an empty group."""
     if _has_grouped_mm(left):
@@ -92,9 +104,7 @@ def _grouped_linear_backward(
 
 
 @_grouped_linear_backward.register_fake
-def _(
-    dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_weight: bool
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
     drows = torch.empty_like(rows) if of_rows else dy.new_empty(0)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else dy.new_empty(0)
     return drows, dweight

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_torch.grouped_products import grouped_linear, grouped_outer, grouped_product
+from veomni_torch.grouped_products import add_grouped_product, grouped_linear, grouped_outer, grouped_product
 
 Adapter = tuple[Tensor, Tensor, float]
 
@@ -24,7 +24,7 @@ def add_low_rank(product: Tensor, rows: Tensor, adapter: Adapter | None, ends: T
         return product
     a, b, scaling = adapter
     inner = grouped_product(rows, a.transpose(1, 2), ends)  # [N, r]
-    return product.add_(grouped_product(inner, b.transpose(1, 2), ends), alpha=scaling)
+    return add_grouped_product(product, inner, b.transpose(1, 2), ends, scaling)
 
 
 def low_rank_linear(rows: Tensor, adapter: Adapter, ends: Tensor) -> Tensor:
@@ -33,23 +33,26 @@ def low_rank_linear(rows: Tensor, adapter: Adapter, ends: Tensor) -> Tensor:
     return grouped_linear(grouped_linear(rows, a, ends), b, ends) * scaling
 
 
-def add_gradient_of_rows(drows: Tensor, dproduct: Tensor, adapter: Adapter | None, ends: Tensor) -> Tensor:
-    """Adds what reaches the rows through the adapter to ``drows[N, A]``, in place.
+def inner_gradient(dproduct: Tensor, adapter: Adapter | None, ends: Tensor) -> Tensor | None:
+    """The gradient ``[N, r]`` of ``rows @ a.mT``, from that of the product ``[N, B]``."""
+    return None if adapter is None else grouped_product(dproduct, adapter[1], ends).mul_(adapter[2])
 
-    ``dproduct[N, B]`` is the gradient of the sum of both products.
+
+def add_gradient_of_rows(drows: Tensor, dinner: Tensor | None, adapter: Adapter | None, ends: Tensor) -> Tensor:
+    """Adds what reaches the rows through the adapter to ``drows[N, A]``, in place; ``dinner`` as above."""
+    return drows if adapter is None or dinner is None else add_grouped_product(drows, dinner, adapter[0], ends)
+
+
+def gradients_of_adapter(
+    dproduct: Tensor, dinner: Tensor, rows: Tensor, weights: Tensor | None, adapter: Adapter, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``a`` and ``b``, where the sum of both products is multiplied by ``weights[N, 1]`` afterwards.
+
+    ``dproduct[N, B]``, ``dinner[N, r]`` and ``rows[N, A]`` are those before the weights. The inner products are
+    computed again, so that forward saves nothing for them.
     """
-    if adapter is None:
-        return drows
-    a, b, scaling = adapter
-    return drows.add_(grouped_product(grouped_product(dproduct, b, ends), a, ends), alpha=scaling)
-
-
-def gradients_of_adapter(dproduct: Tensor, rows: Tensor, adapter: Adapter, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of ``a`` and ``b`` from ``dproduct[N, B]``, the gradient of the sum, and ``rows[N, A]``.
-
-    The inner products ``[N, r]`` are computed again, so that forward saves nothing for them.
-    """
-    a, b, scaling = adapter
-    dinner = grouped_product(dproduct, b, ends).mul_(scaling)  # [N, r]
+    a, _, scaling = adapter
     inner = grouped_product(rows, a.transpose(1, 2), ends).mul_(scaling)  # [N, r]
+    if weights is not None:
+        dinner, inner = dinner * weights, inner.mul_(weights)
     return grouped_outer(dinner, rows, ends), grouped_outer(dproduct, inner, ends)

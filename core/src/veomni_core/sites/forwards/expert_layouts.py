@@ -152,6 +152,8 @@ LAYOUTS = {
     "with identities": ExpertLayout("standard", _with_identities, takes_adapters=True),
     "clamped": ExpertLayout("clamped", _clamped, takes_adapters=True),
     "clamped SwiGLU, limit": ExpertLayout("clamped", partial(_clamped_silu, limit="limit"), takes_adapters=True),
-    "clamped SwiGLU, swiglu_limit": ExpertLayout("clamped", partial(_clamped_silu, limit="swiglu_limit"), takes_adapters=True),
+    "clamped SwiGLU, swiglu_limit": ExpertLayout(
+        "clamped", partial(_clamped_silu, limit="swiglu_limit"), takes_adapters=True
+    ),
     "clamped, interleaved": ExpertLayout("clamped", _clamped_interleaved, takes_adapters=True),
 }

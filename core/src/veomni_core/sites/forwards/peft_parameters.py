@@ -1,9 +1,9 @@
 """PEFT's adapters of parameters: their low-rank factors, which PEFT hands to a module as parametrizations.
 
-In each forward, a ``ParamWrapper`` puts a parametrization over the parameter, calls the module, and takes it off. Whoever
-reads the parameter gets the sum of weight and adapter. torch checks a new parametrization by computing that sum, which
-is as large as all experts' weights. :func:`handing_factors` does without the check. It also hands over several active
-adapters as one, of the sum of their ranks, where PEFT adds up their products.
+In each forward, a ``ParamWrapper`` puts a parametrization over the parameter, calls the module, and takes it off.
+Whoever reads the parameter gets the sum of weight and adapter. torch checks a new parametrization by computing that
+sum, which is as large as all experts' weights. :func:`handing_factors` does without the check. It also hands over
+several active adapters as one, of the sum of their ranks, where PEFT adds up their products.
 """
 
 from __future__ import annotations
