@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from veomni_core import bind
+from veomni_core import Shadow, bind
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_torch.plugin import veomni_kernels
@@ -216,6 +216,28 @@ def test_an_adapter_is_saved_and_loaded(tmp_path, when):
         for each in (plain, again):
             loss = each(input_ids=IDS, labels=IDS).loss
             torch.testing.assert_close(loss, wanted[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_own_code_beside_adapted_experts_agrees(when):
+    model, _ = bound("qwen3_moe", when)
+    wanted = step(adapted(built("qwen3_moe")))
+    with Shadow(model) as shadow:
+        for _ in range(2):
+            assert_equal(step(model), wanted)
+    assert shadow.describe() == "moe_experts/standard:grouped_mm at 2 sites"
+    assert shadow.breaches == {}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_two_forwards_before_a_backward(when):
+    model, _ = bound("qwen3_moe", when)
+    results = []
+    for each in (model, adapted(built("qwen3_moe"))):
+        loss = sum(each(input_ids=ids, labels=ids).loss for ids in (IDS, IDS.flip(1), IDS + 1))
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad for n, p in each.named_parameters() if p.grad is not None}))
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -131,8 +131,13 @@ def _adapted_weights(module: nn.Module) -> tuple[dict[str, _AdaptedWeight], str]
         factors, why_not = factors_in(parametrizations)
         if factors is None:
             return {}, "" if changed else f"{name}: {why_not}"
+        weight = parametrizations.original
+        if is_peft_proxy(parametrizations[0]) and not weight.requires_grad:
+            # In PEFT's next forward torch sets the weight to itself: autograd would take that for a write into what the
+            # kernel has saved.
+            weight = weight.data
         lhs, rhs, scaling = factors
-        weights[name] = _AdaptedWeight(parametrizations.original, rhs, lhs, scaling)
+        weights[name] = _AdaptedWeight(weight, rhs, lhs, scaling)
     return weights, ""
 
 

@@ -96,8 +96,10 @@ def handing_factors(original: Callable[..., Any]) -> Callable[..., Any]:
             with original(self, active_adapters):
                 yield
             return
-        factors = [self.get_delta_factors(adapter) for adapter in adapters]
-        parametrize.register_parametrization(base, name, LowRankUpdate(*_as_one(factors)), unsafe=True)
+        update = LowRankUpdate(*_as_one([self.get_delta_factors(adapter) for adapter in adapters]))
+        # torch sets the weight to itself, which would count as a write into what an earlier forward has saved.
+        with torch.autograd._unsafe_preserve_version_counter(self.get_param()):
+            parametrize.register_parametrization(base, name, update, unsafe=True)
         try:
             with parametrize.cached():  # so that own code which reads the parameter twice computes the sum once
                 yield
