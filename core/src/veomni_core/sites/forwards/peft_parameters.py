@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
 
 ACTIVATE = "_activate_lora"  # the method of a ParamWrapper that puts the parametrization on, and takes it off
@@ -98,7 +99,7 @@ def handing_factors(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         update = LowRankUpdate(*_as_one([self.get_delta_factors(adapter) for adapter in adapters]))
         # torch sets the weight to itself, which would count as a write into what an earlier forward has saved.
-        with torch.autograd._unsafe_preserve_version_counter(self.get_param()):
+        with _unsafe_preserve_version_counter(self.get_param()):
             parametrize.register_parametrization(base, name, update, unsafe=True)
         try:
             with parametrize.cached():  # so that own code which reads the parameter twice computes the sum once
