@@ -43,7 +43,8 @@ def forward_beside_adapters(layout: ExpertLayout, kernel: Kernel, spec: KernelSp
             return plain(self, *tensors)
         return beside(_Beside(self, weights), *tensors)
 
-    return _ARITIES[plain.__code__.co_argcount - 1](plain, adapted)  # type: ignore[attr-defined]
+    tensors = plain.__code__.co_argcount - 1  # type: ignore[attr-defined]  # without self
+    return _ARITIES[tensors - 1](plain, adapted)
 
 
 def why_not_beside(layout: ExpertLayout, spec: KernelSpec) -> str:
@@ -60,6 +61,13 @@ def _of_one(plain: Forward, adapted: Forward) -> Forward:
     return forward
 
 
+def _of_two(plain: Forward, adapted: Forward) -> Forward:
+    def forward(self: Any, first: Tensor, second: Tensor) -> Tensor:
+        return (adapted if "parametrizations" in self._modules else plain)(self, first, second)
+
+    return forward
+
+
 def _of_three(plain: Forward, adapted: Forward) -> Forward:
     def forward(self: Any, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
         return (adapted if "parametrizations" in self._modules else plain)(self, first, second, third)
@@ -67,7 +75,8 @@ def _of_three(plain: Forward, adapted: Forward) -> Forward:
     return forward
 
 
-_ARITIES: dict[int, Callable[[Forward, Forward], Forward]] = {1: _of_one, 3: _of_three}
+# The bound forward's number of arguments is read from its code, so there is a function for each.
+_ARITIES: tuple[Callable[[Forward, Forward], Forward], ...] = (_of_one, _of_two, _of_three)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ def wrappers_of(module: nn.Module, model: nn.Module) -> Iterator[tuple[str, nn.M
 
 def hands_factors(wrapper: nn.Module) -> bool:
     """Whether ``wrapper`` is one of PEFT's over a parameter, of a version that :func:`handing_factors` knows."""
-    known = all(hasattr(wrapper, name) for name in (ACTIVATE, "get_delta_factors", "_remove_parametrizations"))
-    return known and _is_of_peft(wrapper, "ParamWrapper")
+    known = (ACTIVATE, "get_delta_factors", "_remove_parametrizations")
+    return _is_of_peft(wrapper, "ParamWrapper") and all(hasattr(wrapper, name) for name in known)
 
 
 def _is_of_peft(module: nn.Module, name: str) -> bool:
