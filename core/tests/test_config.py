@@ -20,6 +20,7 @@ GPU_DEFAULTS = {
     "rotary_pos_emb_vision": "eager",
     "swiglu_mlp": "liger_kernel",
     "token_dispatch": "eager",
+    "token_logprobs": "eager",
 }
 # As they stand in VeOmni's own guides.
 GUIDE_YAMLS = [
@@ -45,7 +46,9 @@ def test_without_a_preset_what_is_not_written_is_auto():
     config = OpsConfig.from_dict({"moe_implementation": "fused_triton"})
     assert config.preset == "auto"
     assert config.choices["moe_experts"].names == ("fused_triton",)
-    assert {choice.asked for choice in config.choices.values() if not choice.written} == {"auto"}
+    filled = {op: choice.asked for op, choice in config.choices.items() if not choice.written}
+    assert filled.pop("token_logprobs") == "eager"  # on request
+    assert set(filled.values()) == {"auto"}
     assert config == OpsConfig.from_dict({"preset": "auto", "moe_implementation": "fused_triton"})
 
 

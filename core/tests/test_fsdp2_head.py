@@ -17,7 +17,7 @@ COMPARED = """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from models import EVERY_KERNEL, build, tokens
-    from veomni_core import bind
+    from veomni_core import bind, token_logprobs
     from veomni_core.errors import LogitsGoneError
 
     rank = torch.distributed.get_rank()
@@ -99,6 +99,15 @@ COMPARED = """
         model.compile(backend="eager")
         two(model)
 
+    SCORED = {{"preset": "eager", "token_logprobs_implementation": "auto"}}
+
+    def scored(model):
+        for seed in (0, 1):
+            ids = tokens(2, 9, seed=10 * seed + rank)
+            found = token_logprobs(model, ids, outputs=("logprobs", "entropy"))
+            (found.logprobs.mean() + found.entropy.mean()).backward()
+        return found.logprobs.detach()
+
     def whole_copies(model, whole):
         '''Weights of the whole head that are in memory.'''
         # By type, since isinstance would look through dead weak proxies.
@@ -134,7 +143,7 @@ COMPARED = """
             close = (found[name] - wanted[name]).norm() <= rtol * wanted[name].norm()
             assert close, (name, (found[name] - wanted[name]).norm() / wanted[name].norm())
         if result is not None:
-            torch.testing.assert_close(result, wanted_result, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(result, wanted_result, rtol=rtol, atol=1e-5)
 
     def copies_during_a_step(make, config):
         model = make()
@@ -215,4 +224,17 @@ for units in (lambda model: model.lm_head, lambda model: [model.model.norm, mode
     compare(lambda: by_hand(units), compiled, gathered_again=2, hooks=forwards)
     compare(lambda: by_hand(units), compiled, computed, gathered_again=4, hooks=forwards)
 """
+    )
+
+
+def test_log_probabilities_of_sharded_models():
+    compare(
+        """
+kept = lambda: by_hand(reshard=False)
+compare(kept, scored, SCORED)
+# They are computed after the head's forward, which shards the weight again.
+compare(by_hand, scored, SCORED, gathered_again=2)
+compare(lambda: by_hand(tied=True), scored, SCORED)
+compare(lambda: by_hand(mp_policy=BF16), scored, SCORED, gathered_again=2, rtol=3e-2)
+""".replace("BF16", BF16)
     )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from veomni_core.binding.bind import Binding, apply_plan, bind, binding_of
     from veomni_core.binding.receipt import Receipt
     from veomni_core.binding.shadow import Shadow
+    from veomni_core.binding.token_logprobs import TokenLogprobs, token_logprobs
     from veomni_core.build import build_foundation_model
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
     from veomni_core.descriptions.hookspecs import hookimpl
@@ -49,6 +50,7 @@ _HOME = {
     "Shadow": "binding.shadow",
     "Site": "sites.site",
     "SiteRule": "descriptions.spec",
+    "TokenLogprobs": "binding.token_logprobs",
     "VariantSpec": "descriptions.op_spec",
     "apply_plan": "binding.bind",
     "bind": "binding.bind",
@@ -60,6 +62,7 @@ _HOME = {
     "hookimpl": "descriptions.hookspecs",
     "make_plan": "planning.planner",
     "plan_sites": "planning.planner",
+    "token_logprobs": "binding.token_logprobs",
 }
 
 __all__ = [
@@ -82,6 +85,7 @@ __all__ = [
     "Shadow",
     "Site",
     "SiteRule",
+    "TokenLogprobs",
     "VariantSpec",
     "apply_plan",
     "bind",
@@ -93,6 +97,7 @@ __all__ = [
     "hookimpl",
     "make_plan",
     "plan_sites",
+    "token_logprobs",
 ]
 
 

@@ -87,15 +87,19 @@ class Shadow:
         self._binding, self._model, self._autocast = binding, binding.model, binding.plan.autocast
         registry = registry or discover()
         self._sites: dict[str, list[_Site]] = {}
+        self._passed_by: list[str] = []
         for op in binding.plan.ops:
             for decision in op.sites:
                 if (spec := decision.spec) is not None:
+                    if registry.op(spec.op_name).on_request:
+                        self._passed_by.append(f"{spec}: it runs only where it is asked for, and not in a forward")
+                        continue
                     contract = contract_for(registry.op(spec.op_name), spec.variant)
                     changes = binding.changes_made_at(decision.site.path, owner_of(op, decision))
                     site = _Site(str(spec), contract, spec.backward, changes)
                     self._sites.setdefault(decision.site.path, []).append(site)
         if not self._sites:
-            raise BindingError("a shadow runs beside kernels, and this model's plan has none: every site is eager")
+            raise BindingError("a shadow runs beside the kernels of a forward, and this model's plan has none there")
         self.breaches: dict[str, str] = {}
         self.not_compared: dict[str, str] = {}
         self.compared: Counter[str] = Counter()
@@ -146,7 +150,7 @@ class Shadow:
             counted.update(site.kernel for site in self._sites[path])
         lines = [f"{kernel} at {count} sites" for kernel, count in counted.items()]
         lines += [f"not compared: {path or 'the model'}: {why}" for path, why in self.not_compared.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"not compared: {each}" for each in self._passed_by)])
 
     def _before(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

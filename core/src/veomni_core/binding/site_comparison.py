@@ -33,10 +33,12 @@ class Run:
         autocast: str | None = None,
         gradients: bool = True,
         set_random_states: Callable[[nn.Module], None] = seed,
+        run: Callable[..., Any] | None = None,
     ) -> Run:
         """Run ``module`` forward, and backward for ``gradients``, on copies of the recorded arguments.
 
-        ``set_random_states`` is called with the module before, so that runs can be compared.
+        ``set_random_states`` is called with the module before, so that runs can be compared. ``run`` is called in place
+        of the module, where its forward is not what is compared.
         """
         leaves: dict[str, Tensor] = {}
         try:
@@ -45,7 +47,7 @@ class Run:
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
             with torch.set_grad_enabled(gradients):
                 with autocast_on(module, autocast):
-                    results = dict(_results(module(*args, **kwargs)))
+                    results = dict(_results((run or module)(*args, **kwargs)))
                 leaves.update(_own_parameters(module))
                 found = {name: value.detach() for name, value in results.items()}
                 return cls(found, _gradients(results, leaves) if gradients else {})

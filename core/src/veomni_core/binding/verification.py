@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from veomni_core.planning.plan import Plan
 from veomni_core.planning.selection import not_certified
 from veomni_core.planning.this_machine import ThisMachine
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.site import SiteLocator
+from veomni_core.sites.site import RequestedSiteLocator, SiteLocator
 from veomni_core.testing import check_kernel
 
 
@@ -107,14 +108,15 @@ def _compare(
     """
     module, path = model.get_submodule(decision.site.path), decision.site.path
     gradients = decision.spec is None or decision.spec.backward
-    own = Run.of(module, call, autocast, gradients)
+    run = partial(locator.run, module) if isinstance(locator, RequestedSiteLocator) else module
+    own = Run.of(module, call, autocast, gradients, run=run)
     if own.problem:
         return f"its own code can't be run alone: {own.problem}"
     changes = ChangeSet()
     try:
         for change in changes_at(model, decision, locator, kernels):
             changes.apply(change, path, decision.site.rule)
-        bound = Run.of(module, call, autocast, gradients)
+        bound = Run.of(module, call, autocast, gradients, run=run)
     finally:
         changes.revert()
     difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast)

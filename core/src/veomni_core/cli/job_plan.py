@@ -90,7 +90,8 @@ def checked_job(job: Path, changes: Sequence[str], hardware: str | None, registr
     if conditions.device and not hardware:
         target = registry.detect_hardware(conditions.device)
     section = model_section_of(data, str(job), job.parent)
-    config = OpsConfig.from_dict({"model": {"ops_implementation": section.ops_implementation}}, registry)
+    chosen = conditions.ops_implementation or section.ops_implementation
+    config = OpsConfig.from_dict({"model": {"ops_implementation": chosen}}, registry)
     return CheckedJob(section, config, conditions, target)
 
 

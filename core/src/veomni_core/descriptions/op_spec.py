@@ -60,6 +60,7 @@ class OpSpec:
     published: Mapping[str, str] = field(default_factory=dict, hash=False)
     legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     follows_autocast: bool = False
+    on_request: bool = False
     added: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +69,8 @@ class OpSpec:
             require_name(owner, name, getattr(self, name))
         require_text(owner, "description", self.description)
         require_reference(owner, "contract", self.contract)
-        require_boolean(owner, "follows_autocast", self.follows_autocast)
+        for name in ("follows_autocast", "on_request"):
+            require_boolean(owner, name, getattr(self, name))
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:
             raise SpecError(f"{owner}: variants is empty; list at least one")

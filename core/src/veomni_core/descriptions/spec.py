@@ -102,8 +102,8 @@ class JobConditions:
         autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
         distributed_config: how transformers' engine will shard the model, as fields of its ``DistributedConfig``
             (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
-
         dtype: the dtype of the weights; ``None`` for the job's ``model.dtype``.
+        ops_implementation: what is planned with in place of the job's section of that name; ``None`` for that section.
 
     Example:
         >>> def check(path, hardware, changes=()):  # named by a CommandSpec's job_check, for a job in bfloat16
@@ -116,6 +116,7 @@ class JobConditions:
     autocast: str | None = None
     distributed_config: Mapping[str, Any] | None = None
     dtype: str | None = None
+    ops_implementation: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

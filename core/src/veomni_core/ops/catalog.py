@@ -116,6 +116,16 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         },
     ),
     OpSpec(
+        name="token_logprobs",
+        variants=("causal",),
+        config_field="token_logprobs_implementation",
+        contract="veomni_core.ops.token_logprobs:CONTRACTS",
+        description="log-probabilities of tokens and entropies, from the output projection's inputs",
+        follows_autocast=True,
+        on_request=True,
+        published={"chunk_logprobs": "veomni-torch"},
+    ),
+    OpSpec(
         name="moe_experts",
         variants=("standard", "clamped"),
         config_field="moe_implementation",
@@ -172,6 +182,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
         reads_parameters=False,
     ),
     SiteRule("causal losses", "veomni_core.sites.losses.causal:CausalLosses", order=40),
+    SiteRule("token log-probabilities", "veomni_core.sites.losses.token_logprobs:TokenLogprobs", order=40),
     SiteRule("classification losses", "veomni_core.sites.losses.classification:ClassificationLosses", order=40),
     SiteRule("op slots", "veomni_core.sites.slots:DeclaredSlots", order=10),
 )

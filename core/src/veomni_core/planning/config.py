@@ -175,10 +175,12 @@ _SAY_SO = (
 
 def known_presets(registry: Registry) -> dict[str, dict[str, str]]:
     """The values that each preset fills in, by config field: the core's presets, and one per device with a preset."""
-    defaults = {op.config_field: op.default for op in registry.ops.values()}
+    ops = registry.ops.values()
+    defaults = {op.config_field: op.default for op in ops}
     eager = dict.fromkeys(defaults, EAGER)
+    auto = {op.config_field: EAGER if op.on_request else AUTO for op in ops}
     devices = {device.device_type: {**eager, **device.preset} for device in registry.devices.values() if device.preset}
-    return {**devices, "gpu": defaults, AUTO: dict.fromkeys(defaults, AUTO), EAGER: eager}
+    return {**devices, "gpu": defaults, AUTO: auto, EAGER: eager}
 
 
 def _check_profile(profile: Any, registry: Registry) -> None:

@@ -128,7 +128,8 @@ def _plan(
     selection = Selection(registry, hardware, config.profile, autocast, training, failed, certified_only)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
-        by_op.setdefault(site.op_name, []).append(site)
+        if config.choices[site.op_name].written or not registry.op(site.op_name).on_request:
+            by_op.setdefault(site.op_name, []).append(site)
     ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(config.choices))
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)

@@ -37,7 +37,7 @@ def warn_without_preset(choices: Iterable[Choice]) -> None:
     VeOmni filled the fields that a job leaves out with its own defaults, which are ``preset: gpu`` here.
     """
     written = [choice for choice in choices if choice.written]
-    left_out = [choice.config_field for choice in choices if not choice.written]
+    left_out = [choice.config_field for choice in choices if not choice.written and choice.asked == AUTO]
     has_old_values = any(_values(choice.asked) & {*_ITS_OLD_VALUES.get(choice.op_name, ())} for choice in written)
     if left_out and (has_old_values or {choice.op_name for choice in written} >= _ITS_OPS):
         warnings.warn(

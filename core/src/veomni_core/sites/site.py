@@ -201,3 +201,17 @@ class EagerSiteLocator(SiteLocator, Protocol):
 
     def install_eager(self, model: Any, site: Site) -> Iterable[Change]:
         """The changes that make the op's eager code run at ``site``, whatever the model is set to."""
+
+
+@runtime_checkable
+class RequestedSiteLocator(SiteLocator, Protocol):
+    """The locator of an op that is on request (:class:`veomni_core.OpSpec`), which a forward alone doesn't call.
+
+    Example:
+        >>> from veomni_core.sites.losses.token_logprobs import TokenLogprobs
+        >>> isinstance(TokenLogprobs(), RequestedSiteLocator)
+        True
+    """
+
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ask ``module`` for what the op computes, on the arguments of its forward: a tensor or a tuple of them."""

@@ -20,9 +20,11 @@ def count_rows(rows: tuple[str, ...], inputs: Mapping[str, Tensor]) -> int:
     tensors = [inputs[name] for name in rows if name in inputs]
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() > 1}
     # An input of one row may serve all rows, as angles that a batch shares. One without rows ends the search.
-    if not tensors or any(tensor.dim() < 2 for tensor in tensors) or len(sizes - {1}) > 1:
+    if not sizes or any(not tensor.dim() for tensor in tensors) or len(sizes - {1}) > 1:
         return 0
-    return max(sizes) if sizes - {1} else 1
+    count = max(sizes) if sizes - {1} else 1
+    # Of one dimension: a number per row, as labels. Where no tensor has more dimensions, that one is a row's width.
+    return count if all(tensor.shape[0] == count for tensor in tensors if tensor.dim() == 1) else 0
 
 
 def select_rows(rows: tuple[str, ...], inputs: Mapping[str, Tensor], sample: Sample, chosen: Sequence[int]) -> Sample:

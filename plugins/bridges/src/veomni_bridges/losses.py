@@ -9,6 +9,8 @@ from veomni_core.errors import ConfigError
 
 _LOSSES = ("cross_entropy_loss_implementation", "load_balancing_loss_implementation")
 
+LOGPROBS = "token_logprobs_implementation"
+
 
 def with_eager_losses(config: Mapping[str, Any], trainers: str) -> dict[str, Any]:
     """The config with the model's losses eager, since ``trainers`` compute theirs themselves.
@@ -22,3 +24,8 @@ def with_eager_losses(config: Mapping[str, Any], trainers: str) -> dict[str, Any
             "Leave them out"
         )
     return {**config, **dict.fromkeys(_LOSSES, "eager")}
+
+
+def with_log_probabilities(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with ``auto`` for ``token_logprobs``, where it is not written and a preset fills other fields."""
+    return dict(config) if config.get("preset", "auto") == "eager" else {LOGPROBS: "auto", **config}

@@ -55,6 +55,15 @@ def veomni_kernels() -> list[KernelSpec]:
             description="one chunk of tokens at a time, and again in backward",
             preference=_PREFERENCE,
         ),
+        KernelSpec(
+            name="chunk_logprobs",
+            op_name="token_logprobs",
+            variant="causal",
+            factory="veomni_torch.token_logprobs:causal",
+            description="one tile of logits at a time, and again in backward",
+            preference=_PREFERENCE,
+            features=("top1", "mean_logit", "log_sum_squares"),
+        ),
         *KernelSpec.for_variants(
             ("standard", "clamped"),
             name="grouped_mm",

@@ -13,7 +13,7 @@ added to it, its values have been computed by then, and the projection's ordinar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class DeferredLogits(DeferredTensor):
         made.step, made.source = step, source
         return made
 
+    @property
+    def has_been_read(self) -> bool:
+        """Whether these logits, or others of the same call, have been computed."""
+        return any((relative := each()) is not None and relative.computed is not None for each in self.family)
+
     def values_now(self) -> Tensor:
         return self.step.logits() if self.source is None else self.step.run(self.source.compute())
 
@@ -66,17 +71,27 @@ class DeferredLogits(DeferredTensor):
         return super().__torch_function__(function, types, args, kwargs)
 
 
+class Fused(Protocol):
+    """What a kernel computed of deferred logits, such as a loss, in a graph that ends at the call's inputs."""
+
+    def gradients(self, upstream: Any) -> tuple[Tensor | None, ...]:
+        """The kernel's gradients with respect to hidden states, weight and bias."""
+
+    def gradient_at(self, step: Step, upstream: Any) -> Tensor:
+        """The gradient with respect to the logits of ``step``, by other means than the kernel."""
+
+
 class DeferredGradient(DeferredTensor):
     """The gradient of fused losses with respect to the logits of ``step``, on its way back to the projection.
 
-    Each of ``parts`` is a fused loss and its upstream gradient.
+    Each of ``parts`` is something fused and its upstream gradient.
     """
 
     step: Step
-    parts: tuple[tuple[_FusedLoss, Tensor], ...]
+    parts: tuple[tuple[Fused, Any], ...]
 
     @classmethod
-    def of(cls, step: Step, parts: tuple[tuple[_FusedLoss, Tensor], ...]) -> DeferredGradient:
+    def of(cls, step: Step, parts: tuple[tuple[Fused, Any], ...]) -> DeferredGradient:
         """Make a gradient that is not computed yet."""
         made: DeferredGradient = cls.make(step.shape, step.dtype, step.call.device, [])
         made.step, made.parts = step, parts
@@ -113,7 +128,7 @@ class _FusedLoss:
 
     def __init__(self, step: Step, labels: Tensor, ignore_index: int, reduction: str) -> None:
         self.step, self.labels, self.ignore_index, self.reduction = step, labels, ignore_index, reduction
-        self.value = step.call.fused_loss(
+        self.value = step.call.run_kernel(
             step.rows(),
             labels,
             ignore_index=ignore_index,
@@ -124,12 +139,7 @@ class _FusedLoss:
 
     def gradients(self, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """The kernel's gradients with respect to hidden states, weight and bias."""
-        inputs = self.step.call.inputs
-        wanted = [each for each in inputs if each is not None and each.requires_grad]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        found = torch.autograd.grad(self.value, wanted, upstream.to(self.value.dtype), retain_graph=keep)
-        by_input = dict(zip(map(id, wanted), found, strict=True))
-        return tuple(by_input.get(id(each)) for each in inputs)
+        return self.step.call.gradients([self.value], [upstream.to(self.value.dtype)])
 
     def gradient_at(self, step: Step, upstream: Tensor) -> Tensor:
         """The gradient with respect to the logits of ``step``, which is the loss's step or an earlier one.
@@ -170,8 +180,8 @@ def fused_cross_entropy(
     step = input.step
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     fits = input.dim() == 2 and target.dim() == 1 and target.shape[0] == input.shape[0]
-    read = any((relative := each()) is not None and relative.computed is not None for each in input.family)
-    if not (plain and fits and step.call.open and step.arithmetic_is_known) or read or target.is_floating_point():
+    deferred = step.call.open and step.arithmetic_is_known and not input.has_been_read
+    if not (plain and fits and deferred) or target.is_floating_point():
         return None
     if reduction not in ("mean", "sum"):
         return None

@@ -102,7 +102,7 @@ class FusedHead:
             step = _STEP.get()
             if step is None or step.fused is not fused:
                 return original(self, input)
-            step.declined = _why_not_deferred(self, input)
+            step.declined = why_not_deferred(self, input)
             if step.declined:
                 return original(self, input)
             weight, bias = self.weight, self.bias
@@ -123,7 +123,7 @@ class FusedHead:
             step = None if torch.compiler.is_compiling() else _STEP.get()
             if step is None or step.fused is not fused:
                 return gathering(input)
-            step.declined = _GATHERED if step.training_logits == "computed" else _why_not_deferred(self, input, DTensor)
+            step.declined = _GATHERED if step.training_logits == "computed" else why_not_deferred(self, input, DTensor)
             if step.declined:
                 return gathering(input)
             weight, bias = self.weight.to_local(), None if self.bias is None else self.bias.to_local()
@@ -170,7 +170,7 @@ def why_not_plain(head: Any) -> str:
     return ""
 
 
-def _why_not_deferred(head: Any, hidden: Tensor, *kinds_of_weight: type) -> str:
+def why_not_deferred(head: Any, hidden: Tensor, *kinds_of_weight: type) -> str:
     """Why this call's logits must be computed at once; empty if they can be deferred."""
     if not _is_plain(head):
         return "the output projection's weight was parametrized after bind"

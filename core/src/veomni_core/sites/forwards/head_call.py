@@ -5,7 +5,7 @@ Shape suffixes: ``H`` hidden width, ``V`` vocabulary, ``...`` positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -79,8 +79,8 @@ class HeadCall:
         with torch.no_grad(), self._autocast(self._autocast_dtype):
             return F.linear(*self.inputs)  # type: ignore[arg-type]
 
-    def fused_loss(self, rows: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """The kernel's loss of ``rows[T, H]`` against ``labels[T]``, in a graph that ends at ``inputs``."""
+    def run_kernel(self, rows: Tensor, labels: Tensor, **options: Any) -> Any:
+        """What the kernel gives for ``rows[T, H]`` and ``labels[T]``, in a graph that ends at ``inputs``."""
         self.fused += 1
         weight, bias = self.weight, self.bias
         with gathered(self._head, self.weight), self._autocast(None):  # type: ignore[arg-type]
@@ -91,6 +91,14 @@ class HeadCall:
             if self._shard is not None:
                 return self._shard.loss(self.kernel, rows, weight, labels, bias=bias, **options)  # type: ignore[arg-type]
             return self.kernel(rows, weight, labels, bias=bias, **options)  # type: ignore[no-any-return]
+
+    def gradients(self, results: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden states, weight and bias, from the ``upstream`` ones of a kernel's ``results``."""
+        wanted = [each for each in self.inputs if each is not None and each.requires_grad]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        found = torch.autograd.grad(results, wanted, upstream, retain_graph=keep)
+        by_input = dict(zip(map(id, wanted), found, strict=True))
+        return tuple(by_input.get(id(each)) for each in self.inputs)
 
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         if not torch.amp.is_autocast_available(self.device.type):

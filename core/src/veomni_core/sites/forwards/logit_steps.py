@@ -16,7 +16,11 @@ from veomni_core.sites.forwards.head_call import HeadCall
 
 aten = torch.ops.aten
 
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
+# Under inference mode PyTorch passes on a reshape as it is, elsewhere as a view.
+RESHAPES = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim),
+)
 _COPIES = (aten.alias.default, aten.detach.default, aten.clone.default)
 _SELECTIONS = (aten.slice.Tensor, aten.select.int)
 _SCALINGS = (aten.mul.Tensor, aten.div.Tensor)

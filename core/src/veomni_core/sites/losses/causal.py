@@ -27,7 +27,8 @@ from veomni_core.ops.labels import IGNORED
 from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.functions import current_forward
-from veomni_core.sites.losses.head_twin import VOCABULARY, head_twin
+from veomni_core.sites.losses.head_twin import VOCABULARY, decoder_width, head_twin
+from veomni_core.sites.losses.language_models import language_models
 from veomni_core.sites.losses.sharded_head import why_not_sharded_by_words
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import set_on_instance
@@ -42,18 +43,10 @@ class CausalLosses:
     """Finds models with an output projection and labels, and fuses the projection with the loss."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        heads: set[int] = set()
-        for path, module in model.named_modules():
-            if not hasattr(type(module), "get_output_embeddings") or not _takes_labels(module):
-                continue
-            head = module.get_output_embeddings()  # type: ignore[operator]
-            # No head: a classifier, or a decoder without its head. A known head: an inner model that takes labels too.
-            if head is None or id(head) in heads:
-                continue
-            heads.add(id(head))
-            dtype, sizes = probe.parameter_dtype(head), _sizes(head)
-            proof = replace(_prove(module, head), detail={"head": _name_of(head, module)})
-            yield proof.site("cross_entropy_loss", path, rule, dtype=dtype, sizes=sizes)
+        for each in language_models(model):
+            proof = replace(_prove(each.module, each.head), detail={"head": each.name_of_head})
+            dtype = probe.parameter_dtype(each.head)
+            yield proof.site("cross_entropy_loss", each.path, rule, dtype=dtype, sizes=each.sizes)
 
     def sharded(self, site: Site, layout: EngineLayout) -> Site:
         """With a divided vocabulary each rank computes its words' part of the loss, and the logits are not gathered."""
@@ -71,17 +64,6 @@ class CausalLosses:
         return changes(model.get_submodule(site.path), kernel)
 
 
-def _name_of(head: nn.Module, module: nn.Module) -> str:
-    return next(path for path, each in module.named_modules(remove_duplicate=False) if each is head)
-
-
-def _sizes(head: nn.Module) -> dict[str, tuple[int, ...]]:
-    weight = head._parameters.get("weight")
-    return (
-        {} if weight is None or weight.dim() != 2 else {"hidden": (weight.shape[1],), "vocabulary": (weight.shape[0],)}
-    )
-
-
 def _changes(module: Any, kernel: Kernel) -> Iterable[Change]:
     head, fused = module.get_output_embeddings(), FusedHead(kernel)
     yield ForwardChange(head, fused.head_forward(current_forward(head)))
@@ -96,16 +78,12 @@ def _changes_of_a_shard(module: Any, kernel: Kernel) -> Iterable[Change]:
     yield ForwardChange(module, fused.model_forward(current_forward(module)))
 
 
-def _takes_labels(module: nn.Module) -> bool:
-    return "labels" in inspect.signature(type(module).forward).parameters
-
-
 def _prove(model: Any, head: Any) -> Proof:
     """Run the model's own head and loss over a placeholder for its decoder, unbound and then bound to the reference."""
     if why_not := set_on_instance(model) or why_not_plain(head):
         return Proof(None, why_not)
     with probe.seeded():
-        hidden = probe.random(2, 5, _decoder_width(model, head)).requires_grad_()
+        hidden = probe.random(2, 5, decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
             return Proof(None, why_not)
@@ -118,18 +96,6 @@ def _prove(model: Any, head: Any) -> Proof:
                 return Proof(None, why_not)
     evidence = "its own head and loss, run without the decoder, gave the reference's loss and gradients"
     return Proof("causal", evidence)
-
-
-def _decoder_width(model: Any, head: nn.Linear) -> int:
-    """The width of the decoder's hidden states, which is not always the width of the head's input.
-
-    ELECTRA and RemBERT project to another width before the vocabulary, which their configs name.
-    """
-    config = model.config.get_text_config()
-    for name in ("embedding_size", "output_embedding_size"):
-        if getattr(config, name, None) == head.in_features:
-            return config.hidden_size
-    return head.in_features
 
 
 def _loss_options(model: nn.Module) -> list[dict[str, Any]]:

@@ -41,6 +41,18 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     return twin.train(), tiny_head
 
 
+def decoder_width(model: Any, head: nn.Linear) -> int:
+    """The width of the decoder's hidden states, which is not always the width of the head's input.
+
+    ELECTRA and RemBERT project to another width before the vocabulary, which their configs name.
+    """
+    config = model.config.get_text_config()
+    for name in ("embedding_size", "output_embedding_size"):
+        if getattr(config, name, None) == head.in_features:
+            return config.hidden_size
+    return head.in_features
+
+
 def _decoder(model: Any, head: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     """The module that turns tokens into hidden states, and all child modules that don't hold the output projection.
 

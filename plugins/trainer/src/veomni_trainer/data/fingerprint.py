@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.sequences import Sequence
@@ -25,8 +26,13 @@ def fingerprint(corpus: Corpus) -> str:
     digest = hashlib.sha256()
     for sequence in _some(corpus.training):
         for _, values in sorted(sequence.items()):
-            digest.update(values.numpy().tobytes())
+            digest.update(_as_bytes(values))
     return json.dumps({"sequences": corpus.sequences, "sha256": digest.hexdigest()})
+
+
+def _as_bytes(value: Any) -> bytes:
+    """A tensor's numbers; what else is in a row, such as text, as JSON."""
+    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value).encode()
 
 
 def _some(sequences: Any) -> Iterator[Sequence]:

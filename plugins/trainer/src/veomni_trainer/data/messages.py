@@ -23,17 +23,17 @@ _SHAREGPT_ROLES = {
 }
 
 
-def read_messages(value: Any) -> list[Message]:
+def read_messages(value: Any, learned: bool = True) -> list[Message]:
     """The turns as chat templates take them; ``value`` may be JSON text, as in a CSV file.
 
     Raises:
-        BadLine: they are no turns, or there is none of the assistant's to learn from.
+        BadLine: they are no turns, or there is none of the assistant's in a chat to be ``learned`` from.
     """
     turns = _parsed(value, "the chat")
     if not turns:
         raise BadLine("a chat without turns")
     messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
-    if not any(message["role"] == ASSISTANT for message in messages):
+    if learned and not any(message["role"] == ASSISTANT for message in messages):
         raise BadLine("a chat without a turn of the assistant")
     return messages
 

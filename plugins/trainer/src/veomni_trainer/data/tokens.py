@@ -40,6 +40,8 @@ class Tokenizer(Protocol):
     """What renders chats; ``None`` without a chat template."""
     has_offsets: bool
     """Whether it says which characters a token stands for, so that parts of a text can be learned."""
+    pretrained: PreTrainedTokenizerBase | None
+    """It as transformers' tokenizer; ``None`` if it is none."""
 
     @property
     def fingerprint(self) -> str:
@@ -62,6 +64,7 @@ class ByteTokenizer:
     end = 256
     chats: PreTrainedTokenizerBase | None = None
     has_offsets = True
+    pretrained: PreTrainedTokenizerBase | None = None
     fingerprint = BYTES
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
@@ -86,6 +89,7 @@ class PretrainedTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int) -> None:
         self._tokenizer, self.end = tokenizer, end
+        self.pretrained: PreTrainedTokenizerBase | None = tokenizer
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.has_offsets = tokenizer.is_fast
         self.chats = tokenizer if tokenizer.chat_template else None

@@ -44,7 +44,10 @@ def dump_job(job: Job) -> str:
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
-    train = {"output_dir": str(at_home(job.train.output_dir).absolute())}
+    train: dict[str, Any] = {"output_dir": str(at_home(job.train.output_dir).absolute())}
+    if job.train.grpo is not None:
+        rewards = [_file_beside(reference, folder) for reference in job.train.grpo.rewards]
+        train["grpo"] = job.train.grpo.model_copy(update={"reward": rewards})
     if job.train.frozen is not None:
         train["frozen"] = beside_job(job.train.frozen, folder)
     return job.model_copy(
@@ -54,6 +57,12 @@ def _with_absolute_paths(job: Job, folder: Path) -> Job:
             "train": job.train.model_copy(update=train),
         }
     )
+
+
+def _file_beside(reference: str, folder: Path) -> str:
+    """``file.py:function`` with the file's path looked up; ``module:function`` as it is."""
+    where, colon, name = reference.rpartition(":")
+    return f"{beside_job(where, folder)}{colon}{name}" if where.endswith(".py") else reference
 
 
 def _beside(data: DataSection, folder: Path) -> DataSection:

@@ -52,6 +52,9 @@ KEYS: Mapping[str, OnResume] = {
     "train.warmup": _APPLIED,
     "train.weight_decay": _APPLIED,
     "train.max_grad_norm": _APPLIED,
+    "train.method": _REFUSED,
+    "train.dpo": _APPLIED,
+    "train.grpo": _APPLIED,
     "train.seed": _REFUSED,
     "train.device": _APPLIED,
     "train.precision": _REFUSED,  # unless the weights stay in their dtype
@@ -82,6 +85,7 @@ _WHY: Mapping[str, str] = {
     "train.precision": "weights and the optimizer's state are in its dtype",
     "train.optimizer": "the optimizer's state is of its kind",
     "train.parameter_groups": "the optimizer's state is stored group by group",
+    "train.method": "another method learns from other data",
     "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
     "train.fsdp": "weights and optimizer are stored otherwise with and without it",
 }

@@ -66,6 +66,39 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_method_can_be_run(self) -> Self:
+        train, data, method = self.train, self.data, self.train.method
+        if not train.uses_trl:
+            return self
+        if train.is_sharded or train.fsdp or train.sp_size > 1:
+            raise ValueError(
+                f"train.method: {method} is not tested over models or sequences that processes share; write 1 for "
+                "fsdp_size, tp_size and sp_size, and fsdp: false. Several processes can each have a copy of the model"
+            )
+        untested: dict[str, object] = {
+            "train.shadow": train.shadow,
+            "train.torch_compile": train.torch_compile,
+            "train.expert_loads": train.expert_loads,
+            "train.precision: fp16_mixed": train.precision == "fp16_mixed",
+            "data.streaming": data.streaming,
+        }
+        if train.learns_from_rows:
+            untested |= {
+                "data.packing": data.packing,
+                "data.columns": data.columns,
+                "data.sources": data.sources,
+                "data.validation_fraction or validation_files": data.validates,
+            }
+        if set_ := [key for key, value in untested.items() if value]:
+            raise ValueError(f"train.method: {method} does not go with {' and '.join(set_)}; leave that out")
+        if train.grpo is not None and train.grpo.max_completion_length >= data.sequence_length:
+            raise ValueError(
+                f"train.grpo.max_completion_length {train.grpo.max_completion_length} leaves no room for a prompt in "
+                f"data.sequence_length {data.sequence_length}; lower it, or raise data.sequence_length"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sizes_fit_each_other(self) -> Self:
         train = self.train
         fsdp, tp, ep = train.fsdp_size, train.tp_size, train.ep_size

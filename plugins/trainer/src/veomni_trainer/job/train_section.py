@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from veomni_trainer.job.computation_keys import ComputationKeys
+from veomni_trainer.job.method_keys import MethodKeys
 from veomni_trainer.job.optimization_keys import OptimizationKeys
 from veomni_trainer.job.output_keys import OutputKeys
 from veomni_trainer.job.process_keys import ProcessKeys
 
 
-class TrainSection(ProcessKeys, ComputationKeys, OptimizationKeys, OutputKeys):
+class TrainSection(ProcessKeys, ComputationKeys, OptimizationKeys, MethodKeys, OutputKeys):
     """How to train. The keys stand side by side in the YAML."""
 
     @property

@@ -46,26 +46,35 @@ class JobTrainer(ResumingTrainer):
         callbacks: list[TrainerCallback],
         train: TrainSection,
         loads: ExpertLoads | None = None,
+        **more: Any,
     ) -> None:
         self._clock, self._loads, self._corpus = StepClock(), loads, corpus
         self.bad_steps = BadSteps(train, self._loss_scale)
-        training = corpus.training
-        if isinstance(training, Stream):
-            training = training.in_batches(train.batch_size, train.ranks_per_batch)
         super().__init__(
             train,
-            model,
-            args,
-            data_collator=Batcher(corpus.padding, multiple=train.sp_size),
-            train_dataset=training,
+            model=model,
+            args=args,
             # The last one reads the other callbacks' decisions, and bad_steps those of all before it.
             callbacks=[*callbacks, self.bad_steps, _StepCallback(self)],
-            optimizer_cls_and_kwargs=optimizer_for(train, model),
+            **self.inputs_of(model, corpus, train),
+            **more,
         )
+        self.optimizer_cls_and_kwargs = optimizer_for(train, model)
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self._on_row = on_row
         self.start_step()
+
+    def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
+        """What the base class is given of the data."""
+        training = corpus.training
+        if isinstance(training, Stream):
+            training = training.in_batches(train.batch_size, train.ranks_per_batch)
+        return {"data_collator": Batcher(corpus.padding, multiple=train.sp_size), "train_dataset": training}
+
+    def curves(self) -> Row:
+        """What the method has measured since the last row, by the names of its curves."""
+        return {}
 
     def start_step(self) -> None:
         """Clear the losses of the previous step."""
@@ -163,6 +172,7 @@ class JobTrainer(ResumingTrainer):
         if self._aux_losses:
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
+        row |= self.curves()
         row |= {"bad": self.bad_steps.problem} if self.bad_steps.problem else {}
         row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}

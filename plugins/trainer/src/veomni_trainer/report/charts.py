@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from veomni_trainer.report.drawing import Chart, colour, draw
+from veomni_trainer.report.method_curves import curves_of
 from veomni_trainer.report.series import MANY_STEPS, Points, Series, in_words, smoothed
 
 _WIDTHS = {"eager": 4.0}  # a wide line below the other one, so that both are visible where they coincide
@@ -34,6 +35,8 @@ def draw_charts(*runs: Series) -> list[Chart]:
     losses = _of(shown, "loss", "Loss", "per step")
     losses.validations = [(run, points) for run in shown if (points := run.validation())]
     charts = [losses, _of(shown, "aux_loss", "Router loss", "load balancing"), _gap(shown)]
+    rows = [row for run in shown for row in run.rows]
+    charts += [_of(shown, name, title, note) for name, title, note in curves_of(rows)]
     charts.append(_of(shown, "learning_rate", "Learning rate", "per step"))
     charts.append(_of(shown, "grad_norm", "Gradient norm", "before clipping"))
     for key, what in (("expert_load", "expert"), ("rank_load", "rank")):

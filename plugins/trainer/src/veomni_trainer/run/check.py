@@ -17,6 +17,7 @@ from veomni_trainer.setup.adapter import check_packages
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.trl_arguments import check_trl
 
 
 def check_job(path: Path, hardware: Hardware, changes: Sequence[str] = ()) -> JobConditions:
@@ -54,5 +55,7 @@ def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
         if hardware.detected:  # the machine that has the named hardware may have the optimizer's package
             raise
     check_packages(job, to_train=hardware.detected)
+    if hardware.detected:
+        check_trl(job.train)
     check_model(job, job_tokenizer(job))
     return conditions(job)

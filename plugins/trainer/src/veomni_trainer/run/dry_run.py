@@ -16,13 +16,13 @@ from veomni_core.errors import ConfigError
 from veomni_core.planning.locked_plans import FrozenJob
 from veomni_core.planning.planner import make_plan
 from veomni_core.tables import render_table
-from veomni_trainer.data.corpus import Corpus, read_corpus
+from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.checkpoints import check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.check import check_frozen
-from veomni_trainer.run.start import check_enough, check_settings, steps_of
+from veomni_trainer.run.start import check_enough, check_settings, read_data, steps_of
 from veomni_trainer.run.starting_point import StartingPoint, completion, describe_resumption, starting_point
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.machine_defaults import for_this_machine
@@ -30,6 +30,7 @@ from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
 from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.trl_arguments import check_method
 
 _PARTS = {
     "weights": "weights",
@@ -162,7 +163,8 @@ def dry_run(
         check_weights(Path(job.model.weights))
     device, under = device_of(job.train), conditions(job)
     processes = max(job.train.fsdp_size * job.train.tp_size, job.train.sp_size)
-    corpus = read_corpus(job.data, tokenizer, job.train.seed)
+    corpus = read_data(job, tokenizer)
+    check_method(job, tokenizer, processes)
     if point.checkpoint:
         check_sequences(point.checkpoint, fingerprint(corpus))
     check_enough(corpus, job.train, processes)

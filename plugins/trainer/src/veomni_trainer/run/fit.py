@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +22,7 @@ from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.disk import free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.run.record import RunRecord
-from veomni_trainer.run.saying import is_main_process
+from veomni_trainer.run.saying import is_main_process, say
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
 from veomni_trainer.setup.room import checkpoint_bytes, describe_room
@@ -71,12 +74,12 @@ def fit(start: Start, compared: bool = False, turns: Turns | None = None) -> End
         early = [EarlyStop(train)] if train.early_stop else []
         beside = [ShadowedSteps(start.base, train.shadow, loads)] if train.shadow else []
         callbacks = [*beside, record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
-        trainer = JobTrainer(start.model, arguments, start.corpus, record.on_row, callbacks, train, loads)
+        trainer = _trainer(start, record.on_row, callbacks, loads)
         if turns:
             turns.on_wait = trainer.leave_out
             if not turns.first:  # without the run that it is compared with, there is nothing left to do
                 turns.on_lost = interrupt.request
-        with progress.running(), interrupt.listening():
+        with progress.running(), interrupt.listening(), _kernels_in_fused_heads(start):
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)
     except torch.OutOfMemoryError as error:
         record.end_with(error)
@@ -100,6 +103,38 @@ def fit(start: Start, compared: bool = False, turns: Turns | None = None) -> End
             shutil.rmtree(folder.staging, ignore_errors=True)
     bad = trainer.bad_steps
     return Ending(interrupt.interrupted, f"step {trainer.state.global_step}: {bad.problem}" if bad.problem else "")
+
+
+def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads | None) -> JobTrainer:
+    train = start.job.train
+    given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads
+    if start.inputs is None:
+        return JobTrainer(*given)
+    from veomni_trainer.loop.trl_trainers import TRAINERS
+
+    return TRAINERS[train.method](*given, inputs=start.inputs)
+
+
+@contextmanager
+def _kernels_in_fused_heads(start: Start) -> Iterator[None]:
+    """While TRL's trainer trains, its fused head runs the kernel that the plan has for log-probabilities.
+
+    Raises:
+        ConformanceError: the kernel does not compute what TRL's own function computes.
+    """
+    if start.inputs is None:
+        yield
+        return
+    from veomni_bridges.trl_heads import FusedHeads
+
+    heads = FusedHeads(start.binding)
+    if heads.kernels:
+        say(f"{heads.name}: {heads.describe()}")
+    try:
+        yield
+    finally:
+        if heads.active:
+            heads.undo()
 
 
 def _can_count(start: Start) -> bool:

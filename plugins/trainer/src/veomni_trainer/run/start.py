@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from veomni_core.parallel.sequence import apply_ulysses
 from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
+from veomni_trainer.data.method_inputs import MethodInputs
+from veomni_trainer.data.rows import check_lengths, read_rows
+from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
@@ -32,6 +36,7 @@ from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.trl_arguments import check_method, check_trl, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
 
@@ -44,6 +49,7 @@ class Start:
     """A training that can begin: its data, its model with weights, and transformers' arguments.
 
     ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
+    ``inputs`` are those of a method of TRL's.
     """
 
     job: Job
@@ -56,6 +62,7 @@ class Start:
     point: StartingPoint
     steps: int
     origin: Origin
+    inputs: MethodInputs | None = None
 
 
 def prepare(
@@ -73,8 +80,10 @@ def prepare(
         check_model(job, tokenizer)
     if job.train.is_sharded:
         check_started(job.train)
-    corpus = read_corpus(job.data, tokenizer, job.train.seed)
-    arguments = training_arguments(job.train, folder.staging)
+    corpus = read_data(job, tokenizer)
+    check_method(job, tokenizer, int(os.environ.get("WORLD_SIZE", "1")))
+    kind, more = trl_config(job.train, job.data.sequence_length) if job.train.uses_trl else (TrainingArguments, {})
+    arguments = training_arguments(job.train, folder.staging, kind, **more)
     sequences = fingerprint(corpus)
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
@@ -97,6 +106,7 @@ def prepare(
     if job.data.packing:
         check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
+    inputs = method_inputs(job, tokenizer, arguments.device) if job.train.uses_trl else None
     check_room(job.train, folder, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     say(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
@@ -109,7 +119,7 @@ def prepare(
     if point.checkpoint:
         say(describe_resumption(job, folder, point))
     origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
-    return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin)
+    return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin, inputs)
 
 
 def check_settings(job: Job) -> None:
@@ -123,6 +133,22 @@ def check_settings(job: Job) -> None:
     check_schedule(job.train)
     check_optimizer(job.train)
     check_packages(job, to_train=True)
+    check_trl(job.train)
+
+
+def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:
+    """What the job trains on: sequences of tokens, or rows for a method of TRL's.
+
+    Raises:
+        JobFileError: it can't be read, or doesn't fit.
+        ConfigError: the method needs another tokenizer.
+    """
+    if not job.train.learns_from_rows:
+        return read_corpus(job.data, tokenizer, job.train.seed)
+    (source,) = job.data.training_sources.values()
+    corpus = read_rows(source, tokenizer, job.train)
+    check_lengths(corpus, trl_tokenizer(job, tokenizer), job.train, job.data.sequence_length)
+    return corpus
 
 
 def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:

@@ -15,8 +15,16 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.precision import check_precision
 
 
-def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
+def training_arguments(
+    train: TrainSection, staging: Path, kind: type = TrainingArguments, **more: Any
+) -> TrainingArguments:
     """The arguments. Under torchrun this also joins the process group, so that ranks can compare their plans.
+
+    Args:
+        train: the job's section.
+        staging: the folder that they name for output.
+        kind: their class, which may be one of TRL's.
+        more: arguments that are that class's own.
 
     Raises:
         HostError: the requested device is not available, or the precision or FSDP can't run on it.
@@ -39,7 +47,7 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
             "sharding it, without a warning. Write train.fsdp: false"
         )
     check_precision(train.precision, on_cpu)
-    arguments = TrainingArguments(
+    arguments: TrainingArguments = kind(
         output_dir=str(staging),
         max_steps=train.steps or -1,
         num_train_epochs=train.epochs or 1.0,
@@ -75,8 +83,9 @@ def training_arguments(train: TrainSection, staging: Path) -> TrainingArguments:
         report_to="none",
         disable_tqdm=True,
         log_level="warning",
-        **_checkpointing(train),
+        **({} if more else _checkpointing(train)),
         **_sharding(train),
+        **more,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # without torchrun transformers would use nn.DataParallel
     return arguments

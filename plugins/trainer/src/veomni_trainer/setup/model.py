@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,27 @@ from veomni_trainer.setup.sharding import check_sharding, distributed_config
 _VOCABULARY_STEP = 64
 
 
+def ops_implementation(job: Job) -> Any:
+    """The section of that name. A method of TRL's computes its loss itself, from log-probabilities.
+
+    Raises:
+        ConfigError: the job names a kernel for a loss that would never run.
+    """
+    written = job.model.ops_implementation
+    if not job.train.uses_trl or not isinstance(written, Mapping):
+        return written
+    from veomni_bridges.losses import with_eager_losses, with_log_probabilities
+
+    return with_log_probabilities(with_eager_losses(written, f"TRL's trainers (train.method: {job.train.method})"))
+
+
 def ops_config(job: Job) -> OpsConfig:
     """The kernels that the job chooses.
 
     Raises:
         ConfigError: the job chooses none, or names a field, value or preset that doesn't exist.
     """
-    return OpsConfig.from_dict({"model": {"ops_implementation": job.model.ops_implementation}})
+    return OpsConfig.from_dict({"model": {"ops_implementation": ops_implementation(job)}})
 
 
 def conditions(job: Job) -> JobConditions:
@@ -41,6 +55,7 @@ def conditions(job: Job) -> JobConditions:
         autocast=precision_of(job).autocast,
         dtype=weights_dtype(job),
         distributed_config=distributed_config(job.train),
+        ops_implementation=ops_implementation(job) if job.train.uses_trl else None,
     )
 
 

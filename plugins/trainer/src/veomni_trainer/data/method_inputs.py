@@ -1,0 +1,23 @@
+"""What the trainer of a method of TRL's is given besides the model and the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class MethodInputs:
+    """What a method's trainer is given.
+
+    Attributes:
+        tokenizer: for the rows, and for completions.
+        reference: the model before training, if the method needs one.
+        rewards: the functions that judge completions.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    reference: PreTrainedModel | None = None
+    rewards: tuple[Any, ...] = ()

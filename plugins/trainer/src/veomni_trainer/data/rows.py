@@ -1,0 +1,153 @@
+"""Rows of tables for TRL's trainers: pairs of preferences, and prompts whose completions are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from veomni_core.errors import JobFileError
+from veomni_core.jobs.jobfile import shown
+from veomni_trainer.data.corpus import Corpus, ReadSource
+from veomni_trainer.data.files import TEXT, FoundFile, find_files
+from veomni_trainer.data.messages import read_messages
+from veomni_trainer.data.read import open_table
+from veomni_trainer.data.reading import BadLine, Reading, Unreadable
+from veomni_trainer.data.sequences import Counts
+from veomni_trainer.data.tables import Row
+from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.source_keys import Source
+from veomni_trainer.job.train_section import TrainSection
+
+PAIRS, PROMPTS = ("prompt", "chosen", "rejected"), ("prompt",)
+_KEY = "data.files"
+
+
+@dataclass(frozen=True)
+class RowCounts(Counts):
+    """How many rows were read, of what, and how often a training's epoch takes each."""
+
+    what: str = "rows"
+
+    def describe(self) -> str:
+        return f"{self.sequences:,} {self.what}"
+
+
+def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corpus:
+    """The rows of a source for ``train.method``: ``prompt``, ``chosen`` and ``rejected``; or ``prompt``.
+
+    Each is text, or a list of chat messages. Other columns of prompts are kept, for the reward.
+
+    Raises:
+        JobFileError: there is nothing to read, a column is missing, a line is broken and ``bad_lines`` is ``stop``, or
+            chats have no template.
+    """
+    reader = _RowReader(source, tokenizer, PAIRS if train.method == "dpo" else PROMPTS)
+    rows = list(reader.rows())
+    if not rows:
+        raise JobFileError(f"{_KEY}: {source.files} holds no rows: {reader.reading.describe()}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    dataset: Any = Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+    repeated = train.grpo.num_generations if train.grpo else 1
+    counts = RowCounts(0, len(rows), what="prompts" if train.grpo else "preference pairs")
+    read = ReadSource(_KEY, reader.reading, counts, source.weight, len(rows) * repeated, 0)
+    return Corpus(dataset, {}, (read,), tokenizer.end)
+
+
+def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: TrainSection, longest: int) -> None:
+    """Raise JobFileError if a prompt leaves no room in ``longest`` tokens for the completions that are drawn."""
+    if train.grpo is None:
+        return
+    room, rows = longest - train.grpo.max_completion_length, cast("Iterable[dict[str, Any]]", corpus.training)
+    for number, row in enumerate(rows, start=1):
+        prompt = row["prompt"]
+        encoded: Any = (
+            tokenizer(prompt)
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        )
+        ids = encoded["input_ids"]
+        if len(ids) > room:
+            raise JobFileError(
+                f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} beside "
+                "train.grpo.max_completion_length; raise data.sequence_length, or leave the prompt out"
+            )
+
+
+class _RowReader:
+    """Reads the tables of one source; ``reading`` counts what was read and what was left out."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, columns: tuple[str, ...]) -> None:
+        self._source, self._tokenizer, self._columns = source, tokenizer, columns
+        self.reading = Reading(_KEY)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        self.reading.columns = f"columns {', '.join(map(repr, self._columns))}"
+        for file in find_files(self._source, self.reading):
+            if file.format in (None, TEXT):
+                self._leave_out(file)
+                continue
+            assert file.format is not None
+            try:
+                yield from self._table(file, file.format)
+            except Unreadable as problem:
+                raise JobFileError(f"{_KEY}: {file.path} {problem}") from None
+
+    def _table(self, file: FoundFile, file_format: str) -> Iterator[dict[str, Any]]:
+        table = open_table(file.path, file_format, self._source.split)
+        there = table.columns()
+        if missing := [name for name in self._columns if name not in there]:
+            raise Unreadable(
+                f"has no column {' and no '.join(map(repr, missing))}; its columns are {', '.join(there) or 'none'}"
+            )
+        # Other columns of prompts are for the reward.
+        names = self._columns if self._columns == PAIRS else tuple(there)
+        for number, row in table.rows(names):
+            try:
+                if isinstance(row, BadLine):
+                    raise row
+                yield self._row(row)
+                self.reading.documents += 1
+            except BadLine as problem:
+                self._bad_line(f"{file.path}, {table.unit} {number}: {problem}")
+        self.reading.read_file(file_format)
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        read = {name: self._said(row, name) for name in self._columns}
+        if len({type(each) for each in read.values()}) > 1:
+            raise BadLine(f"{', '.join(self._columns)} must all be text, or all be chats")
+        return read if self._columns == PAIRS else {**row, **read}
+
+    def _said(self, row: Mapping[str, Any], name: str) -> Any:
+        """The text or the chat messages in a column."""
+        if name not in row:
+            raise BadLine(f"no column {name!r}; its columns are {', '.join(row) or 'none'}")
+        value = row[name]
+        if isinstance(value, str):
+            if not value:
+                raise BadLine(f"column {name!r} is empty")
+            return value
+        if not isinstance(value, list):
+            raise BadLine(f"column {name!r} must be text or a list of messages, got {shown(value)}")
+        if self._tokenizer.chats is None:
+            raise Unreadable(
+                f"holds chats (in column {name!r}), and the tokenizer has no chat template. Write data.chat_template, "
+                "or a data.tokenizer that has one"
+            )
+        return [dict(message) for message in read_messages(value, learned=name != "prompt")]
+
+    def _bad_line(self, problem: str) -> None:
+        if self._source.bad_lines == "stop":
+            stop = "" if problem.endswith((".", "?")) else "."
+            raise JobFileError(f"{_KEY}: {problem}{stop} Correct it, or write data.bad_lines: skip to leave it out")
+        self.reading.skip_line(problem)
+
+    def _leave_out(self, file: FoundFile) -> None:
+        if file.named:
+            what = "is text" if file.format == TEXT else "is no table"
+            needed = ", ".join(self._columns)
+            raise JobFileError(f"{_KEY}: {file.path} {what}, and this train.method needs a table of {needed}")
+        self.reading.skip_file(file.path, "no table")

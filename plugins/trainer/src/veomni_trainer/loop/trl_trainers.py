@@ -1,0 +1,125 @@
+"""TRL's trainers, extended as :class:`~veomni_trainer.loop.trainer.JobTrainer` extends transformers'. Imports TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from torch import nn
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.method_inputs import MethodInputs
+from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.loop.sharded_trainer import ShardedTrainer
+from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.output.metrics import Row
+
+# What TRL counts beside its curves; a row has its own figures of these.
+_OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "aux_loss", "total_flos")
+
+
+class MethodTrainer(JobTrainer):
+    """A :class:`JobTrainer` whose loss is that of one of TRL's trainers, which comes after it among the bases."""
+
+    def __init__(self, *args: Any, inputs: MethodInputs, **kwargs: Any) -> None:
+        self._method_inputs = inputs
+        super().__init__(*args, **kwargs)
+
+    def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
+        return {"processing_class": self._method_inputs.tokenizer, "train_dataset": corpus.training}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """TRL's loss. A row of metrics counts its tokens."""
+        if model.training:
+            names = ("input_ids", "prompt_ids", "completion_ids")
+            self._clock.count(sum(inputs[name].numel() for name in names if name in inputs) * self.args.world_size)
+        # Past JobTrainer's own, which asks for the model's outputs.
+        loss: Any = super(JobTrainer, self).compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+    def curves(self) -> Row:
+        """What TRL has measured since the last row, as averages."""
+        measured: Mapping[str, list[float]] = self._metrics["train"]  # type: ignore[attr-defined]
+        row = {key: sum(values) / len(values) for key, values in measured.items() if values and key not in _OWN}
+        self._metrics["train"].clear()  # type: ignore[attr-defined]
+        return row
+
+
+class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defined]
+    """Supervised fine-tuning on the job's own sequences."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.train_dataset = self._sequences
+
+    def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
+        inputs = JobTrainer.inputs_of(self, model, corpus, train)
+        # TRL accepts a dataset of arrow alone, and looks at its first row. The sequences, which are read from their
+        # store as they are needed, take its place afterwards.
+        self._sequences = inputs["train_dataset"]
+        first = Dataset.from_list([{name: value.tolist() for name, value in self._sequences[0].items()}])
+        return inputs | {"train_dataset": first, "processing_class": self._method_inputs.tokenizer}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        if not {"attention_mask", "position_ids"} & inputs.keys():  # nothing is padded, and TRL counts tokens by one
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class DpoTrainer(MethodTrainer, trl.DPOTrainer):  # type: ignore[misc,name-defined]
+    """Direct preference optimization on pairs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        adapters = getattr(self.model, "peft_config", {})
+        if "ref" in adapters:
+            # TRL's copy of the adapter as it is now, which is trained already where a run goes on. Without it the
+            # reference is the model without an adapter.
+            self.model.delete_adapter("ref")  # type: ignore[union-attr,operator]
+
+    def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
+        return super().inputs_of(model, corpus, train) | {"ref_model": self._method_inputs.reference}
+
+    def _get_num_items_in_batch(self, *args: Any) -> None:
+        """A pair's loss is a mean already."""
+
+
+class GrpoTrainer(MethodTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
+    """Group relative policy optimization on prompts, whose completions the model draws and the rewards judge."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self._train.grpo is not None
+        self.beta = self._train.grpo.beta
+        if (reference := self._method_inputs.reference) is not None:
+            disable_dropout_in_model(reference)
+            add_fused_lm_head(reference, temperature=self._train.grpo.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
+        return super().inputs_of(model, corpus, train) | {"reward_funcs": list(self._method_inputs.rewards)}
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        return super(ShardedTrainer, self)._get_num_items_in_batch(*args)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return super(JobTrainer, self)._get_train_sampler(*args, **kwargs)
+
+
+TRAINERS: Mapping[str, type[MethodTrainer]] = {"sft": SftTrainer, "dpo": DpoTrainer, "grpo": GrpoTrainer}

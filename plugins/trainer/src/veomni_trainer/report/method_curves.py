@@ -1,0 +1,37 @@
+"""The curves that a method of TRL's has beside its loss: titles and notes by their names in a row of metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from veomni_trainer.output.metrics import Row
+
+_CURVES = {
+    "entropy": ("Entropy", "nats per token"),
+    "mean_token_accuracy": ("Token accuracy", "share of the learned tokens"),
+    "rewards/accuracies": ("Pairs the right way round", "share of the pairs"),
+    "rewards/margins": ("Reward margin", "chosen over rejected"),
+    "rewards/chosen": ("Reward of the chosen", "beta times the log-ratio to the reference"),
+    "rewards/rejected": ("Reward of the rejected", "beta times the log-ratio to the reference"),
+    "logps/chosen": ("Log-probability of the chosen", "sum over its tokens"),
+    "logps/rejected": ("Log-probability of the rejected", "sum over its tokens"),
+    "reward": ("Reward", "mean over the completions"),
+    "reward_std": ("Reward spread", "standard deviation over the completions"),
+    "kl": ("Divergence from the reference", "per token"),
+    "completions/mean_length": ("Completion length", "tokens, on average"),
+    "completions/clipped_ratio": ("Completions that were cut off", "share"),
+    "clip_ratio/region_mean": ("Clipped ratios", "share of the tokens"),
+}
+_REWARD = re.compile(r"rewards/(.+)/mean")
+
+
+def curves_of(rows: list[Row]) -> Iterator[tuple[str, str, str]]:
+    """The name, title and note of each curve in ``rows``, in a fixed order; then one for each of several rewards."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name, (title, note) in _CURVES.items():
+        if name in names:
+            yield name, title, note
+    judged = [(name, found[1]) for name in names if (found := _REWARD.fullmatch(name))]
+    for name, function in judged if len(judged) > 1 else ():
+        yield name, f"Reward of {function}", "mean over the completions"

@@ -1,0 +1,286 @@
+"""``train.method``: the jobs of ``examples/post_training``, with kernels and without, resumed, adapted, and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from veomni_core.cli.app import build_app
+from veomni_core.errors import (
+    CheckpointError,
+    ConfigError,
+    HostError,
+    JobFileError,
+    TrainingDivergedError,
+    VeOmniError,
+)
+from veomni_trainer.job.load import load_job
+from veomni_trainer.run.run_job import run_job
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "post_training"
+if not EXAMPLES.is_dir():
+    pytest.skip("the examples lie in the repository", allow_module_level=True)
+CURVES = {
+    "sft": {"Entropy", "Token accuracy"},
+    "dpo": {"Pairs the right way round", "Reward margin", "Log-probability of the rejected", "Entropy"},
+    "grpo": {"Reward", "Reward spread", "Completion length", "Reward of brevity", "Reward of contains_answer"},
+}
+METHODS = tuple(CURVES)
+Go = Callable[..., bool]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A copy of the examples."""
+    return shutil.copytree(EXAMPLES, tmp_path / "post_training")
+
+
+@pytest.fixture
+def go(here: Path) -> Go:
+    """Runs the job of a method, with changes; writes to ``run`` beside it."""
+
+    def run(method: str, *changes: str, **options: Any) -> bool:
+        always = (f"train.output_dir={here / 'run'}", "train.device=cpu")
+        return run_job(load_job(here / f"{method}.yaml", [*always, *changes]), **options)
+
+    return run
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def learned(run: Path) -> list[dict[str, float]]:
+    """The rows without what depends on the machine."""
+    measured = ("step_seconds", "tokens_per_second", "peak_memory_bytes")
+    return [{name: value for name, value in row.items() if name not in measured} for row in rows_of(run)]
+
+
+def assert_close(found: list[dict[str, float]], wanted: list[dict[str, float]], relative: float = 1e-4) -> None:
+    assert len(found) == len(wanted) > 0
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=relative, abs=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_example_job_trains_and_reports_its_curves(here: Path, go: Go, method: str) -> None:
+    go(method)
+    rows, report = rows_of(here / "run"), (here / "run" / "report.html").read_text(encoding="utf-8")
+    assert len(rows) == load_job(here / f"{method}.yaml").train.steps
+    assert [title for title in CURVES[method] if f">{title}<" not in report] == []
+    receipt = json.loads((here / "run" / "receipt.json").read_text(encoding="utf-8"))
+    assert "token_logprobs/causal:chunk_logprobs" in {kernel["kernel"] for kernel in receipt["kernels"]}
+    if method == "sft":
+        assert rows[-1]["loss"] < rows[0]["loss"]
+    elif method == "dpo":
+        assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the model is its reference
+        assert rows[-1]["rewards/margins"] > 0.5
+    else:
+        assert {"rewards/contains_answer/mean", "rewards/brevity/mean", "completions/mean_length"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_kernels_learn_the_same_as_the_models_own_code(here: Path, go: Go, method: str) -> None:
+    # Plain descent: Adam's first steps divide gradients by their own size, and so enlarge rounding.
+    few = ("train.steps=4", "train.optimizer=sgd", "train.learning_rate=0.05")
+    go(method, *few)
+    bound = learned(here / "run")
+    go(method, *few, "model.ops_implementation={preset: eager}", overwrite=True)
+    eager = learned(here / "run")
+    if method == "dpo":  # of two equal models, rounding decides the sign of the first margins
+        for rows in (bound, eager):
+            rows[0].pop("rewards/accuracies")
+    assert_close(bound, eager)
+
+
+def test_a_comparison_with_eager_shows_both_curves(here: Path, go: Go) -> None:
+    go("dpo", "train.steps=3", compare="eager-after")
+    report = (here / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Reward margin" in report and "eager" in report
+    assert_close(learned(here / "run")[1:], learned(here / "run" / "eager")[1:], 1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_goes_on_exactly(here: Path, go: Go, method: str) -> None:
+    changes = ("train.steps=4", "train.save_every=2", "train.keep_checkpoints=9")
+    go(method, *changes)
+    whole = learned(here / "run")
+    shutil.rmtree(here / "run" / "checkpoint-4")
+    go(method, *changes, resume=True)
+    assert learned(here / "run") == whole
+
+
+def test_a_policy_that_is_held_to_its_start(here: Path, go: Go) -> None:
+    changes = ("train.steps=4", "train.grpo.beta=0.1", "train.save_every=2", "train.keep_checkpoints=9")
+    go("grpo", *changes)
+    whole = learned(here / "run")
+    assert whole[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert whole[-1]["kl"] > 1e-6
+    shutil.rmtree(here / "run" / "checkpoint-4")
+    go("grpo", *changes, resume=True)
+    assert learned(here / "run") == whole
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_whose_reference_is_the_model_without_it(here: Path, go: Go, method: str) -> None:
+    go("sft", "train.steps=1", "train.save_every=1")
+    shutil.move(here / "run" / "checkpoint-1", here / "weights")
+    shutil.rmtree(here / "run")
+    lora = ("model.config=null", "model.weights=weights", "data.tokenizer=null", "lora={rank: 4}")
+    changes = (*lora, "train.steps=4", "train.save_every=2", "train.keep_checkpoints=9")
+    go(method, *changes)
+    whole = learned(here / "run")
+    saved = here / "run" / "checkpoint-2"
+    assert not (saved / "ref").exists()
+    shutil.rmtree(here / "run" / "checkpoint-4")
+    go(method, *changes, resume=True)
+    assert learned(here / "run") == whole
+
+
+def test_one_method_does_not_go_on_from_anothers_run(here: Path, go: Go) -> None:
+    go("sft", "train.steps=2", "train.save_every=2")
+    with pytest.raises((CheckpointError, ConfigError), match=r"train\.method"):
+        go("sft", "train.method=pretrain", "train.steps=3", resume=True)
+
+
+def plan_of(job: Path, *changes: str) -> dict[str, Any]:
+    sets = [part for change in changes for part in ("--set", change)]
+    result = CliRunner().invoke(build_app(), ["plan", str(job), "--json", *sets])
+    assert result.exception is None, result.exception
+    planned: dict[str, Any] = json.loads(result.stdout)
+    return planned
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_plan_is_that_of_the_training(here: Path, go: Go, method: str) -> None:
+    specs = [kernel["spec"] for kernel in plan_of(here / f"{method}.yaml", "train.device=cpu")["kernels"]]
+    go(method, "train.steps=1")
+    receipt = json.loads((here / "run" / "receipt.json").read_text(encoding="utf-8"))
+    planned = {f"{spec['op_name']}/{spec['variant']}:{spec['name']}" for spec in specs}
+    assert {kernel["kernel"] for kernel in receipt["kernels"]} == planned >= {"token_logprobs/causal:chunk_logprobs"}
+
+
+# What can't be: changes of a job, what is written into its folder before, the error, and words of its message.
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]]] = [
+    ("dpo", ["train.method=sft"], {}, JobFileError, ["dpo has the settings of method: dpo", "method is sft"]),
+    ("grpo", ["train.grpo=null"], {}, JobFileError, ["method: grpo needs grpo.reward"]),
+    ("dpo", ["train.method=pdo"], {}, JobFileError, ["train.method", "'pdo'"]),
+    ("dpo", ["train.dpo.beta=0"], {}, JobFileError, ["train.dpo.beta", "must be greater than 0"]),
+    ("grpo", ["train.grpo.temperature=0"], {}, JobFileError, ["train.grpo.temperature", "must be greater than 0"]),
+    ("grpo", ["train.grpo.temperature=-1"], {}, JobFileError, ["train.grpo.temperature", "must be greater than 0"]),
+    ("dpo", ["data.packing=true"], {}, JobFileError, ["train.method: dpo does not go with data.packing"]),
+    ("sft", ["train.shadow=1"], {}, JobFileError, ["train.method: sft does not go with train.shadow"]),
+    ("grpo", ["data.validation_fraction=0.1"], {}, JobFileError, ["does not go with data.validation_fraction"]),
+    ("dpo", ["train.sp_size=2"], {}, JobFileError, ["not tested over models or sequences that processes share"]),
+    ("grpo", ["data.sequence_length=16"], {}, JobFileError, ["leaves no room for a prompt"]),
+    ("grpo", ["data.sequence_length=20"], {}, JobFileError, ["prompt 1 has", "leaves 4 beside"]),
+    ("grpo", ["train.batch_size=6"], {}, ConfigError, ["num_generations: 4 does not divide the 6 completions"]),
+    ("dpo", ["data.tokenizer=bytes"], {}, JobFileError, ["no chat template"]),
+    (
+        "dpo",
+        ["data.tokenizer=bytes"],
+        {"pairs/capitals.jsonl": json.dumps(PAIR)},
+        ConfigError,
+        ["needs a tokenizer of transformers, and data.tokenizer is bytes"],
+    ),
+    ("sft", ["data.files=pairs"], {}, JobFileError, ["pairs", "data.columns"]),
+    (
+        "dpo",
+        ["data.files=prompts"],
+        {},
+        JobFileError,
+        ["has no column 'chosen' and no 'rejected'", "prompt, answer"],
+    ),
+    ("dpo", ["data.files=rewards.py"], {}, JobFileError, ["rewards.py is text", "prompt, chosen, rejected"]),
+    ("dpo", [], {"pairs/capitals.jsonl": json.dumps(PAIR) + "\n{"}, JobFileError, ["capitals.jsonl, line 2", "skip"]),
+    (
+        "dpo",
+        [],
+        {"pairs/capitals.jsonl": json.dumps({**PAIR, "chosen": ""})},
+        JobFileError,
+        ["line 1: column 'chosen' is empty"],
+    ),
+    (
+        "dpo",
+        [],
+        {"pairs/capitals.jsonl": json.dumps({**PAIR, "chosen": 3})},
+        JobFileError,
+        ["column 'chosen' must be text or a list of messages", "3"],
+    ),
+    (
+        "dpo",
+        [],
+        {"pairs/capitals.jsonl": json.dumps({**PAIR, "prompt": [{"role": "user", "content": "a"}]})},
+        JobFileError,
+        ["must all be text, or all be chats"],
+    ),
+    ("dpo", [], {"pairs/capitals.jsonl": json.dumps(PAIR)}, JobFileError, ["gives 1 sequences", "one step takes 4"]),
+    ("grpo", ["train.grpo.reward=rewards.py"], {}, JobFileError, ["'rewards.py' names no function"]),
+    (
+        "grpo",
+        ["train.grpo.reward=rewards.py:length"],
+        {},
+        JobFileError,
+        ["no function 'length'", "brevity, contains_answer"],
+    ),
+    ("grpo", ["train.grpo.reward=judges.py:brevity"], {}, JobFileError, ["there is no file", "judges.py"]),
+    ("grpo", ["train.grpo.reward=no_such_module:f"], {}, JobFileError, ["can't be imported: ModuleNotFoundError"]),
+    (
+        "dpo",
+        ["model.ops_implementation={preset: auto, cross_entropy_loss_implementation: chunk_loss}"],
+        {},
+        ConfigError,
+        ["would never run: cross_entropy_loss_implementation: chunk_loss"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "changes", "files", "error", "words"), REFUSED)
+def test_what_can_t_be_is_answered_and_loses_nothing(
+    here: Path, method: str, changes: list[str], files: dict[str, str], error: type[VeOmniError], words: list[str]
+) -> None:
+    for name, text in files.items():
+        (here / name).write_text(text + "\n", encoding="utf-8")
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    sets = [part for change in ("train.output_dir=" + str(here / "run"), *changes) for part in ("--set", change)]
+    for last in ([], ["--dry-run"]):
+        raised = CliRunner().invoke(build_app(), ["train", str(here / f"{method}.yaml"), *sets, *last]).exception
+        assert type(raised) is error, repr(raised)
+        assert [word for word in words if word not in str(raised)] == [], str(raised)
+    after = {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        ("[1.0]", JobFileError, "returned 1 values for 8 completions; return a list with a number for each"),
+        ("1.0", JobFileError, "returned a float for 8 completions"),
+        ("['good'] * 8", JobFileError, "returned 'good' for a completion; return a number or None"),
+        ("[float('nan')] * 8", TrainingDivergedError, "returned nan for the completion"),
+    ],
+)
+def test_a_reward_that_judges_wrongly(here: Path, go: Go, returned: str, error: type[Exception], words: str) -> None:
+    (here / "wrong.py").write_text(f"def judge(completions, **columns):\n    return {returned}\n", encoding="utf-8")
+    with pytest.raises(error, match=words):
+        go("grpo", "train.grpo.reward=wrong.py:judge")
+
+
+def test_broken_lines_are_left_out_where_the_job_says_so(here: Path, go: Go) -> None:
+    data = here / "pairs" / "capitals.jsonl"
+    data.write_text(data.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
+    go("dpo", "train.steps=1", "data.bad_lines=skip")
+    assert "1 bad lines" in (here / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_without_trl_the_job_says_what_to_install(here: Path, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("veomni_trainer.setup.trl_arguments.version", lambda name: "1.9.0")
+    with pytest.raises(HostError, match=r"train.method: dpo needs trl 1.16 or newer, and 1.9.0 is here: pip install"):
+        go("dpo")
