@@ -51,6 +51,7 @@ bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in do
 	$(BIN)/python benchmarks/core/core.py
 	$(BIN)/python benchmarks/plugins/cpu_kernels.py
 	$(BIN)/python benchmarks/cross_entropy_loss/chunk_sizes.py
+	$(BIN)/python benchmarks/moe_experts/lora.py
 	$(BIN)/python benchmarks/token_dispatch/traffic.py
 
 coverage: $(INSTALLED)  ## which lines the tests reach

@@ -15,6 +15,7 @@ FOLDER = ROOT / "docs" / "benchmarks"
 _VERSIONS = (
     "torch",
     "transformers",
+    "peft",
     "triton",
     "liger-kernel",
     "flash-attn",

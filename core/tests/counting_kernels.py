@@ -47,6 +47,7 @@ def counting_registry(*names: str, ops: tuple[str, ...] = ()) -> Registry:
             f"{__name__}:counting__{op.name}__{variant}__{name}",
             preference=50 - rank,
             expert_parallel=op.name == "moe_experts",
+            features=("lora",) if op.name == "moe_experts" else (),
         )
         for rank, name in enumerate(names)
         for op in BUILTIN_OPS

@@ -35,6 +35,7 @@ class BoundClasses:
         owners: by guarded child module, the bound modules whose proof depends on it.
         copies: every copy that was made of a bound module.
         changed: by module path, what was changed after bind so that the site runs its own code again.
+        remarked: by module path, what a site's kernel does in another way than was planned.
         copied: in a deep copy, each original class mapped to its copy. All sets that were copied together share it.
     """
 
@@ -45,6 +46,7 @@ class BoundClasses:
         self.owners: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
         self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.changed: dict[str, str] = {}
+        self.remarked: dict[str, str] = {}
         self.copied: dict[type[nn.Module], type[nn.Module]] = {}
         self._made: dict[tuple[type[nn.Module], str, Hashable, frozenset[str]], type[nn.Module]] = {}
 
@@ -56,9 +58,12 @@ class BoundClasses:
             self._made[key] = bound_subclass(eager, name, value, guarded, self)
         return self._made[key]
 
-    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
-        """Bind ``module``, which replaced a bound module in the model; undoing the binding unbinds it too."""
-        module.__class__ = self.of(type(module), "forward", forward, frozenset())
+    def adopt(self, module: nn.Module, function: Callable[..., Any], path: str, name: str = "forward") -> None:
+        """Bind ``module``, which came into the model since bind; undoing the binding unbinds it too.
+
+        ``function`` becomes its method ``name``.
+        """
+        module.__class__ = self.of(type(module), name, function, frozenset())
         self.paths[module] = path
         self.copies.add(module)
 
@@ -67,6 +72,14 @@ class BoundClasses:
         if path not in self.changed:
             self.changed[path] = what
             logger.warning("%s runs its own code %s: %s", path, when, what)
+
+    def remark(self, path: str, what: str) -> None:
+        """Record what the kernel at ``path`` does in another way than was planned, and log each such fact once."""
+        if self.remarked.get(path) == what:
+            return
+        if what not in self.remarked.values():
+            logger.warning("%s: %s", path, what)
+        self.remarked[path] = what
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Called before the guarded attribute ``name`` of ``module`` changes; raises if ``on_change`` is ``raise``."""
@@ -117,7 +130,7 @@ class BoundClasses:
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundClasses:
         duplicate = BoundClasses(self.on_change, self.training_logits)
         memo[id(self)] = duplicate
-        duplicate.changed = dict(self.changed)
+        duplicate.changed, duplicate.remarked = dict(self.changed), dict(self.remarked)
         duplicate.copied = memo.setdefault(id(_COPIED), {})
         for (_, name, _, guarded), bound in self._made.items():
             beneath = vars(bound)[EAGER]

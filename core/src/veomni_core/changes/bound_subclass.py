@@ -49,8 +49,11 @@ class Owner(Protocol):
     def note(self, path: str, what: str, when: str = "") -> None:
         """Record that a site runs its own code again, and log it."""
 
-    def adopt(self, module: nn.Module, forward: Callable[..., Any], path: str) -> None:
-        """Bind a module that replaced a bound one in the model."""
+    def remark(self, path: str, what: str) -> None:
+        """Record that a site's kernel runs in another way than was planned, and log it."""
+
+    def adopt(self, module: nn.Module, function: Callable[..., Any], path: str, name: str = "forward") -> None:
+        """Bind a module that came into the model since bind: ``function`` becomes its method ``name``."""
 
 
 def made_by(module: nn.Module) -> Owner | None:

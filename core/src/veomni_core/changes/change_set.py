@@ -85,7 +85,9 @@ class ChangeSet:
                 )
 
     def changed(self, changed_again: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
-        """``(module path, reason)`` of every site that does not run what was bound. Each reason is logged once.
+        """``(module path, reason)`` of every site that does not run what was bound, or runs it in another way.
+
+        Each reason is logged once.
 
         Places that a transformation on top of this set has ``changed_again`` are left out. Writes to a config or to an
         unguarded attribute raise nothing; they are noticed only when this is called.
@@ -96,12 +98,14 @@ class ChangeSet:
             path = each.path or "the model"
             if what and not (isinstance(each.change, ForwardChange) and path in self.classes.changed):
                 reasons.setdefault(path, []).append(what)
+        remarks = dict(self.classes.remarked)
         for path, whats in reasons.items():
             said = "; ".join(whats)
             if path not in self.classes.changed and (path, said) not in self._said:
                 self._said.add((path, said))
                 logger.warning("%s does not run what was bound any more: %s", path, said)
-            yield path, said
+            yield path, "; ".join((said, remarks.pop(path))) if path in remarks else said
+        yield from remarks.items()
 
     def revert(self) -> None:
         """Revert every change, the last one first."""

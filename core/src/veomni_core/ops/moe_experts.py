@@ -6,6 +6,10 @@
 
 ``clamped`` takes ``(…, gate_up_bias[E, 2I] or None, down_bias[E, H] or None, alpha, limit, interleaved, up_offset)``.
 Weights may be transposed views. A site's ``sizes``: ``experts`` (E), ``hidden`` (H) and ``intermediate`` (I).
+
+A kernel declares in :attr:`~veomni_core.KernelSpec.features` whether it has the feature ``lora``. Both variants then
+take ``gate_up_lora`` and ``down_lora``: for a projection ``[E, out, in]`` the adapter
+``(a[E, r, in], b[E, out, r], scaling)``, which is multiplied beside it. A kernel without the feature must raise.
 """
 
 from __future__ import annotations
@@ -17,16 +21,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
+from veomni_core.ops.lora_samples import Adapter, with_adapters
 
 
 def standard(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_lora: Adapter | None = None,
+    down_lora: Adapter | None = None,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``, gate before up in ``gate_up_proj``.
 
     An index outside ``[0, E)`` is dropped: expert parallelism marks tokens of other ranks in that way. A row may name
     an expert twice. The sum over experts is accumulated in float32 and rounded to hidden's dtype at the end. Gradients
-    reach ``hidden``, ``top_k_weights`` and both projections; they are zero for experts without tokens.
+    reach ``hidden``, ``top_k_weights``, both projections and the adapters; they are zero for experts without tokens.
 
     Args:
         hidden: the tokens ``[T, H]``, of any floating dtype.
@@ -34,6 +45,8 @@ def standard(
         top_k_weights: their routing weights ``[T, K]``, in any floating dtype.
         gate_up_proj: ``[E, 2I, H]``, in hidden's dtype.
         down_proj: ``[E, H, I]``, in hidden's dtype.
+        gate_up_lora: ``(a[E, r, H], b[E, 2I, r], scaling)`` in hidden's dtype, for ``gate_up_proj + scaling * b @ a``.
+        down_lora: ``(a[E, r, I], b[E, H, r], scaling)``, which may have another rank ``r``.
 
     Returns:
         ``[T, H]`` in hidden's dtype.
@@ -51,8 +64,8 @@ def standard(
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):
         token, position = torch.where(top_k_index == expert)
-        gate, up = F.linear(hidden[token], gate_up_proj[expert]).chunk(2, dim=-1)
-        output = F.linear(F.silu(gate) * up, down_proj[expert])
+        gate, up = _linear(hidden[token], gate_up_proj, None, gate_up_lora, expert).chunk(2, dim=-1)
+        output = _linear(F.silu(gate) * up, down_proj, None, down_lora, expert)
         weighted = output.to(result.dtype) * top_k_weights[token, position, None].to(result.dtype)
         result = result.index_add(0, token, weighted)
     return result.to(hidden.dtype)
@@ -70,6 +83,8 @@ def clamped(
     limit: float = 7.0,
     interleaved: bool = False,
     up_offset: float = 1.0,
+    gate_up_lora: Adapter | None = None,
+    down_lora: Adapter | None = None,
 ) -> Tensor:
     """Sum of ``weight * down((up + up_offset) * gate * sigmoid(alpha * gate))`` with gate and up clamped (gpt-oss).
 
@@ -89,6 +104,8 @@ def clamped(
         limit: the largest gate, and the largest absolute value of up.
         interleaved: whether gate and up alternate along ``2I``. Otherwise gate is the first half.
         up_offset: added to up after the clamp.
+        gate_up_lora: an adapter, as in :func:`standard`.
+        down_lora: an adapter, as in :func:`standard`.
 
     Returns:
         ``[T, H]`` in hidden's dtype.
@@ -103,14 +120,26 @@ def clamped(
     result = torch.zeros_like(hidden, dtype=compute_dtype(hidden))
     for expert in range(gate_up_proj.shape[0]):
         token, position = torch.where(top_k_index == expert)
-        both = F.linear(hidden[token], gate_up_proj[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        both = _linear(hidden[token], gate_up_proj, gate_up_bias, gate_up_lora, expert)
         gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         activation = (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
-        output = F.linear(activation, down_proj[expert], None if down_bias is None else down_bias[expert])
+        output = _linear(activation, down_proj, down_bias, down_lora, expert)
         weighted = output.to(result.dtype) * top_k_weights[token, position, None].to(result.dtype)
         result = result.index_add(0, token, weighted)
     return result.to(hidden.dtype)
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None, expert: int) -> Tensor:
+    """One expert's linear. With an adapter, that of ``weight + scaling * b @ a``, by products beside the weight's.
+
+    Were the sum multiplied instead, an infinite ``b`` would make NaN of what the clamp may bound.
+    """
+    product = F.linear(rows, weight[expert], None if bias is None else bias[expert])
+    if adapter is None:
+        return product
+    a, b, scaling = adapter
+    return product + scaling * F.linear(F.linear(rows, a[expert]), b[expert])
 
 
 def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
@@ -148,8 +177,9 @@ def _limit(dtype: torch.dtype) -> float:
 
 def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """The standard samples with biases, one sample with transposed weights and no biases, and each option alone."""
-    yield from _with_biases(_samples)(device, dtype)
-    named = {sample.name: sample.args for sample in _samples(device, dtype)}
+    yield from _with_biases(_unadapted)(device, dtype)
+    yield from with_adapters(_with_biases(_unadapted))(device, dtype)
+    named = {sample.name: sample.args for sample in _unadapted(device, dtype)}
     hidden, index, weights, gate_up, down = named["transposed weights"]
     limit = _limit(dtype)
     gate_up, down = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
@@ -209,6 +239,11 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    yield from _unadapted(device, dtype)
+    yield from with_adapters(_unadapted)(device, dtype)
+
+
+def _unadapted(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
 
     def problem(index: Tensor, hidden: int, intermediate: int, experts: int) -> tuple[Tensor, ...]:

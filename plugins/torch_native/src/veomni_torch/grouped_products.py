@@ -40,6 +40,18 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
+def add_grouped_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor, factor: float = 1.0) -> Tensor:
+    """Adds ``factor`` times :func:`grouped_product` to ``total[N, B]``, in place, and returns it.
+
+    What it adds to rows after the last group is undefined.
+    """
+    if _has_grouped_mm(rows):
+        return total.add_(_grouped_mm(rows, matrices, ends), alpha=factor)
+    for number, group in _groups(ends):
+        torch.addmm(total[group], rows[group], matrices[number], alpha=factor, out=total[group])
+    return total
+
+
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """``[E, A, B]``: per group, ``left[N, A]`` transposed times ``right[N, B]``; zeros for an empty group."""
     if _has_grouped_mm(left):
@@ -72,7 +84,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Differentiable :func:`grouped_product` with transposed weights: ``rows[N, A] @ weight[E, B, A].mT``, ``[N, B]``.
 
     Gradients reach ``rows`` and ``weight``; they are zero for rows after the last group, and for the weight of an empty
-    group.
+    group. Those that aren't needed aren't computed.
     """
     return grouped_product(rows, weight.transpose(1, 2), ends)
 
@@ -83,13 +95,19 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @library.custom_op("veomni_torch::grouped_linear_backward", mutates_args=())
-def _grouped_linear_backward(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return grouped_product(dy, weight, ends), grouped_outer(dy, rows, ends)
+def _grouped_linear_backward(
+    dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weight; one that isn't asked for has no elements."""
+    drows = grouped_product(dy, weight, ends) if of_rows else dy.new_empty(0)
+    return drows, grouped_outer(dy, rows, ends) if of_weight else dy.new_empty(0)
 
 
 @_grouped_linear_backward.register_fake
-def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weight, memory_format=torch.contiguous_format)
+def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    drows = torch.empty_like(rows) if of_rows else dy.new_empty(0)
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else dy.new_empty(0)
+    return drows, dweight
 
 
 def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -97,12 +115,15 @@ def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 @first_derivatives_only
-def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
-    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends)
-    # grouped_product leaves the rows after the last group uninitialised; their gradient is zero.
-    covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
-    return torch.where(covered, drows, 0.0), dweight, None
+    of_rows, of_weight, _ = ctx.needs_input_grad
+    drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends, of_rows, of_weight)
+    if of_rows:
+        # grouped_product leaves the rows after the last group uninitialised; their gradient is zero.
+        covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
+        drows = torch.where(covered, drows, 0.0)
+    return drows if of_rows else None, dweight if of_weight else None, None
 
 
 grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)

@@ -72,6 +72,7 @@ def veomni_kernels() -> list[KernelSpec]:
             description="tokens sorted by expert, one matrix product per expert and projection",
             expert_parallel=True,
             preference=_PREFERENCE,
+            features=("lora",),
         ),
         *KernelSpec.for_variants(
             ("standard", "product_keys", "given_routes"),

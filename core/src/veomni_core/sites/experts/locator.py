@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.change import Change, ClassChange, ForwardChange
 from veomni_core.changes.guard_change import GuardChange
 from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.experts.proof import WEIGHTS, prove_experts
 from veomni_core.sites.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation
+from veomni_core.sites.forwards.adapted_experts import forward_beside_adapters, why_not_beside
 from veomni_core.sites.forwards.expert_layouts import LAYOUTS, ExpertLayout, dropping_choices, sizes_of
+from veomni_core.sites.forwards.peft_parameters import ACTIVATE, handing_factors, wrappers_of
 from veomni_core.sites.forwards.signatures import with_own_signature
 from veomni_core.sites.module_locator import ModuleLocator, refuse_empty
 from veomni_core.sites.proofs.code_reading import bypassed, guarded_names
@@ -82,10 +84,13 @@ class ExpertsModules(ModuleLocator):
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
         reading = self.readings.of(module)
-        forward = with_own_signature(module, self.layouts[site.detail["layout"]].forward_with(kernel))  # type: ignore[arg-type]
+        layout = self.layouts[site.detail["layout"]]
+        forward = with_own_signature(module, forward_beside_adapters(layout, kernel, spec))  # type: ignore[arg-type]
         if EXPERT_PARALLEL in site.needs:
             forward = dropping_choices(forward)
         yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
+        for _, wrapper in wrappers_of(module, model) if not why_not_beside(layout, spec) else ():
+            yield ClassChange(wrapper, ACTIVATE, handing_factors(getattr(type(wrapper), ACTIVATE)))
         for name, child in bypassed(module, reading, WEIGHTS):
             yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
 

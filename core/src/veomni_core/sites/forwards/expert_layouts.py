@@ -26,6 +26,9 @@ class ExpertLayout:
     Args:
         variant: the variant of ``moe_experts`` that a kernel must have.
         forward_with: from a kernel to the forward, a function of ``(self, hidden_states, top_k_index, top_k_weights)``.
+        takes_adapters: whether the forward does nothing with ``gate_up_proj`` and ``down_proj`` but read them by name,
+            transpose them, take their first experts, and pass them on. PEFT's adapters of these parameters then reach
+            the kernel beside them.
 
     Example:
         >>> from types import SimpleNamespace
@@ -44,6 +47,7 @@ class ExpertLayout:
 
     variant: str
     forward_with: Callable[[Kernel], Forward]
+    takes_adapters: bool = False
 
 
 def sizes_of(gate_up_proj: Tensor, down_proj: Tensor) -> dict[str, tuple[int, ...]]:
@@ -142,12 +146,14 @@ def drops_choices(forward: Forward) -> bool:
 
 
 LAYOUTS = {
-    "as stored": ExpertLayout("standard", _as_stored),
-    "transposed": ExpertLayout("standard", _transposed),
-    "one block per expert": ExpertLayout("standard", _one_block_per_expert),
-    "with identities": ExpertLayout("standard", _with_identities),
-    "clamped": ExpertLayout("clamped", _clamped),
-    "clamped SwiGLU, limit": ExpertLayout("clamped", partial(_clamped_silu, limit="limit")),
-    "clamped SwiGLU, swiglu_limit": ExpertLayout("clamped", partial(_clamped_silu, limit="swiglu_limit")),
-    "clamped, interleaved": ExpertLayout("clamped", _clamped_interleaved),
+    "as stored": ExpertLayout("standard", _as_stored, takes_adapters=True),
+    "transposed": ExpertLayout("standard", _transposed, takes_adapters=True),
+    "one block per expert": ExpertLayout("standard", _one_block_per_expert, takes_adapters=True),
+    "with identities": ExpertLayout("standard", _with_identities, takes_adapters=True),
+    "clamped": ExpertLayout("clamped", _clamped, takes_adapters=True),
+    "clamped SwiGLU, limit": ExpertLayout("clamped", partial(_clamped_silu, limit="limit"), takes_adapters=True),
+    "clamped SwiGLU, swiglu_limit": ExpertLayout(
+        "clamped", partial(_clamped_silu, limit="swiglu_limit"), takes_adapters=True
+    ),
+    "clamped, interleaved": ExpertLayout("clamped", _clamped_interleaved, takes_adapters=True),
 }
