@@ -127,13 +127,20 @@ def test_a_policy_that_is_held_to_its_start(here: Path, go: Go) -> None:
     assert learned(here / "run") == whole
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_adapter_whose_reference_is_the_model_without_it(here: Path, go: Go, method: str) -> None:
+@pytest.fixture
+def over_weights(here: Path, go: Go) -> tuple[str, ...]:
+    """Changes of a job for it to begin with weights that lie beside it."""
     go("sft", "train.steps=1", "train.save_every=1")
     shutil.move(here / "run" / "checkpoint-1", here / "weights")
     shutil.rmtree(here / "run")
-    lora = ("model.config=null", "model.weights=weights", "data.tokenizer=null", "lora={rank: 4}")
-    changes = (*lora, "train.steps=4", "train.save_every=2", "train.keep_checkpoints=9")
+    return "model.config=null", "model.weights=weights", "data.tokenizer=null"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_whose_reference_is_the_model_without_it(
+    here: Path, go: Go, over_weights: tuple[str, ...], method: str
+) -> None:
+    changes = (*over_weights, "lora={rank: 4}", "train.steps=4", "train.save_every=2", "train.keep_checkpoints=9")
     go(method, *changes)
     whole = learned(here / "run")
     saved = here / "run" / "checkpoint-2"
@@ -141,6 +148,11 @@ def test_an_adapter_whose_reference_is_the_model_without_it(here: Path, go: Go, 
     shutil.rmtree(here / "run" / "checkpoint-4")
     go(method, *changes, resume=True)
     assert learned(here / "run") == whole
+
+
+def test_an_adapter_of_the_head_would_not_be_trained(go: Go, over_weights: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="reads the output projection's weight past its adapter"):
+        go("dpo", *over_weights, "lora={target_modules: [lm_head]}")
 
 
 def test_one_method_does_not_go_on_from_anothers_run(here: Path, go: Go) -> None:
@@ -222,6 +234,14 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
         ["must all be text, or all be chats"],
     ),
     ("dpo", [], {"pairs/capitals.jsonl": json.dumps(PAIR)}, JobFileError, ["gives 1 sequences", "one step takes 4"]),
+    (
+        "grpo",
+        [],
+        {"prompts/capitals.jsonl": '{"prompt": "a", "answer": 3}\n{"prompt": "b", "answer": "x"}'},
+        JobFileError,
+        ["don't fit into one table", "values of several kinds"],
+    ),
+    ("dpo", ["data.sequence_length=12"], {}, JobFileError, ["prompt 1 has", "leaves 11 beside the first token"]),
     ("grpo", ["train.grpo.reward=rewards.py"], {}, JobFileError, ["'rewards.py' names no function"]),
     (
         "grpo",
@@ -281,6 +301,6 @@ def test_broken_lines_are_left_out_where_the_job_says_so(here: Path, go: Go) -> 
 
 
 def test_without_trl_the_job_says_what_to_install(here: Path, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veomni_trainer.setup.trl_arguments.version", lambda name: "1.9.0")
+    monkeypatch.setattr("veomni_trainer.job.method_packages.version", lambda name: "1.9.0")
     with pytest.raises(HostError, match=r"train.method: dpo needs trl 1.16 or newer, and 1.9.0 is here: pip install"):
         go("dpo")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from datasets import Dataset
+from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
@@ -50,7 +51,13 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
     if not rows:
         raise JobFileError(f"{_KEY}: {source.files} holds no rows: {reader.reading.describe()}")
     names = dict.fromkeys(name for row in rows for name in row)
-    dataset: Any = Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+    try:
+        dataset: Any = Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+    except (ArrowInvalid, ArrowTypeError) as error:
+        raise JobFileError(
+            f"{_KEY}: the rows of {source.files} don't fit into one table, since a column holds values of several "
+            f"kinds: {error}"
+        ) from None
     repeated = train.grpo.num_generations if train.grpo else 1
     counts = RowCounts(0, len(rows), what="prompts" if train.grpo else "preference pairs")
     read = ReadSource(_KEY, reader.reading, counts, source.weight, len(rows) * repeated, 0)
@@ -58,10 +65,10 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
 
 
 def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: TrainSection, longest: int) -> None:
-    """Raise JobFileError if a prompt leaves no room in ``longest`` tokens for the completions that are drawn."""
-    if train.grpo is None:
-        return
-    room, rows = longest - train.grpo.max_completion_length, cast("Iterable[dict[str, Any]]", corpus.training)
+    """Raise JobFileError if a prompt leaves no room in ``longest`` tokens for what follows it."""
+    reserved = train.grpo.max_completion_length if train.grpo else 1
+    beside = "beside train.grpo.max_completion_length" if train.grpo else "beside the first token of an answer"
+    room, rows = longest - reserved, cast("Iterable[dict[str, Any]]", corpus.training)
     for number, row in enumerate(rows, start=1):
         prompt = row["prompt"]
         encoded: Any = (
@@ -72,8 +79,8 @@ def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: Tra
         ids = encoded["input_ids"]
         if len(ids) > room:
             raise JobFileError(
-                f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} beside "
-                "train.grpo.max_completion_length; raise data.sequence_length, or leave the prompt out"
+                f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} {beside}; "
+                "raise data.sequence_length, or leave the prompt out"
             )
 
 

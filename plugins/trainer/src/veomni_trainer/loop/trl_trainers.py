@@ -6,17 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import trl
 from datasets import Dataset
 from torch import nn
-from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.method_inputs import MethodInputs
+from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.metrics import Row
+
+require_trl(__name__)
+
+import trl  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model  # noqa: E402
 
 # What TRL counts beside its curves; a row has its own figures of these.
 _OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "aux_loss", "total_flos")

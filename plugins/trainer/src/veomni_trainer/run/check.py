@@ -10,6 +10,7 @@ from veomni_core import Hardware, JobConditions
 from veomni_core.discovery.locked import FROZEN
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.job.load import load_job
+from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
@@ -17,7 +18,6 @@ from veomni_trainer.setup.adapter import check_packages
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import check_model, conditions, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
-from veomni_trainer.setup.trl_arguments import check_trl
 
 
 def check_job(path: Path, hardware: Hardware, changes: Sequence[str] = ()) -> JobConditions:
@@ -55,7 +55,7 @@ def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
         if hardware.detected:  # the machine that has the named hardware may have the optimizer's package
             raise
     check_packages(job, to_train=hardware.detected)
-    if hardware.detected:
-        check_trl(job.train)
+    if hardware.detected and job.train.uses_trl:
+        require_trl(f"train.method: {job.train.method}")
     check_model(job, job_tokenizer(job))
     return conditions(job)

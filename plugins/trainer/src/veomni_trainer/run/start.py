@@ -19,6 +19,7 @@ from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.rows import check_lengths, read_rows
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
+from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
@@ -36,7 +37,7 @@ from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer
-from veomni_trainer.setup.trl_arguments import check_method, check_trl, method_inputs, trl_config, trl_tokenizer
+from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
 
@@ -133,7 +134,8 @@ def check_settings(job: Job) -> None:
     check_schedule(job.train)
     check_optimizer(job.train)
     check_packages(job, to_train=True)
-    check_trl(job.train)
+    if job.train.uses_trl:
+        require_trl(f"train.method: {job.train.method}")
 
 
 def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:

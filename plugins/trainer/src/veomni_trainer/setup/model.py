@@ -74,7 +74,18 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         check_sharding(job.train, skeleton)
     if job.lora:
         skeleton = check_adapter(job, skeleton)
+        _refuse_adapted_head(job, skeleton)
     check_groups(job.train.parameter_groups, [name for name, p in skeleton.named_parameters() if p.requires_grad])
+
+
+def _refuse_adapted_head(job: Job, skeleton: Any) -> None:
+    """TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained."""
+    head = skeleton.get_output_embeddings()
+    if job.train.uses_trl and hasattr(head, "base_layer"):
+        raise ConfigError(
+            f"train.method: {job.train.method} reads the output projection's weight past its adapter, which would not "
+            "be trained; leave the head out of lora.target_modules"
+        )
 
 
 def build_model(

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import copy
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from datasets.utils.logging import disable_progress_bar
-from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from veomni_core import OpsConfig, binding_of
-from veomni_core.errors import ConfigError, HostError
+from veomni_core.errors import ConfigError
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
 from veomni_trainer.setup.rewards import load_reward
-
-_OLDEST = Version("1.16")  # the first whose trainers compute log-probabilities by a fused head of their own
-
-
-def check_trl(train: TrainSection) -> None:
-    """Raise HostError if ``train.method`` needs TRL and it is not installed, or too old."""
-    if not train.uses_trl:
-        return
-    found: dict[str, str] = {}
-    for package in ("trl", "veomni-bridges"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            raise HostError(
-                f"train.method: {train.method} needs {package}, which is not installed: {_INSTALL}"
-            ) from None
-    if Version(found["trl"]) < _OLDEST:
-        what = f"train.method: {train.method} needs trl {_OLDEST} or newer"
-        raise HostError(f"{what}, and {found['trl']} is here: {_INSTALL}")
-
-
-_INSTALL = "pip install 'veomni-trainer[trl]'"
 
 
 def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:

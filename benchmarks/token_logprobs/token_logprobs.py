@@ -1,0 +1,150 @@
+"""Log-probabilities and entropies of tokens, forward and backward: chunk_logprobs beside TRL's function and all logits.
+
+    python benchmarks/token_logprobs/token_logprobs.py --device cuda --name token_logprobs_h200
+
+Writes ``docs/benchmarks/token_logprobs.json`` and ``.md``. Contenders take turns in several processes. A time is
+the median over processes of the median turn. Memory is the peak of what PyTorch's allocator holds above the inputs,
+gradients of the inputs included. "All logits" is the op's reference, which is what an unbound model computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
+
+from benchmarks.shared.accuracy import hold
+from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
+from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.results import machine, write_results
+from veomni_core.ops.token_logprobs import causal as reference
+from veomni_torch import token_logprobs
+
+MIB = 1 << 20
+THEIRS, OURS, ALL = "TRL", "chunk_logprobs", "all logits"
+OUTPUTS = ("logprobs", "entropy")
+TRL_CHUNK = 32768  # words, as TRL's trainers call it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of tokens, and a head."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"T={self.tokens} H={self.hidden} V={self.vocabulary}"
+
+
+# Llama 2's vocabulary on a CPU; Qwen3's and Llama 3's on a GPU.
+SHAPES = {
+    "cpu": {"all": Shape(2048, 256, 32000, torch.float32)},
+    "cuda": {
+        "qwen3": Shape(8192, 2048, 151936, torch.bfloat16),
+        "llama3": Shape(8192, 4096, 131072, torch.bfloat16),
+    },
+}
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
+
+
+def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
+    """The calls, each giving the sum of the log-probabilities and of a tenth of the entropies: both have gradients."""
+    options = {"device": device, "dtype": shape.dtype}
+    hidden = leaf(shape.tokens, shape.hidden, **options)
+    weight = leaf(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5, **options)
+    labels = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
+
+    def of_trl() -> tuple[Tensor, ...]:
+        found = ChunkedLogProbFunction.apply(
+            hidden, weight, None, labels, 1.0, TRL_CHUNK, None, 1.0, ("log_probs", "entropy")
+        )
+        return found[0], found[1]
+
+    results: dict[str, Any] = {
+        ALL: lambda: reference(hidden, weight, labels, outputs=OUTPUTS),
+        THEIRS: of_trl,
+        OURS: lambda: token_logprobs.causal(hidden, weight, labels, outputs=OUTPUTS),
+    }
+    few = slice(0, 64)  # of all tokens, whose float64 logits fit
+    with torch.no_grad():
+        exact = reference(hidden[few].double(), weight.double(), labels[few], outputs=OUTPUTS)
+        for name, call in results.items():
+            for found, wanted in zip(call(), exact, strict=True):
+                hold(name, found[few], wanted, ALLOWED[shape.dtype])
+
+    def learned(call: Any) -> Tensor:
+        logprobs, entropy = call()
+        total: Tensor = logprobs.sum() + 0.1 * entropy.sum()
+        return total
+
+    return {name: partial(learned, call) for name, call in results.items()}, [hidden, weight]
+
+
+def measure(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    calls, inputs = contenders(shape, device)
+    return {
+        "shape": str(shape),
+        "seconds": median_seconds(calls, inputs, repeats),
+        "peak bytes": {name: peak_bytes(call, inputs)["both"] for name, call in calls.items()},
+    }
+
+
+def rows(measured: dict[str, Any]) -> list[tuple[str, ...]]:
+    memory, each = measured["peak bytes"], measured["seconds in each process"]
+
+    def row(name: str) -> tuple[str, ...]:
+        ratios = [mine / theirs for mine, theirs in zip(each[name], each[THEIRS], strict=True)]
+        return (
+            f"{name}, {measured['shape']}",
+            f"{1e3 * measured['seconds'][name]:.1f} ms",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{memory[name] / MIB:.1f} MiB",
+            f"{memory[name] / memory[THEIRS]:.0%}",
+        )
+
+    return [row(name) for name in measured["seconds"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--name", default="token_logprobs", help="of the files in docs/benchmarks")
+    parser.add_argument("--shape", help="print one process's figures of this shape as JSON, and write nothing")
+    options = parser.parse_args()
+    shapes = SHAPES[options.device]
+    if options.shape:
+        print(json.dumps(measure(shapes[options.shape], options.device, options.repeats)))
+        return
+    arguments = ["--device", options.device, "--repeats", str(options.repeats)]
+    cases = [measured_in_processes(__file__, [*arguments, "--shape", name], options.processes) for name in shapes]
+    dtype = str(next(iter(shapes.values())).dtype).removeprefix("torch.")
+    write_results(
+        options.name,
+        f"Log-probabilities with entropy, forward and backward, in {dtype}",
+        {"cases": cases, "machine": machine()},
+        ("kernel and shape", "time", "of TRL's time", "peak memory", "of TRL's memory"),
+        [each for measured in cases for each in rows(measured)],
+        "A ratio is that of the medians of one process, as the median and the range over processes.",
+        script=__file__,
+    )
+
+
+if __name__ == "__main__":
+    main()
