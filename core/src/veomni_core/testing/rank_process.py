@@ -1,6 +1,7 @@
 """The ranks of a conformance check: each makes its part of every sample's call, and writes a line of JSON for each.
 
-They are forked from one process that has imported torch and these modules, which takes longer than most checks.
+They are forked from one process that has imported torch, these modules and what most kernels import, which takes longer
+than most checks. It doesn't import the kernel: that may initialise a device, which no fork survives.
 
 On every sample, a rank's results and gradients are compared with those of the oracle: the whole computation in one
 process, in float64. Two calls must give the same bits if the kernel promises determinism, a call without gradients the
@@ -9,6 +10,7 @@ same result, and a call that is computed again in backward the same gradients. I
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -39,6 +41,7 @@ PATIENCE = 30.0  # seconds that a rank waits for another one in a collective
 ENOUGH = 300.0  # seconds for all samples
 LOST = "another rank did not take part in a collective"
 _OUT_OF_STEP = ("raised", "misses")
+_IMPORTED_ONCE = ("torch._dynamo", "torch.distributed.tensor", "transformers")  # else by each rank, in over a second
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,8 @@ def _fork(folder: Path, rank: int) -> int:
 
 def main(folder: Path) -> None:
     """Run all ranks. Where one has ended, the others follow at once, or hang: it was out of step with them."""
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
     running = {_fork(folder, rank): rank for rank in range(MOST_RANKS)}
     codes: list[int | None] = [None] * MOST_RANKS
     deadline = time.monotonic() + ENOUGH
