@@ -53,6 +53,7 @@ bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in do
 	$(BIN)/python benchmarks/cross_entropy_loss/chunk_sizes.py
 	$(BIN)/python benchmarks/moe_experts/lora.py
 	$(BIN)/python benchmarks/token_dispatch/traffic.py
+	$(BIN)/python benchmarks/token_logprobs/token_logprobs.py
 
 coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage run -m pytest
