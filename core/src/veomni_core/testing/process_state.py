@@ -6,12 +6,13 @@ determinism flag changes every other layer of the model, which is hard to trace 
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from veomni_core.testing.subject import Position, Subject
 
 @dataclass(frozen=True)
 class _Setting:
-    """One part of the process's state: how it is read, and how it is put back."""
+    """One part of the process's state: how it is read, how it is put back, and how two values are compared."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool] = field(default_factory=lambda: _equal)
 
 
 class ProcessState:
@@ -41,13 +43,13 @@ class ProcessState:
         return [
             setting.name
             for setting, value in zip(self._settings, self._values, strict=True)
-            if not _equal(setting.read(), value)
+            if not setting.same(setting.read(), value)
         ]
 
     def restore(self) -> None:
         """Restore every changed setting."""
         for setting, value in zip(self._settings, self._values, strict=True):
-            if not _equal(setting.read(), value):
+            if not setting.same(setting.read(), value):
                 setting.write(value)
 
 
@@ -112,7 +114,7 @@ def _settings() -> Iterator[_Setting]:
         yield _Setting("CUDA's random states", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
         yield _Setting("the current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
         yield _Setting("the current CUDA stream", torch.cuda.current_stream, torch.cuda.set_stream)
-    yield _Setting("Python's random state", random.getstate, random.setstate)
+    yield _Setting("Python's random state", random.getstate, random.setstate, operator.eq)  # 625 plain numbers
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         yield _Setting("NumPy's random state", numpy.random.get_state, numpy.random.set_state)
