@@ -227,6 +227,14 @@ def test_an_adapter_on_the_head_computes_the_logits_and_the_receipt_says_so(capl
     assert "log-probabilities runs its own code where they are asked for" in caplog.text
 
 
+def test_a_compiled_model_computes_its_logits_and_the_receipt_says_so():
+    model, ids = build("llama"), tokens(2, 9)
+    binding = bind(model, ALONE)
+    found = token_logprobs(torch.compile(model, backend="eager"), ids).logprobs
+    torch.testing.assert_close(found, own_logprobs(build("llama"), ids, ids[:, 1:])[0])
+    assert "in a compiled graph" in binding.receipt.changed["log-probabilities"]
+
+
 def test_a_copy_and_another_model_of_the_class_are_on_their_own():
     model, other, ids = build("llama"), build("llama", seed=1), tokens(2, 9)
     bind(model, ALONE)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from veomni_core.binding.bind import binding_of
 from veomni_core.changes.bound_subclass import binding_in
 from veomni_core.ops.labels import IGNORED
 from veomni_core.ops.token_logprobs import LOGPROBS, check_options
@@ -102,9 +103,18 @@ def token_logprobs(
         inputs["input_ids"] = input_ids
     inputs.setdefault("use_cache", False)
     scores = score(lambda: model(**inputs), targets, temperature=temperature, ignore_index=ignore_index, outputs=chosen)
-    if scores.why_not_fused and (classes := next(filter(None, map(binding_in, model.modules())), None)):
-        classes.note("log-probabilities", scores.why_not_fused, "where they are asked for")
+    if not scores.fused:
+        _note(model, scores.why_not or "the bound output projection ran in a compiled graph, or did not run")
     return TokenLogprobs(**dict(zip(chosen, scores.results, strict=True)), output=scores.output)
+
+
+def _note(model: nn.Module, why_not: str) -> None:
+    """Note in the model's binding, if that has a kernel for log-probabilities, why they were computed from logits."""
+    binding = binding_of(model)
+    if binding is None or not any(planned.spec.op_name == "token_logprobs" for planned in binding.plan.kernels):
+        return
+    classes = next(filter(None, map(binding_in, model.modules())))
+    classes.note("log-probabilities", why_not, "where they are asked for")
 
 
 def _targets(input_ids: Tensor | None, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:

@@ -146,16 +146,16 @@ def _quicken_operands(interpreter: Any) -> None:
     make_constant, cast = semantic.scalar_constant, semantic.cast
 
     @functools.cache
-    def constant_of(self: Any, kind: Any, value: Any, dtype: Any) -> Any:
+    def constant_of(self: Any, kind: Any, sign: float, value: Any, dtype: Any) -> Any:
         made = make_constant(self, value, dtype)
         made.handle.data.flags.writeable = False  # whatever wrote into it would change every kernel's constant
         return made
 
     def constant(self: Any, value: Any, dtype: Any) -> Any:
-        kind: Any = type(value)  # 1, 1.0 and True are equal, and so one key without it
+        kind: Any = type(value)  # 1, 1.0 and True are equal, as are 0.0 and -0.0, and so one key without kind and sign
         if dtype is None or kind not in (int, float, bool):
             return make_constant(self, value, dtype)
-        return constant_of(self, kind, value, dtype)
+        return constant_of(self, kind, math.copysign(1.0, value), value, dtype)
 
     def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
         of_lhs, of_rhs = lhs.type, rhs.type

@@ -30,12 +30,14 @@ class Scores:
     Attributes:
         results: per output, float32 in the shape of the labels.
         output: what the forward returned.
-        why_not_fused: why a bound kernel did not compute the results; empty if it did, or if no head is bound.
+        fused: whether a bound kernel computed the results.
+        why_not: why it did not, where a bound head has run.
     """
 
     results: tuple[Tensor, ...]
     output: Any
-    why_not_fused: str
+    fused: bool
+    why_not: str = ""
 
 
 class _Call:
@@ -80,11 +82,12 @@ def score(
         found, why_not = None, call.declined
         if isinstance(rows_NV, DeferredLogits):
             found = fused_logprobs(rows_NV, labels_N, divisor, ignore_index, outputs)
+        fused = found is not None
         if found is None:
             if call.heads and not why_not:
                 why_not = "something between the output projection and its result needs the logits themselves"
             found = of_logits(rows_NV, labels_N, divisor, ignore_index=ignore_index, outputs=outputs)
-    return Scores(tuple(each.view(labels_BT.shape) for each in found), output, why_not)
+    return Scores(tuple(each.view(labels_BT.shape) for each in found), output, fused, why_not)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, ids: Tensor) -> s
 
     fused, why_not = probe.attempt(run_bound)
     changes.revert()
-    why_not = why_not or fused.why_not_fused
+    why_not = why_not or fused.why_not
     if why_not:
         return f"with its logits deferred: {why_not}"
     for name, found, wanted in zip(_OUTPUTS, fused.results, eager.results, strict=True):
