@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from forked_processes import veomni_on_ranks
 from veomni_core.cli.app import build_app
 from veomni_core.errors import (
     CheckpointError,
@@ -304,3 +305,28 @@ def test_without_trl_the_job_says_what_to_install(here: Path, go: Go, monkeypatc
     monkeypatch.setattr("veomni_trainer.job.method_packages.version", lambda name: "1.9.0")
     with pytest.raises(HostError, match=r"train.method: dpo needs trl 1.16 or newer, and 1.9.0 is here: pip install"):
         go("dpo")
+
+
+def on_two(here: Path, method: str, *changes: str) -> list[dict[str, float]]:
+    """What a job of two processes has learned."""
+    sets = [part for change in (f"train.output_dir={here / 'run'}", *changes) for part in ("--set", change)]
+    for rank in veomni_on_ranks("train", here / f"{method}.yaml", "--overwrite", *sets, processes=2):
+        assert rank.returncode == 0, rank.stderr
+    return learned(here / "run")
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_two_processes_train_as_one(here: Path, go: Go, method: str) -> None:
+    few = ("train.steps=3", "train.optimizer=sgd", "train.device=cpu")
+    go(method, *few)
+    alone = learned(here / "run")
+    together = on_two(here, method, *few, "train.batch_size=2")
+    for found, wanted in zip(together, alone, strict=True):
+        for key in ("loss", "grad_norm", "entropy"):
+            assert found[key] == pytest.approx(wanted[key], rel=1e-3, abs=1e-5), key
+
+
+def test_two_processes_draw_the_same_with_kernels_and_without(here: Path) -> None:
+    few = ("train.steps=2", "train.optimizer=sgd", "train.batch_size=4", "train.device=cpu")
+    bound = on_two(here, "grpo", *few)
+    assert_close(bound, on_two(here, "grpo", *few, "model.ops_implementation={preset: eager}"))
