@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from forked_processes import veomni_on_ranks
@@ -33,6 +35,7 @@ CURVES = {
     "grpo": {"Reward", "Reward spread", "Completion length", "Reward of brevity", "Reward of contains_answer"},
 }
 METHODS = tuple(CURVES)
+PAGE = EXAMPLES.parents[1] / "docs" / "how-to" / "post-train.md"
 Go = Callable[..., bool]
 
 
@@ -330,3 +333,23 @@ def test_two_processes_draw_the_same_with_kernels_and_without(here: Path) -> Non
     few = ("train.steps=2", "train.optimizer=sgd", "train.batch_size=4", "train.device=cpu")
     bound = on_two(here, "grpo", *few)
     assert_close(bound, on_two(here, "grpo", *few, "model.ops_implementation={preset: eager}"))
+
+
+def test_the_jobs_of_the_page_train(here: Path, over_weights: tuple[str, ...]) -> None:
+    """docs/how-to/post-train.md, with lengths for a test."""
+    blocks = re.findall(r"```(yaml|python)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    jobs = [text for language, text in blocks if language == "yaml"]
+    (reward,) = [text for language, text in blocks if language == "python"]
+    with (here / "rewards.py").open("a", encoding="utf-8") as file:
+        file.write(reward)
+    short = {"dpo": (), "grpo": ("train.grpo.max_completion_length=8",)}
+    methods = []
+    for text in jobs:
+        method = yaml.safe_load(text)["train"]["method"]
+        methods.append(method)
+        (here / "page.yaml").write_text(text, encoding="utf-8")
+        few = ("model.weights=weights", "train.steps=1", "train.device=cpu", "train.precision=float32")
+        settings = (*few, "data.sequence_length=96", f"train.output_dir={here / method}", *short[method])
+        run_job(load_job(here / "page.yaml", settings))
+        assert len(rows_of(here / method)) == 1
+    assert methods == ["dpo", "grpo"]
