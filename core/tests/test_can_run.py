@@ -110,6 +110,7 @@ def test_a_models_sizes():
         "cross_entropy_loss": {"hidden": (config.hidden_size,), "vocabulary": (config.vocab_size,)},
         "rms_norm": {"width": (config.hidden_size,)},
         "swiglu_mlp": {"hidden": (config.hidden_size,), "intermediate": (config.intermediate_size,)},
+        "token_logprobs": {"hidden": (config.hidden_size,), "vocabulary": (config.vocab_size,)},
     }
 
 

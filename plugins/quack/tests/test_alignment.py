@@ -48,6 +48,8 @@ def test_inputs_and_incoming_gradients_may_lie_anywhere(spec, dtype):
     contract = contract_for(OPS[spec.op_name], spec.variant)
     subject = Subject(spec, spec.load(), contract, torch.device("cpu"), getattr(torch, dtype))
     for position in filter(subject.is_asked_more, subject.positions(Size.SMALL)):
+        if set(subject.sample(position).needs) - set(spec.features):
+            continue  # the kernel has to raise, as the conformance check asks
         assert not list(check_memory_layouts(subject, position)), subject.sample(position).name
 
 

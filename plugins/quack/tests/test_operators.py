@@ -32,7 +32,7 @@ def loss(monkeypatch):
 
 
 def samples(contract, dtype=torch.bfloat16):
-    return list(contract.samples(torch.device("cpu"), dtype))
+    return [sample for sample in contract.samples(torch.device("cpu"), dtype) if not sample.needs]
 
 
 def run(call, sample):

@@ -99,7 +99,9 @@ class Shadow:
                     site = _Site(str(spec), contract, spec.backward, changes)
                     self._sites.setdefault(decision.site.path, []).append(site)
         if not self._sites:
-            raise BindingError("a shadow runs beside the kernels of a forward, and this model's plan has none there")
+            raise BindingError(
+                "a shadow runs beside kernels, and this model's plan has none in its forward: every site is eager there"
+            )
         self.breaches: dict[str, str] = {}
         self.not_compared: dict[str, str] = {}
         self.compared: Counter[str] = Counter()

@@ -36,7 +36,7 @@ class OpSpec:
         follows_autocast: whether under ``torch.autocast`` the op computes in autocast's dtype, whatever the dtype of
             its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
         on_request: whether only code that asks for the op calls it, and no model's forward by itself. No preset fills
-            its field then, and a plan lists its sites only where the config writes the field.
+            its field then, and a plan has the op only where the config writes the field.
         added: the contracts of variants that plugins added, each as ``"module:attribute"``, by the variant's name. The
             registry fills it in.
 

@@ -128,9 +128,9 @@ def _plan(
     selection = Selection(registry, hardware, config.profile, autocast, training, failed, certified_only)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
-        if config.choices[site.op_name].written or not registry.op(site.op_name).on_request:
-            by_op.setdefault(site.op_name, []).append(site)
-    ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(config.choices))
+        by_op.setdefault(site.op_name, []).append(site)
+    planned = [name for name, choice in config.choices.items() if choice.written or not registry.op(name).on_request]
+    ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(planned))
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry, selection.certificates if hardware.detected else None))
