@@ -11,6 +11,9 @@ _PREFERENCE = 60
 _MAX_TOKENS = KernelOption(
     "max_tokens", 0, minimum=0, description="rows from each rank to each other one; 0: as many as there are, counted"
 )
+_KEPT_MIB = KernelOption(
+    "kept_mib", 512, minimum=0, description="MiB of logits kept for backward, which computes the others again"
+)
 
 
 def _kernels(
@@ -65,6 +68,17 @@ def veomni_kernels() -> list[KernelSpec]:
             ("standard",),
             "softmax, top-k and sums in one pass per layer",
             can_run="veomni_triton_moe.limits:load_balancing_loss",
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="token_logprobs",
+            variant="causal",
+            factory="veomni_triton_moe.token_logprobs:causal",
+            hardware=_GPU,
+            description="one pass over each tile of logits; as many of them kept for backward as asked",
+            preference=_PREFERENCE,
+            features=("top1", "mean_logit", "log_sum_squares"),
+            options=(_KEPT_MIB,),
         ),
         KernelSpec(
             name="alltoall_dedup",
