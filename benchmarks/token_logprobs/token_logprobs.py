@@ -1,10 +1,12 @@
-"""Log-probabilities and entropies of tokens, forward and backward: chunk_logprobs beside TRL's function and all logits.
+"""Log-probabilities and entropies of tokens, forward and backward: our kernels beside TRL's function and all logits.
 
     python benchmarks/token_logprobs/token_logprobs.py --device cuda --name token_logprobs_h200
 
 Writes ``docs/benchmarks/token_logprobs.json`` and ``.md``. Contenders take turns in several processes. A time is
 the median over processes of the median turn. Memory is the peak of what PyTorch's allocator holds above the inputs,
-gradients of the inputs included. "All logits" is the op's reference, which is what an unbound model computes.
+gradients of the inputs included; what it is beyond them stands beside it. "All logits" is the op's reference, which
+is what an unbound model computes. "Products alone" are the four matrix products of a kernel that keeps no logits, in
+tiles of the same sizes as Triton's: two of each tile's logits, and those of the gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared.accuracy import hold
 from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
+from benchmarks.shared.measuring import seconds_in_turns
 from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.results import machine, write_results
 from veomni_core.ops.token_logprobs import causal as reference
 from veomni_torch import token_logprobs
 
 MIB = 1 << 20
-THEIRS, OURS, ALL = "TRL", "chunk_logprobs", "all logits"
+THEIRS, OURS, ALL, PRODUCTS = "TRL", "chunk_logprobs", "all logits", "products alone"
 OUTPUTS = ("logprobs", "entropy")
 TRL_CHUNK = 32768  # words, as TRL's trainers call it
 
@@ -58,6 +61,7 @@ SHAPES = {
         "llama3": Shape(8192, 4096, 131072, torch.bfloat16),
     },
 }
+KEPT_MIB = (0, 512)  # what Triton's kernel keeps: nothing, and as it is set unless a job says otherwise
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 
 
@@ -79,6 +83,8 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
         THEIRS: of_trl,
         OURS: lambda: token_logprobs.causal(hidden, weight, labels, outputs=OUTPUTS),
     }
+    if device == "cuda":
+        results |= _of_triton(hidden, weight, labels)
     few = slice(0, 64)  # of all tokens, whose float64 logits fit
     with torch.no_grad():
         exact = reference(hidden[few].double(), weight.double(), labels[few], outputs=OUTPUTS)
@@ -94,13 +100,49 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(learned, call) for name, call in results.items()}, [hidden, weight]
 
 
+def _of_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]:
+    from veomni_triton_moe import token_logprobs as kernels
+
+    def call(kept_mib: int) -> Any:
+        kernel = kernels.causal(kept_mib)
+        return lambda: kernel(hidden, weight, labels, outputs=OUTPUTS)
+
+    return {f"triton, {kept} MiB kept": call(kept) for kept in KEPT_MIB}
+
+
+def products_alone(shape: Shape, repeats: int) -> float:
+    """The median seconds of the matrix products."""
+    from veomni_triton_moe.token_logprobs import Tiles
+
+    options = {"device": "cuda", "dtype": shape.dtype}
+    hidden, weight = (torch.randn(rows, shape.hidden, **options) for rows in (shape.tokens, shape.vocabulary))
+    tiles = Tiles.of(hidden, shape.vocabulary, 0)
+    logits, total = torch.empty(shape.tokens, tiles.words, **options), torch.zeros_like(hidden, dtype=torch.float32)
+    dweight = torch.empty_like(weight)
+
+    def products() -> None:
+        for words in tiles:
+            tile = logits.view(-1)[: shape.tokens * (words.stop - words.start)].view(shape.tokens, -1)
+            torch.mm(hidden, weight[words].t(), out=tile)
+            torch.mm(hidden, weight[words].t(), out=tile)
+            torch.addmm(total, tile, weight[words], out_dtype=torch.float32, out=total)
+            torch.mm(tile.t(), hidden, out=dweight[words])
+
+    times = seconds_in_turns({PRODUCTS: products}, repeats, wait=torch.cuda.synchronize)
+    return statistics.median(times[PRODUCTS])
+
+
 def measure(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     torch.manual_seed(0)
     calls, inputs = contenders(shape, device)
+    seconds = median_seconds(calls, inputs, repeats)
+    if device == "cuda":
+        seconds[PRODUCTS] = products_alone(shape, repeats)
     return {
         "shape": str(shape),
-        "seconds": median_seconds(calls, inputs, repeats),
+        "seconds": seconds,
         "peak bytes": {name: peak_bytes(call, inputs)["both"] for name, call in calls.items()},
+        "bytes of gradients": sum(each.numel() * each.element_size() for each in inputs),
     }
 
 
@@ -109,13 +151,15 @@ def rows(measured: dict[str, Any]) -> list[tuple[str, ...]]:
 
     def row(name: str) -> tuple[str, ...]:
         ratios = [mine / theirs for mine, theirs in zip(each[name], each[THEIRS], strict=True)]
-        return (
+        time = (
             f"{name}, {measured['shape']}",
             f"{1e3 * measured['seconds'][name]:.1f} ms",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{memory[name] / MIB:.1f} MiB",
-            f"{memory[name] / memory[THEIRS]:.0%}",
         )
+        if name not in memory:
+            return *time, "-", "-", "-"
+        beyond = memory[name] - measured["bytes of gradients"]
+        return *time, f"{memory[name] / MIB:.1f} MiB", f"{beyond / MIB:.1f} MiB", f"{memory[name] / memory[THEIRS]:.0%}"
 
     return [row(name) for name in measured["seconds"]]
 
@@ -139,7 +183,7 @@ def main() -> None:
         options.name,
         f"Log-probabilities with entropy, forward and backward, in {dtype}",
         {"cases": cases, "machine": machine()},
-        ("kernel and shape", "time", "of TRL's time", "peak memory", "of TRL's memory"),
+        ("kernel and shape", "time", "of TRL's time", "peak memory", "beyond gradients", "of TRL's memory"),
         [each for measured in cases for each in rows(measured)],
         "A ratio is that of the medians of one process, as the median and the range over processes.",
         script=__file__,

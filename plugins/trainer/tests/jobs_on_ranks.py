@@ -93,7 +93,9 @@ class Jobs:
         """Run cases on several processes; returns, by the case's number, the errors that ranks raised."""
         ranks = finish(fork_ranks(run_cases, cases, processes=processes), timeout=400)
         # All of them, since the one that fails leaves the others waiting, and their words say only that.
-        ends = [f"rank {n}: {each.returncode}\n{each.stdout[-2000:]}{each.stderr[-4000:]}" for n, each in enumerate(ranks)]
+        ends = [
+            f"rank {n}: {each.returncode}\n{each.stdout[-2000:]}{each.stderr[-4000:]}" for n, each in enumerate(ranks)
+        ]
         assert not any(each.returncode for each in ranks), "\n".join(ends)
         errors: dict[int, list[str]] = {}
         for line in (line for rank in ranks for line in rank.stdout.splitlines()):

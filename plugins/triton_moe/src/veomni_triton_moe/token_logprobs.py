@@ -86,14 +86,16 @@ def _causal(
     hidden, weight, bias = product_operands("triton", hidden=hidden, weight=weight, bias=bias)
     # Not for a forward without gradients: nothing would read them.
     learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias))
-    per_token = isinstance(temperature, Tensor)
+    temperatures, number = (
+        (temperature.float().contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    )
     return _TokenLogprobs.apply(  # type: ignore[no-any-return]
         hidden,
         weight,
         bias,
         labels,
-        temperature.float().contiguous() if per_token else None,
-        Arithmetic(1.0 if per_token else temperature, 1.0 if scale is None else scale, softcap or 0.0),
+        temperatures,
+        Arithmetic(number, 1.0 if scale is None else scale, softcap or 0.0),
         ignore_index,
         outputs,
         kept_bytes if learns else 0,
