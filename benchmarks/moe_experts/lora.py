@@ -76,7 +76,8 @@ def adapted_experts(case: Case) -> nn.Module:
     )
     config._experts_implementation = "eager"
     layer = nn.Module()
-    layer.experts = Qwen3MoeExperts(config)
+    with torch.device(DEVICE):  # 128 experts take seconds to draw on a CPU
+        layer.experts = Qwen3MoeExperts(config)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=case.hidden**-0.5)
     targets = ["experts.gate_up_proj", "experts.down_proj"]

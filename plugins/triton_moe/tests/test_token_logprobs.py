@@ -104,9 +104,10 @@ def test_memory_holds_one_tile_and_what_is_kept():
     labels = torch.randint(vocabulary, (tokens,), device=DEVICE)
     gradients = 2 * hidden * (tokens + vocabulary) + 4 * hidden * tokens  # dhidden is summed in float32
     for kept_mib in (0, 256):
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         kernel = kernels.causal(kept_mib)
-        torch.autograd.grad(kernel(states, weight, labels)[0].sum(), (states, weight))
-        used = torch.cuda.max_memory_allocated() - before
+        for _ in range(2):  # cuBLAS allocates its workspaces at the first
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            torch.autograd.grad(kernel(states, weight, labels)[0].sum(), (states, weight))
+            used = torch.cuda.max_memory_allocated() - before
         assert used < gradients + kernels.TILE_BYTES + (kept_mib << 20) + (8 << 20)
