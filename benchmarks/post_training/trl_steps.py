@@ -199,7 +199,7 @@ def main() -> None:
     if options.run:
         print(json.dumps(run(*options.run)))
         return
-    runs = {(trainer, contender): [] for trainer in TRAINERS for contender in CONTENDERS}  # type: dict[tuple[str, str], list[dict[str, Any]]]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in itertools.product(TRAINERS, CONTENDERS)}
     for _ in range(options.processes):
         for trainer, contender in runs:
             runs[trainer, contender].append(measured(trainer, contender))
