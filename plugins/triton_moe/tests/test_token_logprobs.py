@@ -77,6 +77,13 @@ def test_kept_logits_are_the_last_tiles_that_fit():
         ]
 
 
+@pytest.mark.parametrize("tokens", [1, 77, 3000, 12288, 65_539, 10**7])
+def test_rows_of_a_tile_begin_where_products_are_fast(tokens):
+    tiles = kernels.Tiles.of(torch.empty(tokens, 1, dtype=torch.bfloat16, device="meta"), 10**9, 0)
+    assert tiles.words % kernels.ALIGNMENT == 0
+    assert tiles.words == kernels.FEWEST_WORDS or 2 * tokens * tiles.words <= kernels.TILE_BYTES
+
+
 def test_without_gradients_nothing_is_kept(monkeypatch):
     asked = []
     forward = kernels._forward

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Annotated
 
 import typer
@@ -54,7 +56,9 @@ def verify(
     dtype: Annotated[
         str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.", autocompletion=complete_dtype)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one kernel may take.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that one kernel may take; with several jobs, in one dtype.")
+    ] = 600.0,
     jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     certify: Annotated[
         Path | None,
@@ -88,27 +92,28 @@ def verify(
     where = _device(registry, device) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
     asked = [
-        (record, spec)
+        (record, spec, dtypes)
         for record in records
         for spec in record.kernels
         if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
+        for dtypes in _checked_together(spec, dtype, 1 if spec.hardware.unmet(where.hardware) else jobs)
     ]
+    progress = _Progress(len(asked))
 
-    def rows_of(asked: tuple[PluginRecord, KernelSpec]) -> list[Row]:
-        record, spec = asked
+    def rows_of(asked: tuple[PluginRecord, KernelSpec, tuple[str, ...]]) -> list[Row]:
+        record, spec, dtypes = asked
         if unmet := spec.hardware.unmet(where.hardware):
-            return [Row(str(spec), "-", SKIPPED, unmet)]
-        dtypes = tuple(name for name in spec.dtypes if dtype in (None, name))
+            return progress.done([Row(str(spec), "-", SKIPPED, unmet)])
         if not dtypes:
-            return [Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))]
-        return where.check(record.name, spec, dtypes, timeout)
+            return progress.done([Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))])
+        return progress.done(where.check(record.name, spec, dtypes, timeout))
 
     with ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(rows_of, asked))
     rows = [row for each in found for row in each]
     if compile_for is None:
         by_plugin: dict[str, list[Row]] = {}
-        for (record, _), each in zip(asked, found, strict=True):
+        for (record, *_), each in zip(asked, found, strict=True):
             by_plugin.setdefault(record.name, []).extend(each)
         plugins = [(registry.plugin(name), of_it) for name, of_it in by_plugin.items()]
         passed = [each for record, of_it in plugins for each in _remember(of_it, record, where.hardware)]
@@ -126,6 +131,30 @@ def verify(
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def _checked_together(spec: KernelSpec, dtype: str | None, jobs: int) -> list[tuple[str, ...]]:
+    """The dtypes that one process checks: all of them, but where several kernels are checked at a time, one each.
+
+    The longest check then ends sooner. Alone, a kernel needs its libraries imported only once.
+    """
+    dtypes = tuple(name for name in spec.dtypes if dtype in (None, name))
+    return [(name,) for name in dtypes] if jobs > 1 and dtypes else [dtypes]
+
+
+class _Progress:
+    """Says on standard error, if it is a terminal, which checks are over: all kernels of a GPU take minutes."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._ended, self._lock = total, 0, Lock()
+
+    def done(self, rows: list[Row]) -> list[Row]:
+        with self._lock:
+            self._ended += 1
+            results = ", ".join(f"{row.dtype} {row.result} in {row.seconds:.0f} s" for row in rows)
+            if sys.stderr.isatty():
+                typer.echo(f"{self._ended} of {self._total}: {rows[0].kernel}: {results}", err=True)
+        return rows
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import Any
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 
+# By default each process has a thread per core, and torch.compile starts as many compilers beside it.
+_FEW_THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 
 
@@ -83,11 +85,7 @@ def _run(command: list[str], timeout: float, environment: Mapping[str, str]) -> 
         # In a separate session, so that compilers that it started are killed with it.
         process = subprocess.Popen(
             command,
-            env={
-                "OMP_NUM_THREADS": "2",
-                **os.environ,
-                **environment,
-            },  # the default is one thread per core in every process
+            env={**_FEW_THREADS, **os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
