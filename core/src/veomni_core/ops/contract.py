@@ -116,6 +116,8 @@ class Contract:
         rows: the reference's parameters whose first dimension is the call's rows: any of them, any number of times, in
             any order, are a call too, and each result has their rows in its first dimension. Batch invariance and
             generated samples are checked with them. An input of one row may serve all rows.
+        large_factor: what generated samples multiply inputs by where they ask for large values.
+        denormal_inputs: whether generated samples ask for inputs below the dtype's smallest normal number.
 
     Example:
         >>> def relu_squared(x):
@@ -141,6 +143,8 @@ class Contract:
     large: SampleMaker = no_samples
     primary: Callable[[Any], tuple[Tensor, ...]] = field(default=lambda result: as_tensors(result))
     rows: tuple[str, ...] = ()
+    large_factor: float = 1e3
+    denormal_inputs: bool = True
 
 
 def contract_for(op: OpSpec, variant: str) -> Contract:

@@ -19,16 +19,23 @@ def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tup
         return float("inf"), f"{what} has shape {plain(found.shape)}, expected {plain(exact.shape)}"
     if not exact.numel():
         return 0.0, None
-    error = (found.detach().to(exact.device).double() - exact.detach()).abs()
-    if not torch.isfinite(error).all():
+    exact = exact.detach()
+    error, size = (found.detach().to(exact.device).double() - exact).abs(), exact.abs()
+    root_mean_square = size.square().mean().sqrt()
+    # Read together: each of them alone would wait for the GPU.
+    is_finite, largest, rms, element, norm = torch.stack(
+        (
+            error.isfinite().all().double(),
+            error.max(),
+            root_mean_square,
+            (error / (size + root_mean_square)).max(),
+            error.norm() / exact.norm(),
+        )
+    ).tolist()
+    if not is_finite:
         return float("inf"), f"{what} is not finite"
-    size = exact.detach().abs()
-    rms = float(size.square().mean().sqrt())
     if rms == 0.0:
-        largest = float(error.max())
         return (0.0, None) if largest == 0.0 else (float("inf"), f"{what} is {largest:.1e}, expected exactly zero")
-    element = float((error / (size + rms)).max())
-    norm = float(error.norm() / exact.detach().norm())
     problem = None
     for measure, value, limit in (("element", element, allowed.element), ("norm", norm, allowed.norm)):
         if value > limit:

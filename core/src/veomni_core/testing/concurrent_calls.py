@@ -52,8 +52,13 @@ def _at_the_same_time(subject: Subject, position: Position, runs: tuple[int, ...
     def run(other: bool) -> None:
         sample = subject.draw(position, other)
         try:
-            with _stream(subject), turns.taken_by(int(other)):
-                outcomes[other] = subject.outcome(sample)
+            with _stream(subject):
+                with turns.taken_by(int(other)):
+                    outcomes[other] = subject.outcome(sample)
+                if subject.device.type == "cuda":
+                    # Before the inputs are freed: they belong to another stream, which may give their memory away while
+                    # this one still reads it.
+                    torch.cuda.current_stream(subject.device).synchronize()
         except BaseException as error:  # raised again in the calling thread
             raised.append(error)
 
@@ -62,8 +67,6 @@ def _at_the_same_time(subject: Subject, position: Position, runs: tuple[int, ...
         thread.start()
     for thread in threads:
         thread.join()
-    if subject.device.type == "cuda":
-        torch.cuda.synchronize(subject.device)
     if raised:
         raise raised[0]
     problems = (subject.problem(found, subject.exact(position, other)) for other, found in outcomes.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from veomni_core.ops.contract import Sample
+from veomni_core.ops.contract import Contract, Sample
 from veomni_core.testing.sample_rows import count_rows, select_rows
 from veomni_core.testing.sample_tensors import copy_of, map_tensors
 from veomni_core.testing.subject import Subject
@@ -16,7 +16,6 @@ from veomni_core.testing.tensor_layouts import LAYOUTS
 
 USUAL, INFINITE = "usual", "infinite"
 VALUES = (USUAL, "large", "denormal", "zero", "equal", INFINITE)
-_LARGE = 1e3
 MEMORY = (USUAL, *LAYOUTS, "overlapping", "expanded")
 
 
@@ -26,7 +25,8 @@ class SampleChange:
 
     Attributes:
         rows: the rows of the call, counted modulo the sample's; ``None`` leaves them.
-        values: for each input that wants a gradient, one of :data:`VALUES`; ``infinite`` is its first element only.
+        values: for each input that wants a gradient, one of :data:`VALUES`; ``infinite`` is its first element only. How
+            large, and whether denormal, the op's contract says.
         memory: for each tensor, one of :data:`MEMORY`.
         frozen: for each input that wants a gradient, whether it is frozen.
         shared: inputs of one shape and dtype lie over each other in one memory.
@@ -67,7 +67,9 @@ class SampleChange:
     def _with_values(self, subject: Subject, sample: Sample) -> Sample:
         wanted = list(subject.differentiable(sample).values())
         kinds = {id(tensor): self.values[index % len(self.values)] for index, tensor in enumerate(wanted)}
-        return map_tensors(sample, lambda tensor: _leaf(_valued(tensor, kinds.get(id(tensor), USUAL)), tensor))
+        return map_tensors(
+            sample, lambda tensor: _leaf(_valued(tensor, kinds.get(id(tensor), USUAL), subject.contract), tensor)
+        )
 
     def _with_memory(self, sample: Sample) -> Sample:
         index = -1
@@ -114,14 +116,14 @@ def _leaf(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(like.requires_grad)
 
 
-def _valued(tensor: Tensor, kind: str) -> Tensor:
+def _valued(tensor: Tensor, kind: str, contract: Contract) -> Tensor:
     tensor = tensor.detach()
     if kind == USUAL or not tensor.numel():
         return tensor
     if kind == "large":
-        return tensor * _LARGE
+        return tensor * contract.large_factor
     if kind == "denormal":
-        return tensor * torch.finfo(tensor.dtype).tiny
+        return tensor * torch.finfo(tensor.dtype).tiny if contract.denormal_inputs else tensor
     if kind == "zero":
         return torch.zeros_like(tensor)
     if kind == "equal":

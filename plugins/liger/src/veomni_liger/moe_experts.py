@@ -1,8 +1,8 @@
 """moe_experts by ``LigerFusedMoEFunction``, with pinned configurations instead of minutes of autotuning at first use.
 
 Liger doesn't support dropped routes, and would write outside of its buffers for an index outside ``[0, E)``. So a
-dropped route is sent to expert 0 with a weight of zero. It costs as much as any route, and adds nothing to the result
-or to a gradient, provided that expert 0's output for that token is finite (zero times infinity is NaN).
+dropped route is sent to another expert of its token, with a weight of zero: what it adds is zero wherever the token's
+result is finite. It costs as much as any route. A token whose routes are all dropped is left out.
 
 Inputs are made contiguous; transposed weights are copied whole. Liger reads the number of tiles on the host. So a step
 waits for the routing, can't be captured in a CUDA graph, and breaks the graph of ``torch.compile``.
@@ -41,10 +41,27 @@ def standard(
     rows, gate_up, down = product_operands(
         "fused_liger", dtypes=_EXACT, hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj
     )
-    # Dropped routes: expert 0 with a weight of zero.
     kept = (top_k_index >= 0) & (top_k_index < gate_up_proj.shape[0])
-    index = torch.where(kept, top_k_index, 0).int()
-    weights = torch.where(kept, top_k_weights, 0)
     with torch.cuda.device_of(hidden):
-        result: Tensor = _apply(rows, gate_up, down, index, weights)
+        if kept.all():  # the host waits here, as it does in Liger
+            result: Tensor = _apply(rows, gate_up, down, top_k_index.int(), top_k_weights)
+        else:
+            result = _with_dropped_routes(rows, top_k_index, top_k_weights, gate_up, down, kept)
     return result.to(hidden.dtype)
+
+
+def _with_dropped_routes(
+    rows: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kept: Tensor
+) -> Tensor:
+    """The same, where ``kept[T, K]`` is false for some routes."""
+    tokens = kept.any(-1).nonzero().squeeze(1)
+    # Of no element, so its gradients are zeros, even where an input is infinite.
+    zero = sum(each[:0].sum() for each in (rows, weights, gate_up, down))
+    result = torch.zeros_like(rows) + zero
+    if not len(tokens):
+        return result
+    index, weights, kept = index[tokens], weights[tokens], kept[tokens]
+    first_kept = index.gather(1, kept.int().argmax(-1, keepdim=True))
+    index = torch.where(kept, index, first_kept).int()
+    computed: Tensor = _apply(rows[tokens], gate_up, down, index, torch.where(kept, weights, 0))
+    return result.index_copy(0, tokens, computed)

@@ -109,6 +109,8 @@ class _Angles:
             raise ValueError(f"cos covers {turned} of a head's {width} dimensions; this variant rotates all of them")
         if unsqueeze_dim not in (1, 2):
             raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
+        if not x.numel():  # QuACK refuses a table without positions
+            return x.clone()
         heads_first = unsqueeze_dim == 1
         # QuACK reads [B, S, H, D]; the transpose is a view.
         by_position = x.transpose(1, 2) if heads_first else x

@@ -54,45 +54,27 @@ def sums_kernel(
     squares = tl.load(sum_of_token + SQUARES * tokens)
     plain = tl.load(sum_of_token + PLAIN * tokens)
     before_label = tl.load(sum_of_token + BEFORE_LABEL * tokens)
-    # Each lane takes every COLUMNS-th word, and lanes are added up once, at the end: a sum over all of them after every
-    # COLUMNS words would wait for the one before. The second pass reads the row again, which is in the cache by then.
-    highest = tl.full([COLUMNS], -float("inf"), tl.float32)
-    highest_before = tl.full([COLUMNS], -float("inf"), tl.float32)
     for start in range(0, words, COLUMNS):
         word = start + tl.arange(0, COLUMNS)
-        z = _logits_of(row, word, words, divisor, scale, softcap, CAPPED)
-        highest = tl.maximum(highest, z)
-        if WITH_TOP1:
-            highest_before = tl.maximum(highest_before, tl.where(word < label, z, -float("inf")))
-    former = largest
-    largest = tl.maximum(former, tl.max(highest, 0))
-    e_sum = tl.zeros([COLUMNS], tl.float32)
-    e_weighted = tl.zeros([COLUMNS], tl.float32)
-    e_squares = tl.zeros([COLUMNS], tl.float32)
-    z_sum = tl.zeros([COLUMNS], tl.float32)
-    z_of_label = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, words, COLUMNS):
-        word = start + tl.arange(0, COLUMNS)
-        z = _logits_of(row, word, words, divisor, scale, softcap, CAPPED)
-        e = tl.exp(z - largest)
-        e_sum += e
         kept = word < words
-        z_of_label += tl.where(kept & (word == label), z, 0.0)  # another tile's label adds 0
-        if WITH_ENTROPY:
-            e_weighted += tl.where(kept, e * (z - largest), 0.0)
-        if WITH_SQUARES:
-            e_squares += e * e
+        z, _ = _final_logits(tl.load(row + word, mask=kept, other=0.0).to(tl.float32), divisor, scale, softcap, CAPPED)
+        of_label += tl.sum(tl.where(word == label, z, 0.0), 0)  # another word's tile adds 0
         if WITH_MEAN:
-            z_sum += tl.where(kept, z, 0.0)
-    # Words of earlier tiles: with e' = rescale * e and z - m' = (z - m) + shift.
-    shift = former - largest
-    rescale = tl.exp(shift)
-    weighted = rescale * (weighted + shift * total) + tl.sum(e_weighted, 0)
-    squares = rescale * rescale * squares + tl.sum(e_squares, 0)
-    total = rescale * total + tl.sum(e_sum, 0)
-    plain += tl.sum(z_sum, 0)
-    of_label += tl.sum(z_of_label, 0)
-    before_label = tl.maximum(before_label, tl.max(highest_before, 0))
+            plain += tl.sum(tl.where(kept, z, 0.0), 0)
+        z = tl.where(kept, z, -float("inf"))
+        if WITH_TOP1:
+            before_label = tl.maximum(before_label, tl.max(tl.where(word < label, z, -float("inf")), 0))
+        former = largest
+        largest = tl.maximum(former, tl.max(z, 0))
+        shift = former - largest
+        rescale = tl.exp(shift)
+        e = tl.exp(z - largest)
+        if WITH_ENTROPY:
+            # Words of earlier columns: with e' = rescale * e and z - m' = (z - m) + shift.
+            weighted = rescale * (weighted + shift * total) + tl.sum(tl.where(kept, e * (z - largest), 0.0), 0)
+        if WITH_SQUARES:
+            squares = rescale * rescale * squares + tl.sum(e * e, 0)
+        total = rescale * total + tl.sum(e, 0)
     tl.store(sum_of_token + LARGEST * tokens, largest)
     tl.store(sum_of_token + TOTAL * tokens, total)
     tl.store(sum_of_token + WEIGHTED * tokens, weighted)
@@ -134,14 +116,6 @@ def gradients_kernel(
     if dentropy is not None:
         dz -= tl.load(dentropy + token) * p * (logprob + tl.load(entropy + token))
     tl.store(dlogits + token * words + word, (dz * slope).to(dlogits.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def _logits_of(row, word, words, divisor, scale, softcap, CAPPED: tl.constexpr):
-    """The final logits of a row's words, and minus infinity beyond its end."""
-    kept = word < words
-    z, _ = _final_logits(tl.load(row + word, mask=kept, other=0.0).to(tl.float32), divisor, scale, softcap, CAPPED)
-    return tl.where(kept, z, -float("inf"))
 
 
 @triton.jit
