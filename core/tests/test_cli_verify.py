@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 
 def test_verify_exits_1_when_a_kernel_falls_short(veomni, install_healthy):
     install_healthy("identity-plugin", "identity")
@@ -140,3 +142,33 @@ def test_verify_on_a_device_that_is_not_here(veomni):
     assert text.startswith("error: --device npu:7: this machine has no such device (")
     assert len(text.strip().splitlines()) == 1
     assert "is not a dtype; write one of float32" in veomni("verify", "veomni-torch", "--dtype", "int8", code=2)
+
+
+PROCESSES = """
+    import os
+    from pathlib import Path
+    from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+    from veomni_core.ops import rms_norm
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def offset(x, weight, eps):
+        with Path("{folder}", f"{os.getpid()} {x.dtype}").open("a"):
+            return rms_norm.offset(x, weight, eps)
+
+    @hookimpl
+    def veomni_kernels():
+        dtypes = ("float32", "bfloat16")
+        return [
+            KernelSpec("counted", "rms_norm", "offset", "{module}:offset", dtypes=dtypes),
+            KernelSpec("elsewhere", "rms_norm", "offset", "{module}:offset", HardwareRequirement("npu"), dtypes=dtypes),
+        ]
+"""
+
+
+@pytest.mark.parametrize("jobs, processes", [("1", 1), ("2", 2)])
+def test_verify_checks_dtypes_side_by_side_where_it_may(veomni, install, tmp_path, jobs, processes):
+    install("counting-plugin", PROCESSES.replace("{folder}", str(tmp_path)))
+    data = json.loads(veomni("verify", "counting-plugin", "--device", "cpu", "--jobs", jobs, "--json"))
+    rows = [(row["kernel"].partition(":")[2], row["dtype"], row["result"]) for row in data["results"]]
+    assert rows == [("counted", "float32", "ok"), ("counted", "bfloat16", "ok"), ("elsewhere", "-", "skipped")]
+    assert len({path.name.split()[0] for path in tmp_path.glob("* torch.*")}) == processes
