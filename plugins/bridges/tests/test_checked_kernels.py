@@ -26,8 +26,8 @@ def test_auto_takes_the_highest_preference_that_can_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("which kernel can run is asked of a CPU")
     assert chosen("rms_norm", "cast_after", "auto").name == "torch"
-    with pytest.raises(KernelUnavailableError, match="no kernel of rms_norm_gated/standard can train on"):
-        chosen("rms_norm_gated", "standard", "auto")
+    with pytest.raises(KernelUnavailableError, match="no kernel of rotary_pos_emb_vision/full can train on"):
+        chosen("rotary_pos_emb_vision", "full", "auto")
     with pytest.raises(UnknownNameError, match="tirton"):
         chosen("rms_norm", "cast_after", "tirton")
     with pytest.raises(KernelUnavailableError, match="cast_after:triton can't run here: needs device type cuda"):

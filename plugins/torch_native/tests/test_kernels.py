@@ -16,6 +16,7 @@ from veomni_torch import load_balancing_loss as balancing
 from veomni_torch import logit_chunks
 from veomni_torch import moe_experts as grouped
 from veomni_torch import rms_norm as norms
+from veomni_torch import rms_norm_gated as gated_norms
 from veomni_torch import swiglu_mlp as activations
 from veomni_torch import vocabulary_parallel_loss as sharded
 from veomni_torch.logit_chunks import chunks
@@ -44,6 +45,15 @@ CALLS = {
     "rms_norm": (lambda *a: norms.standard(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(16))),
     "rms_norm offset": (lambda *a: norms.offset(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(16))),
     "rms_norm unweighted": (lambda x: norms.unweighted(x, None, 1e-6), lambda: (_leaf(5, 16),)),
+    "rms_norm_gated": (lambda *a: gated_norms.standard(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(5, 16), _leaf(16))),
+    "rms_norm_gated sigmoid": (
+        lambda *a: gated_norms.sigmoid(*a, 1e-6),
+        lambda: (_leaf(5, 16), _leaf(5, 16), _leaf(16)),
+    ),
+    "rms_norm_gated gate_first": (
+        lambda *a: gated_norms.gate_first(*a, 1e-6, group_size=4),
+        lambda: (_leaf(5, 16), _leaf(5, 16), _leaf(16)),
+    ),
     "swiglu_mlp": (activations.standard, lambda: (_leaf(5, 16), _leaf(5, 16))),
     "swiglu_mlp gelu_tanh": (activations.gelu_tanh, lambda: (_leaf(5, 16), _leaf(5, 16))),
     "chunk_loss": (

@@ -31,6 +31,14 @@ def veomni_kernels() -> list[KernelSpec]:
             preference=_PREFERENCE,
         ),
         *KernelSpec.for_variants(
+            ("standard", "sigmoid", "gate_first"),
+            name="torch",
+            op_name="rms_norm_gated",
+            factory="veomni_torch.rms_norm_gated:{variant}",
+            description="saves its inputs and one number per group",
+            preference=_PREFERENCE,
+        ),
+        *KernelSpec.for_variants(
             ("standard", "gelu_tanh", "gelu"),
             name="torch",
             op_name="swiglu_mlp",

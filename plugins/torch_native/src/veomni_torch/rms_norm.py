@@ -51,13 +51,13 @@ class _Unweighted(Function):
     def forward(ctx: Any, x: Tensor, eps: float, round_scale: bool) -> Tensor:
         x32, reciprocal = _reciprocal_rms(x, eps)
         ctx.save_for_backward(x, reciprocal)
-        return x * reciprocal.to(x.dtype) if round_scale else _rounded(x32 * reciprocal, x.dtype)
+        return x * reciprocal.to(x.dtype) if round_scale else rounded(x32 * reciprocal, x.dtype)
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         x, reciprocal = ctx.saved_tensors
-        return _input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None, None
+        return input_gradient(dy.float(), x.float() * reciprocal, reciprocal).to(x.dtype), None, None
 
 
 class _Weighted(Function):
@@ -69,7 +69,7 @@ class _Weighted(Function):
         normalised = x32 * reciprocal
         if round_first:
             return weight * normalised.to(x.dtype)
-        return _rounded((weight.float() + added) * normalised, x.dtype)
+        return rounded((weight.float() + added) * normalised, x.dtype)
 
     @staticmethod
     @first_derivatives_only
@@ -80,11 +80,11 @@ class _Weighted(Function):
         if ctx.needs_input_grad[1]:
             dweight = (dy * normalised).sum_to_size(weight.shape).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(dy * (weight.float() + ctx.added), normalised, reciprocal).to(x.dtype)
+            dx = input_gradient(dy * (weight.float() + ctx.added), normalised, reciprocal).to(x.dtype)
         return dx, dweight, None, None, None
 
 
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """``values`` in ``dtype``, without a cast if they already have it.
 
     PyTorch 2.11 compiles a forward that ends in a cast to the same dtype to a function whose gradients are all zero.
@@ -92,7 +92,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values if values.dtype == dtype else values.to(dtype)
 
 
-def _input_gradient(dnormalised: Tensor, normalised: Tensor, reciprocal: Tensor) -> Tensor:
+def input_gradient(dnormalised: Tensor, normalised: Tensor, reciprocal: Tensor) -> Tensor:
     """The gradient of ``x`` from that of ``x / rms(x)``; the formula at the top of this file."""
     projection = (dnormalised * normalised).mean(-1, keepdim=True)
     return (dnormalised - normalised * projection) * reciprocal
