@@ -17,9 +17,9 @@ from veomni_core.ops.causal_conv1d import check_arguments
 from veomni_core.ops.contract import compute_dtype
 from veomni_core.ops.first_derivatives import first_derivatives_only
 
-_CPU_TILE_BYTES = 2**20
+_CPU_TILE_BYTES = 2**18
 _TILE_BYTES = 2**27
-_LEAST_POSITIONS = 32  # backward computes W - 1 positions beside a tile twice
+_LEAST_POSITIONS = 16  # backward computes W - 1 positions beside a tile twice
 
 
 def standard(
