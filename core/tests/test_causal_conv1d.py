@@ -11,7 +11,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from planted_faults import assert_caught, failures_of
 from veomni_core import find_sites
 from veomni_core.ops.causal_conv1d import numbered, standard
-from veomni_core.sites.convolutions.packed_calls import for_packed_calls, sequence_numbers
+from veomni_core.sites.forwards.packed_convolution import for_packed_calls, sequence_numbers
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swish"])
@@ -293,6 +293,40 @@ class ChannelsLast(Mixer):
 def test_a_call_that_no_kernel_takes_leaves_its_site_eager(mixer, words):
     site = site_of(mixer())
     assert site.variant is None and words in site.evidence
+
+
+class CallsItsConvolution(Mixer):
+    """As mixers of transformers 5.2 do without a package."""
+
+    def forward(self, hidden_states):
+        x = self.in_proj(hidden_states).transpose(1, 2)
+        return F.silu(self.conv1d(x)[..., : x.shape[2]])
+
+
+def test_a_convolution_out_of_reach_is_listed_with_the_reason():
+    site = site_of(CallsItsConvolution())
+    assert site.variant is None and not site.examined and site.sizes == {"channels": (6,), "width": (4,)}
+    assert site.evidence == "it runs its convolution conv1d in another way than by calling a function causal_conv1d_fn"
+
+
+class CallsItWithoutAPackage(CallsItsConvolution):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) if causal_conv1d_fn is None else Mixer.forward(self, hidden_states)
+
+
+def test_a_function_that_is_none_is_not_called(monkeypatch):
+    monkeypatch.setitem(globals(), "causal_conv1d_fn", None)
+    site = site_of(CallsItWithoutAPackage())
+    assert site.variant is None and "in another way" in site.evidence
+
+
+def test_a_centred_convolution_is_no_site():
+    class Centred(CallsItsConvolution):
+        def __init__(self):
+            super().__init__()
+            self.conv1d = nn.Conv1d(6, 6, 3, groups=6, padding=1)
+
+    assert "causal_conv1d" not in {site.op_name for site in find_sites(nn.Sequential(Centred()))}
 
 
 def test_a_width_beyond_the_packages_needs_a_feature():

@@ -104,7 +104,7 @@ def _differs_in_low_precision(function: Function, inputs: tuple[Tensor, ...], ac
     """In bfloat16, and with a weight in float32 for an input in bfloat16."""
     low = tuple(each.to(torch.bfloat16) for each in inputs)
     for given in (low, (low[0], *(each.float() for each in low[1:]))):
-        found, error = probe.attempt(lambda given=given: function(*given, activation=activation))
+        found, error = probe.attempt(partial(function, *given, activation=activation))
         if error:
             return f"in bfloat16 {error}"
         exact = _CONTRACT.reference(*(each.double() for each in given), activation=activation)

@@ -45,7 +45,7 @@ def first_call(module: nn.Module, forward: Function, name: str) -> Call:
 
     traced, twin = with_globals(forward, {name: record}), hollow_twin(module).train()
     first, *others = list(inspect.signature(traced).parameters.values())[1:]
-    inputs = {first.name: ZERO.expand(BATCH, LENGTH, _hidden_size(module))}
+    inputs: dict[str, Any] = {first.name: ZERO.expand(BATCH, LENGTH, _hidden_size(module))}
     inputs |= {p.name: None for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     with torch.no_grad():
         _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
