@@ -27,9 +27,9 @@ VARIANTS = {
     "longcat_flash": {("moe_experts", "standard")},
     "moshi": {("rotary_pos_emb", "full")},
     "nanochat": {("rotary_pos_emb", "sign_flipped")},
-    "nemotron_h": {("rms_norm_gated", "gate_first")},
+    "nemotron_h": {("causal_conv1d", "standard"), ("rms_norm_gated", "gate_first")},
     "phi3": {("swiglu_mlp", "standard")},
-    "qwen3_next": {("rms_norm_gated", "standard"), ("rotary_pos_emb", "partial")},
+    "qwen3_next": {("causal_conv1d", "standard"), ("rms_norm_gated", "standard"), ("rotary_pos_emb", "partial")},
     "recurrent_gemma": {("rotary_pos_emb", "partial")},
     "zamba": {("swiglu_mlp", "gelu")},
 }
@@ -41,7 +41,7 @@ def test_bound_equals_eager_and_the_kernels_ran(model_type):
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
     wanted, wanted_gradients = step(model, ids)
     calls.clear()
-    names = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
+    names = ("rms_norm", "rms_norm_gated", "causal_conv1d", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
     fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
     with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
         found, gradients = step(model, ids)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from veomni_core.ops import cross_entropy_loss, moe_experts, rms_norm
+from veomni_core.ops import causal_conv1d, cross_entropy_loss, moe_experts, rms_norm
 from veomni_core.testing import check_kernel
+from veomni_torch import causal_conv1d as convolutions
 from veomni_torch import cross_entropy_loss as chunked
 from veomni_torch import load_balancing_loss as balancing
 from veomni_torch import logit_chunks
@@ -56,6 +57,10 @@ CALLS = {
     ),
     "swiglu_mlp": (activations.standard, lambda: (_leaf(5, 16), _leaf(5, 16))),
     "swiglu_mlp gelu_tanh": (activations.gelu_tanh, lambda: (_leaf(5, 16), _leaf(5, 16))),
+    "causal_conv1d": (
+        lambda x, w, b: convolutions.standard(x, w, b, "silu", torch.arange(41)[None].expand(2, -1) // 7),
+        lambda: (_leaf(2, 6, 41), _leaf(6, 4), _leaf(6)),
+    ),
     "chunk_loss": (
         lambda h, w: chunked.causal(h, w, torch.arange(300) % 11, softcap=4.0),
         lambda: (_leaf(300, 8), _leaf(11, 8)),
@@ -109,13 +114,15 @@ def _saved_bytes(call):
     function, arguments = call
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*arguments)
-    for argument in arguments:
+    for argument in filter(torch.is_tensor, arguments):
         kept.pop(argument.untyped_storage().data_ptr(), None)
     return sum(kept.values()), result
 
 
 def test_what_is_saved_for_backward():
     saved, _ = _saved_bytes((CALLS["swiglu_mlp"][0], (_leaf(64, 256), _leaf(64, 256))))
+    assert saved == 0
+    saved, _ = _saved_bytes((convolutions.standard, (_leaf(2, 64, 128), _leaf(64, 4), _leaf(64), "silu")))
     assert saved == 0
     saved, _ = _saved_bytes((CALLS["rms_norm"][0], (_leaf(64, 256), _leaf(256))))
     assert saved == 64 * 4
@@ -146,6 +153,33 @@ def test_rms_norm_rounds_as_the_reference_for_any_pair_of_dtypes(rows, width, va
     found, wanted = getattr(norms, variant)(x, weight, 1e-6), getattr(rms_norm, variant)(x, weight, 1e-6)
     assert found.dtype == wanted.dtype
     assert torch.equal(found, wanted)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    width=st.integers(1, 5),
+    tile=st.sampled_from([1, 400, 2000]),
+    transposed=st.booleans(),
+    silu=st.sampled_from([None, "silu"]),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_convolution_of_any_packed_row_in_any_tiles(lengths, width, tile, transposed, silu):
+    torch.manual_seed(0)
+    x = torch.randn(1, sum(lengths), 3).transpose(1, 2)
+    x = (x if transposed else x.contiguous()).requires_grad_()
+    weight, bias = _leaf(3, width), _leaf(3)
+    seq_idx = causal_conv1d.numbered(lengths, x.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convolutions, "_CPU_TILE_BYTES", tile)
+        patch.setattr(convolutions, "_LEAST_POSITIONS", 1)
+        found = convolutions.standard(x, weight, bias, silu, seq_idx)
+        upstream = torch.randn_like(found)
+        gradients = torch.autograd.grad(found, (x, weight, bias), upstream)
+    parts = [causal_conv1d.standard(part, weight, bias, silu) for part in x.split(lengths, dim=2)]
+    wanted = torch.cat(parts, dim=2)  # each sequence alone
+    torch.testing.assert_close(found, wanted)
+    for mine, theirs in zip(gradients, torch.autograd.grad(wanted, (x, weight, bias), upstream), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 @given(data=st.data(), tokens=st.integers(0, 9), k=st.integers(1, 4), experts=st.integers(1, 6))

@@ -101,6 +101,15 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         },
     ),
     OpSpec(
+        name="causal_conv1d",
+        variants=("standard",),
+        config_field="causal_conv1d_implementation",
+        contract="veomni_core.ops.causal_conv1d:CONTRACTS",
+        description="the depthwise causal convolution of linear-attention and state-space mixers, with its activation",
+        follows_autocast=True,
+        published={"torch": "veomni-torch"},
+    ),
+    OpSpec(
         name="cross_entropy_loss",
         variants=("causal", "seq_cls", "vocabulary_parallel"),
         config_field="cross_entropy_loss_implementation",
@@ -174,6 +183,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=10),
     SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
+    SiteRule("causal convolution functions", "veomni_core.sites.convolutions.locator:CausalConvolutions", order=20),
     SiteRule(
         "attention interface",
         "veomni_core.sites.attention.locator:AttentionInterface",

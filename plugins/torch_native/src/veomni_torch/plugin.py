@@ -48,6 +48,15 @@ def veomni_kernels() -> list[KernelSpec]:
             fullgraph=True,
         ),
         KernelSpec(
+            name="torch",
+            op_name="causal_conv1d",
+            variant="standard",
+            factory="veomni_torch.causal_conv1d:standard",
+            description="shifted products of one tile of positions at a time, and again in backward",
+            preference=_PREFERENCE,
+            features=("any_width",),
+        ),
+        KernelSpec(
             name="chunk_loss",
             op_name="cross_entropy_loss",
             variant="causal",
