@@ -126,6 +126,15 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={"chunk_logprobs": "veomni-torch"},
     ),
     OpSpec(
+        name="chunk_gated_delta_rule",
+        variants=("standard",),
+        config_field="chunk_gated_delta_rule_implementation",
+        default="eager",
+        contract="veomni_core.ops.chunk_gated_delta_rule:CONTRACTS",
+        description="the gated delta rule of linear attention, over a whole sequence",
+        published={"chunked_delta": "veomni-torch"},
+    ),
+    OpSpec(
         name="moe_experts",
         variants=("standard", "clamped"),
         config_field="moe_implementation",
