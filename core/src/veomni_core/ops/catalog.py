@@ -183,6 +183,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=10),
     SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
+    SiteRule("gated delta rules", "veomni_core.sites.delta_rules.locator:GatedDeltaRules", order=20),
     SiteRule(
         "attention interface",
         "veomni_core.sites.attention.locator:AttentionInterface",
