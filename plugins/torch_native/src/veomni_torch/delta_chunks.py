@@ -13,7 +13,8 @@ from torch import Tensor
 
 CHUNK = 64
 # Numbers in one group of chunks, of one tensor as large as the values: a group's temporaries are about twenty of them.
-_GROUP = 1 << 19
+# An accelerator needs more of them, to be busy.
+_CPU_GROUP, _ACCELERATOR_GROUP = 1 << 17, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Chunks:
 
     def groups(self, numbers_of_a_chunk: int) -> Iterator[slice]:
         """Neighbouring chunks that are computed together, as many as keep temporaries small."""
-        size = max(1, _GROUP // max(1, numbers_of_a_chunk))
+        budget = _CPU_GROUP if self.tokens.device.type == "cpu" else _ACCELERATOR_GROUP
+        size = max(1, budget // max(1, numbers_of_a_chunk))
         for first in range(0, self.count, size):
             yield slice(first, min(first + size, self.count))
 

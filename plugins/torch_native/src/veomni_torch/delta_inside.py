@@ -159,7 +159,7 @@ def _inverse_norm(x: Tensor) -> Tensor:
 
 
 def _of_log_decays(dsince_start: Tensor, dbetween: Tensor) -> Tensor:
-    """The gradient of ``g``: ``g[k]`` is in ``since_start[i]``, ``k <= i``, and in ``between[i, j]``, ``j < k <= i``."""
+    """The gradient of ``g``: ``since_start[i]`` sums it for ``k <= i``, and ``between[i, j]`` for ``j < k <= i``."""
     dg = dsince_start.flip(-1).cumsum(-1).flip(-1)
     dg[..., 1:] += dbetween.cumsum(-1).tril_(-1).sum(-2)[..., :-1]
     return dg
