@@ -135,6 +135,15 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={"chunk_logprobs": "veomni-torch"},
     ),
     OpSpec(
+        name="chunk_gated_delta_rule",
+        variants=("standard",),
+        config_field="chunk_gated_delta_rule_implementation",
+        default="eager",
+        contract="veomni_core.ops.chunk_gated_delta_rule:CONTRACTS",
+        description="the gated delta rule of linear attention, over a whole sequence",
+        published={"chunked_delta": "veomni-torch"},
+    ),
+    OpSpec(
         name="moe_experts",
         variants=("standard", "clamped"),
         config_field="moe_implementation",
@@ -184,6 +193,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule("causal convolution functions", "veomni_core.sites.convolutions.locator:CausalConvolutions", order=20),
+    SiteRule("gated delta rules", "veomni_core.sites.delta_rules.locator:GatedDeltaRules", order=20),
     SiteRule(
         "attention interface",
         "veomni_core.sites.attention.locator:AttentionInterface",

@@ -81,6 +81,14 @@ def veomni_kernels() -> list[KernelSpec]:
             preference=_PREFERENCE,
             features=("top1", "mean_logit", "log_sum_squares"),
         ),
+        KernelSpec(
+            name="chunked_delta",
+            op_name="chunk_gated_delta_rule",
+            variant="standard",
+            factory="veomni_torch.chunk_gated_delta_rule:standard",
+            description="64 tokens at a time, and again in backward; saves its inputs and a state per 64 tokens",
+            preference=_PREFERENCE,
+        ),
         *KernelSpec.for_variants(
             ("standard", "clamped"),
             name="grouped_mm",

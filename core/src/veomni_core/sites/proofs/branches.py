@@ -66,7 +66,7 @@ class Branches:
         for code, jumps in self._jumps.items():
             read = self._read[code]
             for offset in jumps:
-                ways = {went for each, at, went in self._went if each is code and at == offset}
+                ways = {went for each, at, went in self._went if each == code and at == offset}
                 # No way: the jump was never reached, which an earlier jump decided. Two ways: both branches ran.
                 if len(ways) != 1 or read.may_stay_open(offset, untaken=not ways.pop()):
                     continue
