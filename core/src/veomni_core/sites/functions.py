@@ -13,10 +13,12 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.engine_forwards import engine_forward
+from veomni_core.changes.forward_functions import captured_cell
 
 Function = Callable[..., Any]
 # The most decorators that are looked through. It also ends the search in a function that closes over itself.
 _DEEPEST = 6
+_DECORATED = "func"  # the variable of a layer's forward that holds the function
 
 
 def current_forward(module: nn.Module) -> Function:
@@ -70,6 +72,15 @@ def with_globals(function: Function, replacements: Mapping[str, Any]) -> Functio
     if clone is function:
         raise LookupError(f"{function.__qualname__} uses none of the globals {', '.join(replacements)}")
     return clone
+
+
+def within_layer(value: Any) -> Any:
+    """The function of which the package ``kernels`` has made the layer ``value``, as transformers' decorators let it.
+
+    What is no such layer is given back.
+    """
+    cell = captured_cell(current_forward(value), _DECORATED) if isinstance(value, nn.Module) else None
+    return value if cell is None else cell.cell_contents
 
 
 def code_layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:

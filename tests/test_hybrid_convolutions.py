@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+from kernels import use_kernel_forward_from_hub
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.lfm2 import modeling_lfm2
 
 from counting_kernels import calls, counting_registry
 from models import step
@@ -186,6 +189,20 @@ def test_the_evidence_says_what_the_model_would_have_run():
     assert evidence == {
         "causal_conv1d_fn gave the reference's values and gradients; unbound, the model runs its own plain PyTorch"
     }
+
+
+def test_a_function_that_kernels_made_a_layer_of_is_bound(monkeypatch):
+    """As transformers' decorator gives it where a version of the package ``kernels`` is installed that it takes."""
+    layer = use_kernel_forward_from_hub("causal_conv1d_fn")(modeling_lfm2.causal_conv1d_fn)
+    assert isinstance(layer, nn.Module)
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", layer)
+    model, ids = hybrid("lfm2"), tokens(2, 9)
+    wanted = step(model, ids)
+    calls.clear()
+    with bind(model, {"preset": "eager", FIELD: "auto"}, registry=counting_registry("one")):
+        found = step(model, ids)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
+    assert calls[("causal_conv1d", "standard", "one")] == 1
 
 
 def test_a_compiled_model_has_no_graph_break_and_the_same_loss():
