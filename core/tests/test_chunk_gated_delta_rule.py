@@ -222,17 +222,27 @@ def test_a_packages_function_that_init_sets_is_bound_where_the_file_has_its_own(
 def of_own(*, spoil):
     """Transformers' function with its arguments changed by ``spoil``."""
 
-    def torch_chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
-        args = spoil(query=query, key=key, value=value, g=g, beta=beta)
-        return inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)(**args, **kwargs)
+    own = torch_chunk_gated_delta_rule
 
-    return torch_chunk_gated_delta_rule
+    def spoiled(query, key, value, g, beta, **kwargs):
+        return own(**spoil(query=query, key=key, value=value, g=g, beta=beta), **kwargs)
+
+    return spoiled
+
+
+def _as_they_are(query, key, value, g, beta):
+    return {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+
+
+def test_what_spoils_nothing_is_bound():
+    [site] = delta_sites(nn.Sequential(Mixer(of_own(spoil=_as_they_are))))
+    assert site.variant == "standard"
 
 
 def _a_cap(query, key, value, g, beta):
     if query.shape[1] > 1000:
         g = g.clamp(min=-1.0)
-    return {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    return _as_they_are(query, key, value, g, beta)
 
 
 LOOKALIKES = {
@@ -240,7 +250,7 @@ LOOKALIKES = {
     "a bounded decay": (lambda g, **others: {"g": g.clamp(min=-2.0), **others}, "no variant fits"),
     "keys that count once more": (lambda key, **others: {"key": 1.01 * key, **others}, "no variant fits"),
     "no gradient of beta": (lambda beta, **others: {"beta": beta.detach(), **others}, "no variant fits"),
-    "another rule for long sequences": (_a_cap, "_a_cap chooses by query, shape"),
+    "another rule for long sequences": (_a_cap, "_a_cap chooses by shape"),
 }
 
 
