@@ -50,6 +50,7 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in docs/benchmarks
 	$(BIN)/python benchmarks/core/core.py
 	$(BIN)/python benchmarks/plugins/cpu_kernels.py
+	$(BIN)/python benchmarks/chunk_gated_delta_rule/chunk_gated_delta_rule.py
 	$(BIN)/python benchmarks/cross_entropy_loss/chunk_sizes.py
 	$(BIN)/python benchmarks/moe_experts/lora.py
 	$(BIN)/python benchmarks/token_dispatch/traffic.py

@@ -29,7 +29,11 @@ VARIANTS = {
     "nanochat": {("rotary_pos_emb", "sign_flipped")},
     "nemotron_h": {("rms_norm_gated", "gate_first")},
     "phi3": {("swiglu_mlp", "standard")},
-    "qwen3_next": {("rms_norm_gated", "standard"), ("rotary_pos_emb", "partial")},
+    "qwen3_next": {
+        ("rms_norm_gated", "standard"),
+        ("rotary_pos_emb", "partial"),
+        ("chunk_gated_delta_rule", "standard"),
+    },
     "recurrent_gemma": {("rotary_pos_emb", "partial")},
     "zamba": {("swiglu_mlp", "gelu")},
 }
@@ -42,6 +46,7 @@ def test_bound_equals_eager_and_the_kernels_ran(model_type):
     wanted, wanted_gradients = step(model, ids)
     calls.clear()
     names = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
+    names += ("chunk_gated_delta_rule",)
     fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
     with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
         found, gradients = step(model, ids)

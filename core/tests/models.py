@@ -62,6 +62,7 @@ EVERY_KERNEL = {"preset": "eager", **dict.fromkeys(
         "swiglu_mlp_implementation",
         "rotary_pos_emb_implementation",
         "cross_entropy_loss_implementation",
+        "chunk_gated_delta_rule_implementation",
         "moe_implementation",
         "load_balancing_loss_implementation",
     ),

@@ -175,12 +175,13 @@ def test_the_receipt_says_what_the_model_would_have_run(monkeypatch):
         model(tokens())
 
 
-# What a modeling file has for where no package is installed.
+# What a modeling file of transformers 5.2 has where no package is installed: a global of the attribute's name too.
+chunk_gated_delta_rule = None
 torch_chunk_gated_delta_rule = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
 
 
 class Mixer(nn.Module):
-    """A layer as transformers wrote them up to 5.9: ``__init__`` sets the function that it calls."""
+    """A layer as in transformers 5.2: ``__init__`` sets the function that it calls."""
 
     def __init__(self, function):
         super().__init__()

@@ -11,6 +11,7 @@ from veomni_core.ops.catalog import BUILTIN_OPS
 
 GPU_DEFAULTS = {
     "attention": "flash_attention_2",
+    "chunk_gated_delta_rule": "eager",
     "cross_entropy_loss": "liger_kernel",
     "load_balancing_loss": "triton",
     "moe_experts": "fused_triton",

@@ -1,8 +1,8 @@
 """Finds the layers that call a chunked gated delta rule, and puts a kernel in its place in each of them.
 
-The function is a global that the layer's forward names, as transformers has written it since 5.10, or an attribute that
-the layer's ``__init__`` sets, as before. Either may be the modeling file's own code or a package's that transformers
-found installed. The file's own code is what is proven; the site says what the model has chosen.
+The function is a global that the layer's forward names, as in transformers 5.23, or an attribute that the layer's
+``__init__`` sets, as in 5.2. Either may be the modeling file's own code, or a package's that transformers found. The
+file's own code is what is proven; the site says what the model has chosen.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class GatedDeltaRules:
 def _places(model: nn.Module) -> Iterator[_Place]:
     for caller in callers(model, _NAME.search):
         for name, function in caller.functions.items():
-            yield _Place(caller.path, caller.module, name, function, "function", caller.why_not)
+            # Code names attributes and globals alike: a layer that holds the function may find a global of its name.
+            if callable(function) and name not in vars(caller.module):
+                yield _Place(caller.path, caller.module, name, function, "function", caller.why_not)
     for path, module in model.named_modules():
         held = {name: value for name, value in vars(module).items() if _NAME.search(name) and callable(value)}
         if not held:
