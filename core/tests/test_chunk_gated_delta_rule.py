@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from kernels import use_kernel_forward_from_hub
 from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
@@ -173,6 +174,19 @@ def test_the_receipt_says_what_the_model_would_have_run(monkeypatch):
     assert site.evidence.endswith(f"in its place the model would run {name}")
     with bind(model, ALONE):
         model(tokens())
+
+
+def test_a_function_that_kernels_made_a_layer_of_is_bound(monkeypatch):
+    """As transformers decorates it where a version of the package ``kernels`` is installed that it takes."""
+    layer = use_kernel_forward_from_hub(OP)(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    assert isinstance(layer, nn.Module)
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", layer)
+    model = family("qwen3_next")
+    wanted = step(model)
+    calls.clear()
+    with bind(model, {"preset": "eager", f"{OP}_implementation": "one"}, registry=counting_registry("one", ops=(OP,))):
+        assert off_by(step(model)[1], wanted[1]) <= 1e-5
+    assert calls[(OP, "standard", "one")] == 3
 
 
 # What a modeling file of transformers 5.2 has where no package is installed: a global of the attribute's name too.

@@ -30,14 +30,19 @@ class Caller:
     why_not: str
 
 
-def callers(model: nn.Module, is_wanted: Callable[[str], Any]) -> Iterator[Caller]:
-    """The modules of ``model`` whose forward names a global for which ``is_wanted(name)``."""
+def callers(
+    model: nn.Module, is_wanted: Callable[[str], Any], is_shared: Callable[[Any], bool] = lambda value: False
+) -> Iterator[Caller]:
+    """The modules of ``model`` whose forward names a global for which ``is_wanted(name)``.
+
+    ``is_shared`` says of a global's value that it stands for a function, though it is an object of another kind.
+    """
     for path, module in model.named_modules():
         own = set_on_instance(module)
         forward = type(module).forward if own else current_forward(module)
         functions = {name: value for name, value in global_functions(forward) if is_wanted(name)}
         if functions:
-            yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions))
+            yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions, is_shared))
 
 
 def replaced(module: nn.Module, name: str, kernel: Kernel) -> Iterator[Change]:

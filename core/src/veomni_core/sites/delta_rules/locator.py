@@ -19,12 +19,13 @@ from veomni_core.changes.change import Change, PropertyChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.called_functions import callers, replaced
-from veomni_core.sites.delta_rules.proof import chosen, prove
+from veomni_core.sites.delta_rules.proof import chosen, is_layer_of_a_function, prove
 from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
 from veomni_core.sites.functions import code_layers, current_forward
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import set_on_instance
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
+from veomni_core.sites.proofs.reachable_code import instructions, nested_code
 from veomni_core.sites.site import Kernel, Site
 
 _NAME = re.compile(r"chunk_gated_delta_rule$")
@@ -35,6 +36,7 @@ _STATED_AS = {
     "value_width": "head_v_dim",
 }
 _HEADS = ("key_heads", "value_heads")
+_GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,21 @@ class GatedDeltaRules:
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    for caller in callers(model, _NAME.search):
+    for caller in callers(model, _NAME.search, is_layer_of_a_function):
         for name, function in caller.functions.items():
-            # Code names attributes and globals alike: a layer that holds the function may find a global of its name.
-            if callable(function) and name not in vars(caller.module):
+            # An attribute that the code reads may have the name of a global, which then is not what it calls.
+            if callable(function) and name in _loaded(caller.forward, _GLOBALS):
                 yield _Place(caller.path, caller.module, name, function, "function", caller.why_not)
     for path, module in model.named_modules():
         held = {name: value for name, value in vars(module).items() if _NAME.search(name) and callable(value)}
-        if not held:
-            continue
-        named = {name for layer in code_layers(current_forward(module)) for name in layer.__code__.co_names}
-        for name in held.keys() & named:
+        for name in sorted(held.keys() & _loaded(current_forward(module), _ATTRIBUTES)) if held else ():
             yield _Place(path, module, name, held[name], "attribute", set_on_instance(module))
+
+
+def _loaded(function: Any, operations: tuple[str, ...]) -> set[str]:
+    """The names that the code of ``function``, or the code inside its decorators, loads by ``operations``."""
+    codes = [code for layer in code_layers(function) for code in nested_code(layer.__code__)]
+    return {each.argval for code in codes for each in instructions(code) if each.opname in operations}
 
 
 def _sizes(module: Any) -> dict[str, tuple[int, ...]]:

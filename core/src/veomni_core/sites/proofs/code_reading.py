@@ -126,17 +126,20 @@ def set_on_instance(module: nn.Module) -> str:
     return f"its forward was set on the instance: it was {setter}" if setter else ""
 
 
-def why_not_clonable(function: Any, names: Collection[str]) -> str:
+def why_not_clonable(
+    function: Any, names: Collection[str], is_shared: Callable[[Any], bool] = lambda value: False
+) -> str:
     """Why a clone of ``function`` with other values for the globals ``names`` would behave differently; empty if not.
 
     A clone has its own namespace. It does not see globals that are set in the function's module later, and that module
-    does not see globals that the clone sets.
+    does not see globals that the clone sets. Where ``is_shared`` of a global's value, nobody sets that global, and the
+    clone sees what changes inside the value.
     """
     for layer in code_layers(function):
         if set(names).isdisjoint(layer.__code__.co_names):
             continue
         for code in nested_code(layer.__code__):
-            for doubt in _global_doubts(layer, code):
+            for doubt in _global_doubts(layer, code, is_shared):
                 return doubt
     return ""
 
@@ -205,7 +208,9 @@ def _doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
                 yield f"{function.__qualname__} closes over a {type(value).__name__}, whose later changes can't be seen"
 
 
-def _global_doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
+def _global_doubts(
+    function: FunctionType, code: CodeType, is_shared: Callable[[Any], bool] = lambda value: False
+) -> Iterator[str]:
     where = function.__qualname__
     for instruction in instructions(code):
         name = instruction.argval
@@ -213,6 +218,8 @@ def _global_doubts(function: FunctionType, code: CodeType) -> Iterator[str]:
             yield f"{where} sets the global {name}"
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
             value = function.__globals__[name]
+            if is_shared(value):
+                continue
             constant = _is_transformers(function) and name.lstrip("_").isupper()
             if not constant and not isinstance(value, _FIXED) and not _is_partial_of_fixed(value):
                 yield f"{where} reads the global {name}, a {type(value).__name__}, whose later changes can't be seen"
