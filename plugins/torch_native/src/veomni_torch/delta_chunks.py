@@ -75,7 +75,7 @@ class Chunks:
 
 def cut(length: int, bounds: Sequence[tuple[int, int]] | None, device: torch.device) -> Chunks:
     """The chunks of rows of ``length`` tokens, or of packed sequences with ``bounds``."""
-    longest = max((last - first for first, last in bounds or ((0, length),)), default=0)
+    longest = max([last - first for first, last in bounds or ((0, length),)])
     chunk = next(size for size in (8, 16, 32, CHUNK) if size >= min(longest, CHUNK))
     firsts: list[int] = []
     lengths: list[int] = []

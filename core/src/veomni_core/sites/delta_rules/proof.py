@@ -83,7 +83,7 @@ def _candidates(function: FunctionType, reading: Reading, runs: str) -> Iterator
 
 @dataclass(frozen=True)
 class _Call:
-    """One call; ``optional`` if the function may refuse it, since its model never makes such a call then."""
+    """One call. A function may refuse an ``optional`` one: its model then never makes such a call."""
 
     batch: int
     length: int
