@@ -40,6 +40,7 @@ def test_coverage():
     for op_name in (
         "rms_norm",
         "rms_norm_gated",
+        "chunk_gated_delta_rule",
         "cross_entropy_loss",
         "moe_experts",
         "load_balancing_loss",
