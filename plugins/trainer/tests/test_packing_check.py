@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from veomni_core import bind
 from veomni_core.errors import ConfigError
-from veomni_trainer.setup.packing import check_packing
+from veomni_trainer.data.boundaries import boundaries
+from veomni_trainer.data.packing import pack
+from veomni_trainer.setup.document_gradients import first_module_that_sees_others
+from veomni_trainer.setup.packing import needs_boundaries
 
 _SMALL = {
     "hidden_size": 32,
@@ -47,6 +52,15 @@ _MIXING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+# Of a hybrid, what mixes along the sequence beside attention.
+_KERNELS = {
+    "preset": "eager",
+    "attn_implementation": "sdpa",
+    "causal_conv1d_implementation": "auto",
+    "chunk_gated_delta_rule_implementation": "auto",
+}
+
+
 def _model(model_type: str, attention: str = "sdpa", dtype: str = "float32", **config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     made = AutoConfig.for_model(model_type, **{**_SMALL, **config})
@@ -59,7 +73,7 @@ def _model(model_type: str, attention: str = "sdpa", dtype: str = "float32", **c
 def test_models_of_attention_keep_documents_apart(model_type: str, attention: str, dtype: str) -> None:
     model = _model(model_type, attention, dtype, **_RIGHT[model_type])
     before = torch.get_rng_state()
-    check_packing(model, batch_size=2)
+    needs_boundaries(model, batch_size=2)
     assert model.training and torch.equal(torch.get_rng_state(), before)
 
 
@@ -70,12 +84,79 @@ def test_models_that_mix_along_the_sequence_are_refused_by_their_first_module_th
 ) -> None:
     config, module = _MIXING[model_type]
     with pytest.raises(ConfigError, match=rf"can't keep packed documents apart. The output of {module}\.\w+ \("):
-        check_packing(_model(model_type, dtype=dtype, **config), batch_size=2)
+        needs_boundaries(_model(model_type, dtype=dtype, **config), batch_size=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+def test_bound_hybrids_keep_documents_apart_if_they_are_given_the_boundaries(model_type: str, dtype: str) -> None:
+    model = _model(model_type, dtype=dtype, **_MIXING[model_type][0])
+    with bind(model, _KERNELS):
+        assert needs_boundaries(model, batch_size=1)
+        with pytest.raises(ConfigError, match=r"Write train\.batch_size: 1, and train\.gradient_accumulation"):
+            needs_boundaries(model, batch_size=2)
+        with pytest.raises(ConfigError, match=r"Write data\.packing: false"):
+            needs_boundaries(model, batch_size=1, may_have_them=False)
+    with pytest.raises(ConfigError, match=r"Write data\.packing: false"):
+        needs_boundaries(model, batch_size=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type: str, dtype: str) -> None:
+    """Mamba's scan knows no boundaries, and what a fresh layer's state adds is smaller than rounding."""
+    model = _model(model_type, dtype=dtype, **_MIXING[model_type][0]).eval()
+    model.config.use_cache = False
+    ids = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    packed = {"input_ids": ids, "position_ids": positions, **boundaries(positions)}
+    with bind(model, _KERNELS), torch.no_grad():
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        mixer = model.model.layers[0].mamba
+        together = mixer(hidden, **boundaries(positions))[:, 7:]
+        alone = mixer(hidden[:, 7:])
+        assert (together - alone).norm() <= 1e-3 * alone.norm()
+        found = first_module_that_sees_others(model, (7, 5), packed)
+        assert found is not None and found[0].startswith("model.layers.0.mamba")
+        with pytest.raises(ConfigError, match=r"Write data\.packing: false"):
+            needs_boundaries(model, batch_size=1)
+
+
+def test_positions_are_enough_for_models_of_attention() -> None:
+    assert not needs_boundaries(_model("llama"), batch_size=1)
+
+
+def test_a_packed_job_of_a_bound_hybrid_has_the_losses_of_its_documents_alone(
+    job_data: dict[str, Any],
+    train: Callable[..., bool],
+    run: Path,
+    losses: Callable[[Path], list[tuple[int, float]]],
+    tmp_path: Path,
+) -> None:
+    """The job of docs/how-to/training-data.md."""
+    lines = [{"prompt": "abc" * (n % 3 + 1), "completion": "d" * (n + 2)} for n in range(6)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    job_data["data"] = {"files": "pairs.jsonl", "sequence_length": 40}
+    config = {"model_type": "qwen3_next", **_SMALL, **_EXPERTS, **_LINEAR}
+    job_data["model"] = {"config": config, "ops_implementation": _KERNELS, "dtype": "float32"}
+    # Each step learns from all documents: in one padded batch, or as packed sequences whose gradients are accumulated.
+    train(job_data, "train.batch_size=6", f"train.output_dir={run}-alone")
+    changes = ("data.packing=true", "train.batch_size=1", f"train.gradient_accumulation={_packs(lines, 40)}")
+    train(job_data, *changes, f"train.output_dir={run}-packed")
+    alone, packed = (losses(Path(f"{run}-{name}")) for name in ("alone", "packed"))
+    assert len(alone) == 4 and [step for step, _ in packed] == [step for step, _ in alone]
+    assert [loss for _, loss in packed] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+
+
+def _packs(lines: list[dict[str, str]], length: int) -> int:
+    """How many sequences best fit makes of the lines' bytes, each ended by a token."""
+    sizes = np.array([len(line["prompt"] + line["completion"]) + 1 for line in lines])
+    return len(pack(sizes, length, seed=0))
 
 
 def test_a_model_without_positions_is_refused() -> None:
     with pytest.raises(ConfigError, match="BloomForCausalLM takes no position_ids"):
-        check_packing(_model("bloom", "eager"), batch_size=2)
+        needs_boundaries(_model("bloom", "eager"), batch_size=2)
 
 
 def test_a_difference_in_the_second_sequence_of_a_batch_is_seen() -> None:
@@ -89,16 +170,16 @@ def test_a_difference_in_the_second_sequence_of_a_batch_is_seen() -> None:
         return output + (output[1:].roll(7, 1) if len(output) > 1 else 0), *others
 
     attend.forward = mixing
-    check_packing(model, batch_size=1)
+    needs_boundaries(model, batch_size=1)
     with pytest.raises(ConfigError, match=r"The output of model\.layers\.1\.self_attn \(LlamaAttention\)"):
-        check_packing(model, batch_size=2)
+        needs_boundaries(model, batch_size=2)
 
 
 def test_bound_models_are_asked_with_their_kernels_and_under_autocast() -> None:
     model = _model("qwen3_moe", **_EXPERTS)
     binding = bind(model, {"preset": "auto"}, autocast="bfloat16")
     before = binding.receipt.to_json()
-    check_packing(model, batch_size=2, autocast="bfloat16")
+    needs_boundaries(model, batch_size=2, autocast="bfloat16")
     assert binding.receipt.to_json() == before  # every kernel is still in place
 
 

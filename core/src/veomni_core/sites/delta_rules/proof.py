@@ -11,12 +11,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.chunk_gated_delta_rule import CONTRACTS
-from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.functions import global_functions, with_globals, within_layer
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import Reading, read_function
@@ -26,15 +26,14 @@ from veomni_core.sites.proofs.proof import Proof
 Function = Callable[..., Any]
 # Functions that say whether a graph is being captured. A proof runs the code with either answer.
 _CAPTURES = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
-# Variables of decorators: what transformers' calls, which is the function it decorates or a package's; and what a layer
-# calls that the package ``kernels`` has made of a function.
-_CHOSEN, _DECORATED = "implementation", "func"
+# A variable of transformers' decorator: what it calls, which is the function it decorates or a package's.
+_CHOSEN = "implementation"
 _DECAY, _STRONG_DECAY = 0.3, 4.0
 
 
 def chosen(function: Any, home: str) -> str:
     """What a model of the modeling file ``home`` would run: ``eager`` for code of its own package, else its name."""
-    function = _within_layer(function)
+    function = within_layer(function)
     cell = captured_cell(function, _CHOSEN)
     running = function if cell is None else cell.cell_contents
     package = str(getattr(running, "__module__", type(running).__module__))
@@ -45,18 +44,13 @@ def chosen(function: Any, home: str) -> str:
 
 def is_layer_of_a_function(value: Any) -> bool:
     """Whether the package ``kernels`` has made ``value`` of a function, as transformers' decorators let it."""
-    return _within_layer(value) is not value
-
-
-def _within_layer(value: Any) -> Any:
-    cell = captured_cell(current_forward(value), _DECORATED) if isinstance(value, nn.Module) else None
-    return value if cell is None else cell.cell_contents
+    return within_layer(value) is not value
 
 
 def prove(name: str, function: Any, home: str) -> Proof:
     """What ``function`` computes, which a module of the modeling file ``home`` calls ``name``."""
     runs = chosen(function, home)
-    written = inspect.unwrap(_within_layer(function))
+    written = inspect.unwrap(within_layer(function))
     if runs != EAGER and written.__module__ != home:  # a package's own function; the file has one to fall back to
         written = getattr(sys.modules.get(home), f"torch_{name}", None)
     if not isinstance(written, FunctionType):

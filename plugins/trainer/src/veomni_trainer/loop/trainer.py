@@ -70,7 +70,8 @@ class JobTrainer(ResumingTrainer):
         training = corpus.training
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
-        return {"data_collator": Batcher(corpus.padding, multiple=train.sp_size), "train_dataset": training}
+        batcher = Batcher(corpus.padding, multiple=train.sp_size, gives_boundaries=corpus.gives_boundaries)
+        return {"data_collator": batcher, "train_dataset": training}
 
     def curves(self) -> Row:
         """What the method has measured since the last row, by the names of its curves."""

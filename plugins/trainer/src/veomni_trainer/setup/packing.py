@@ -17,29 +17,44 @@ from transformers import PreTrainedModel
 from veomni_core.errors import ConfigError
 from veomni_core.parallel.sequence import gather_outputs
 from veomni_core.random_states import random_states_kept
+from veomni_trainer.data.boundaries import boundaries
+from veomni_trainer.setup.document_gradients import first_module_that_sees_others
 
 _ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
 # The largest relative difference that rounding makes, with much to spare. A document that is seen where it should not
-# be changes the output of the layer that sees it by about its own size, whatever the weights are.
+# be changes the output of attention or of a convolution by about its own size, whatever the weights are. What a state
+# carries over may be smaller than rounding, so gradients are asked too.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 _WORST = 0.75  # this quantile over tokens: a convolution over three tokens changes only the first two of a document
 
 Outputs = dict[str, Tensor]
 
 
-def check_packing(
-    model: PreTrainedModel, batch_size: int, autocast: str | None = None, group: ProcessGroup | None = None
-) -> None:
+def needs_boundaries(
+    model: PreTrainedModel,
+    batch_size: int,
+    autocast: str | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    may_have_them: bool = True,
+) -> bool:
     """Check by value that ``model`` computes packed documents as if each were alone.
 
     Every module's output is compared, so that a difference is seen where it arises, and not after layers of untrained
     weights have made it small. All ranks must call this together.
+
+    Positions that restart are enough for attention. Convolutions and delta rules read the boundaries of documents,
+    which a batch of one packed sequence can have. They are only given to a model that positions are not enough for.
 
     Args:
         model: bound, with weights, on its device.
         batch_size: how many packed sequences a batch has; some attention reads the boundaries only of one.
         autocast: the type that the model trains under.
         group: the ranks that share each sequence.
+        may_have_them: whether the trainer's batches can have boundaries.
+
+    Returns:
+        Whether it does so only where it is given the documents' boundaries too.
 
     Raises:
         ConfigError: it doesn't; the message names the first module whose output differs.
@@ -51,23 +66,63 @@ def check_packing(
             "data.packing: false"
         )
     model.config.use_cache = False  # as Trainer sets it: transformers sees no boundaries beside a cache
-    rows = _ROWS[: min(batch_size, len(_ROWS))]
-    ranks = group.size() if group else 1
-    documents = _documents(rows, ranks, model)
-    with _evaluating(model), _under(autocast, model.device):
-        packed = _by_document(_run(model, group, **_packed(documents)), documents)
-        alone = [[_run(model, group, input_ids=ids[None]) for ids in row] for row in documents]
-    errors = _largest_anywhere(_differences(packed, alone), model.device)
     tolerance = _TOLERANCES[getattr(torch, autocast) if autocast else model.dtype]
-    for path, error in errors.items():
+    rows = _ROWS[: min(batch_size, len(_ROWS))]
+    with _evaluating(model), _under(autocast, model.device):
+        problem = _first_difference(model, rows, group, tolerance)
+        if not problem:
+            return False
+        may_help = may_have_them and group is None and not _first_difference_with_boundaries(model, tolerance)
+    if may_help and batch_size == 1:
+        return True
+    write = "Write data.packing: false, or choose another kernel for that module"
+    if may_help:
+        write = (
+            "Write train.batch_size: 1, and train.gradient_accumulation for as many sequences in a step: given the "
+            "boundaries of one packed sequence, it keeps them apart"
+        )
+    raise ConfigError(f"data.packing: {name} can't keep packed documents apart. {problem}. {write}")
+
+
+def _first_difference(
+    model: PreTrainedModel,
+    rows: tuple[tuple[int, ...], ...],
+    group: ProcessGroup | None,
+    tolerance: float,
+    with_boundaries: bool = False,
+) -> str:
+    """A sentence about the first module whose output differs; empty if none does."""
+    documents = _documents(rows, group.size() if group else 1, model)
+    packed = _packed(documents)
+    more = boundaries(packed["position_ids"]) if with_boundaries else {}
+    together = _by_document(_run(model, group, **packed, **more), documents)
+    alone = [[_run(model, group, input_ids=ids[None]) for ids in row] for row in documents]
+    for path, error in _largest_anywhere(_differences(together, alone), model.device).items():
         if not error <= tolerance:  # a NaN is no smaller
             kind = type(model.get_submodule(path)).__name__
-            raise ConfigError(
-                f"data.packing: {name} can't keep packed documents apart. The output of {path or 'the model'} ({kind}) "
-                f"for a document differs by {error:.2g} of its size from that for the same document alone, where "
-                f"rounding makes {tolerance:g} at most. It is the first module whose output does. Write data.packing: "
-                "false, or choose another kernel for that module"
+            return (
+                f"The output of {path or 'the model'} ({kind}) for a document differs by {error:.2g} of its size from "
+                f"that for the same document alone, where rounding makes {tolerance:g} at most. It is the first module "
+                "whose output does"
             )
+    if group is not None or any(isinstance(each, DTensor) for each in model.parameters()):
+        return ""  # of modules that ranks share, values alone are asked
+    first_row = {name: value[:1] if name in packed else value for name, value in {**packed, **more}.items()}
+    if seen := first_module_that_sees_others(model, rows[0], first_row):
+        path, module = seen
+        return (
+            f"The output of {path or 'the model'} ({type(module).__name__}) for a document depends on another one, as "
+            "its gradient says. It is the first module whose output does"
+        )
+    return ""
+
+
+def _first_difference_with_boundaries(model: PreTrainedModel, tolerance: float) -> str:
+    """The same of one packed sequence whose boundaries are given; a model that refuses them doesn't read them."""
+    try:
+        return _first_difference(model, _ROWS[:1], None, tolerance, with_boundaries=True)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"it raises {type(error).__name__}"
 
 
 def _documents(rows: tuple[tuple[int, ...], ...], ranks: int, model: PreTrainedModel) -> list[list[Tensor]]:
@@ -85,7 +140,7 @@ def _packed(documents: list[list[Tensor]]) -> Mapping[str, Tensor]:
     return {"input_ids": torch.stack([torch.cat(row) for row in documents]), "position_ids": torch.stack(positions)}
 
 
-def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Tensor) -> Outputs:
+def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Any) -> Outputs:
     """Every module's output that has a value for each token, in the order in which modules return."""
     outputs: Outputs = {}
     batch, length = inputs["input_ids"].shape

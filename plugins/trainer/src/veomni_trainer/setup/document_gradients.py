@@ -1,0 +1,75 @@
+"""Whether a model's output for one packed document depends on another document, by gradients.
+
+A gradient that is exactly zero says so whatever the weights are. Values alone don't: a state that a fresh Mamba layer
+carries over changes its output by less than rounding, and by a percent once the layer has learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import PreTrainedModel
+
+_SEED = 0
+
+
+def first_module_that_sees_others(
+    model: PreTrainedModel, lengths: Sequence[int], inputs: dict[str, Any]
+) -> tuple[str, nn.Module] | None:
+    """The first module whose output for a document depends on another document's tokens, with its path.
+
+    Args:
+        model: in evaluation, with a token embedding, on one device.
+        lengths: those of the documents in the one packed row of ``inputs``.
+        inputs: of the model's forward.
+
+    Returns:
+        ``None`` if there is no such module, so that documents are apart.
+    """
+    embedded, outputs = _run(model, inputs)
+    if embedded is None or not outputs or not _sees_others(outputs[-1][1], embedded, lengths):
+        return None
+    path = next(path for path, output in outputs if _sees_others(output, embedded, lengths))
+    return path, model.get_submodule(path)
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Tensor | None, list[tuple[str, Tensor]]]:
+    """The embedded tokens as a leaf, and each module's output ``[1, S, ...]`` in the order in which modules return."""
+    paths = {module: path for path, module in model.named_modules()}
+    embedding, shape = model.get_input_embeddings(), inputs["input_ids"].shape
+    embedded: list[Tensor] = []
+    outputs: list[tuple[str, Tensor]] = []
+
+    def record(module: nn.Module, args: Any, output: Any) -> Any:
+        if module is embedding:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0]
+        for value in (output, *(output if isinstance(output, tuple | list) else ()), getattr(output, "logits", None)):
+            if module in paths and isinstance(value, Tensor) and value.requires_grad and value.shape[:2] == shape:
+                outputs.append((paths[module], value))
+                break
+        return None
+
+    # A hook of all modules in the process: bound modules would take one of their own for a change of what was proven.
+    with torch.enable_grad(), register_module_forward_hook(record):
+        model(**inputs)
+    return (embedded[0] if embedded else None), outputs
+
+
+def _sees_others(output: Tensor, embedded: Tensor, lengths: Sequence[int]) -> bool:
+    """Whether the first or the last document's part of ``output`` depends on ``embedded`` outside of it."""
+    generator = torch.Generator().manual_seed(_SEED)
+    upstream = torch.randn(output.shape, generator=generator).to(output)
+    for document in (slice(0, lengths[0]), slice(sum(lengths[:-1]), sum(lengths))):
+        of_it = torch.zeros_like(upstream)
+        of_it[:, document] = upstream[:, document]
+        (gradient,) = torch.autograd.grad(output, embedded, of_it, retain_graph=True, allow_unused=True)
+        if gradient is not None:
+            gradient[:, document] = 0.0
+            if bool(gradient.ne(0).any()):  # a NaN is none either
+                return True
+    return False
