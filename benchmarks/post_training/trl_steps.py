@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
+from benchmarks.shared.measuring import wall_clock
 from benchmarks.shared.results import machine, write_results
 from veomni_bridges.trl import VeOmniCallback
 from veomni_core import bind
@@ -156,11 +156,10 @@ class Steps(TrainerCallback):
         self.losses: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-            if len(self.begins) == WARM_UP:
-                torch.cuda.reset_peak_memory_stats()
-        self.begins.append(time.perf_counter())
+        now = wall_clock()
+        if DEVICE == "cuda" and len(self.begins) == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        self.begins.append(now)
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         self.losses += [logs["loss"]] if logs and "loss" in logs else []

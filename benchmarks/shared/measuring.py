@@ -4,6 +4,7 @@
 - :func:`captured`: the same call as a CUDA graph, to be timed in its place: the GPU's share, without Python's.
 - :func:`event_milliseconds`: whole steps on a GPU, by CUDA events, one after the other as in training.
 - :func:`seconds` and :func:`seconds_in_turns`: the wall clock, for CPUs, processes, and several GPUs at once.
+- :func:`wall_clock`: the moments at which a library calls back, for the time between two of them.
 - :func:`command`: a command as its user waits for it: until it prints a line, with its processor time and its memory.
 
 Every one of them, but the last, warms up before it counts, or says that its caller must.
@@ -39,6 +40,13 @@ class Timing:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ms ({self.low:.3f} to {self.high:.3f})"
+
+
+def wall_clock() -> float:
+    """Seconds since some moment, once a GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def timing(call: Call, rep: int = 300) -> Timing:
