@@ -350,4 +350,5 @@ def test_a_package_that_transformers_chose_is_named(monkeypatch):
     monkeypatch.setitem(globals(), "causal_conv1d_fn", function)
     site = site_of(Mixer())
     assert site.variant == "standard"
-    assert site.evidence.endswith("unbound, the model runs causal_conv1d.causal_conv1d_interface.their_kernel")
+    assert site.own == "causal_conv1d.causal_conv1d_interface.their_kernel"
+    assert site.evidence.endswith(f"unbound, the model runs {site.own}")

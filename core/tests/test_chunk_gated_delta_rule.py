@@ -173,6 +173,17 @@ def test_the_receipt_says_what_the_model_would_have_run(monkeypatch):
     assert site.evidence.endswith(f"in its place the model would run {name}")
     with bind(model, ALONE):
         model(tokens())
+    # Plain PyTorch stands in for a package's function only where it is named; any other kernel by its preference too.
+    field = f"{OP}_implementation"
+    with bind(model, {"preset": "eager", field: "auto"}) as binding:
+        [op] = [each for each in binding.plan.ops if each.op_name == OP]
+        assert {site.spec for site in op.sites} == {None}
+        assert {site.reason for site in op.sites} == {
+            f"the model runs {name}, and chunked_delta is plain PyTorch: name it to have it"
+        }
+    with bind(model, {"preset": "eager", field: "auto"}, registry=counting_registry("fast")) as binding:
+        [op] = [each for each in binding.plan.ops if each.op_name == OP]
+        assert {site.kernel for site in op.sites} == {"fast"}
 
 
 def test_a_function_that_kernels_made_a_layer_of_is_bound(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,10 @@ from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
+# Kernels of this preference are plain PyTorch. ``auto`` puts them in the place of a model's own code, and not of a
+# package's function, MODULE.FUNCTION, that transformers has found for the model.
+_PLAIN = 10
+_FUNCTION = re.compile(r"\w+(\.\w+)+")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class _Place:
     needs: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    own: str
     site: Site | None = field(compare=False)  # the first site with these properties
 
 
@@ -77,7 +83,7 @@ class Selection:
         if site.variant is None:
             return Verdict(None, f"not proven: {site.evidence}", as_asked=False)
         refuses, sizes = tuple(site.refuses.items()), tuple(sorted(site.sizes.items()))
-        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, refuses, sizes, site)
+        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, refuses, sizes, site.own, site)
         key = (op_name, requested, place)
         if key not in self._answers:
             self._answers[key] = self._first(op_name, requested, place)
@@ -85,7 +91,7 @@ class Selection:
 
     def auto(self, op_name: str, variant: str) -> Verdict:
         """What ``auto`` takes on this hardware, at a site of ``variant`` whose other properties exclude no kernel."""
-        return self._best(op_name, _Place(variant, (), (), (), (), None), [])
+        return self._best(op_name, _Place(variant, (), (), (), (), EAGER, None), [])
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
         """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
@@ -207,6 +213,9 @@ class Selection:
         if not preferred:
             return Verdict(None, _after(passed_over, self._why_none(op_name, place)), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
+        if best.preference <= _PLAIN and _FUNCTION.fullmatch(place.own):
+            reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
+            return Verdict(None, _after(passed_over, reason), as_asked=False)
         reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
         return Verdict(best, _after(passed_over, reason), as_asked=False)
 

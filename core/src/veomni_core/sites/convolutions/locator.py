@@ -50,7 +50,8 @@ def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof]) -> Site:
         (width,) = call.sizes["width"]
         found = proofs.of((function, width), lambda: proof.of(function, width))
     dtype = probe.parameter_dtype(caller.module)
-    return found.site("causal_conv1d", caller.path, rule, dtype=dtype, sizes=call.sizes)
+    own = proof.chosen(function)
+    return found.site("causal_conv1d", caller.path, rule, dtype=dtype, own=own, sizes=call.sizes)
 
 
 def _out_of_reach(model: nn.Module, rule: str, found: set[str]) -> Iterator[Site]:

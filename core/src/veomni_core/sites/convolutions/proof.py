@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.changes.forward_functions import captured_cell
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.causal_conv1d import CONTRACTS
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
@@ -29,10 +30,11 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Implementation:
-    """The function that is proven, and a sentence about what the model would run if it is another."""
+    """The function that is proven, a sentence about what the model runs, and a package's function if it is one."""
 
     function: Function
     own: str
+    package: str | None = None
 
 
 def of(function: Function, width: int) -> Proof:
@@ -58,13 +60,20 @@ def of(function: Function, width: int) -> Proof:
     return if_every_branch_ran(Proof("standard", evidence, needs=needs), f"{function.__name__} is standard", branches)
 
 
+def chosen(function: Function) -> str:
+    """What the model runs: ``eager`` for code of its own, or the name of a package's function."""
+    found = _implementation(function)
+    return EAGER if found.package is None else found.package
+
+
 def _implementation(function: Any) -> _Implementation:
-    chosen, plain = _contents(function, "implementation"), _contents(function, "torch_function")
+    running, plain = _contents(function, "implementation"), _contents(function, "torch_function")
     if not _is_chooser(function) or plain is None:
         return _Implementation(function, "the model runs it")
-    if chosen is plain:
+    if running is plain:
         return _Implementation(plain, "the model runs its own plain PyTorch")
-    return _Implementation(plain, f"the model runs {chosen.__module__}.{chosen.__name__}")
+    package = f"{running.__module__}.{running.__name__}"
+    return _Implementation(plain, f"the model runs {package}", package)
 
 
 def _is_chooser(function: Any) -> bool:
