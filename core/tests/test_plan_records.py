@@ -74,7 +74,7 @@ def test_diff_says_what_runs_differently():
 def test_the_table_shows_what_was_asked_what_runs_and_why():
     table = plan("quack", hardware="h200").table()
     assert "eager (preset eager)" in table and "quack (preset" not in table
-    for words in ("rms_norm_implementation", "rms_norm/standard", "quack covers standard, not offset", "NVIDIA H200"):
+    for words in ("rms_norm_implementation", "rms_norm/standard", "quack covers standard, not", "NVIDIA H200"):
         assert words in table
 
 
