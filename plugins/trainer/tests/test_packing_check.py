@@ -122,6 +122,14 @@ def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type:
             needs_boundaries(model, batch_size=1)
 
 
+def test_a_model_that_ranks_share_gets_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients aren't asked, and values alone would pass a state that is still small."""
+    model = _model("qwen3_next", **_MIXING["qwen3_next"][0])
+    monkeypatch.setattr("veomni_trainer.setup.packing._is_sharded", lambda model: True)
+    with bind(model, _KERNELS), pytest.raises(ConfigError, match=r"Write data\.packing: false"):
+        needs_boundaries(model, batch_size=1)
+
+
 def test_positions_are_enough_for_models_of_attention() -> None:
     assert not needs_boundaries(_model("llama"), batch_size=1)
 

@@ -72,7 +72,9 @@ def needs_boundaries(
         problem = _first_difference(model, rows, group, tolerance)
         if not problem:
             return False
-        may_help = may_have_them and group is None and not _first_difference_with_boundaries(model, tolerance)
+        # Not where modules are shared: whether a small state crosses boundaries, only gradients say.
+        alone = group is None and not _is_sharded(model)
+        may_help = may_have_them and alone and not _first_difference_with_boundaries(model, tolerance)
     if may_help and batch_size == 1:
         return True
     write = "Write data.packing: false, or choose another kernel for that module"
@@ -105,7 +107,7 @@ def _first_difference(
                 f"that for the same document alone, where rounding makes {tolerance:g} at most. It is the first module "
                 "whose output does"
             )
-    if group is not None or any(isinstance(each, DTensor) for each in model.parameters()):
+    if group is not None or _is_sharded(model):
         return ""  # of modules that ranks share, values alone are asked
     first_row = {name: value[:1] if name in packed else value for name, value in {**packed, **more}.items()}
     if seen := first_module_that_sees_others(model, rows[0], first_row):
@@ -123,6 +125,10 @@ def _first_difference_with_boundaries(model: PreTrainedModel, tolerance: float) 
         return _first_difference(model, _ROWS[:1], None, tolerance, with_boundaries=True)
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"it raises {type(error).__name__}"
+
+
+def _is_sharded(model: PreTrainedModel) -> bool:
+    return any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def _documents(rows: tuple[tuple[int, ...], ...], ranks: int, model: PreTrainedModel) -> list[list[Tensor]]:
