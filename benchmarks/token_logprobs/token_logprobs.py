@@ -112,7 +112,7 @@ def _of_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]
 
 def products_alone(shape: Shape, repeats: int) -> float:
     """The median seconds of the matrix products."""
-    from veomni_triton_moe.token_logprobs import Tiles
+    from veomni_triton_moe.token_logprobs.tiles import Tiles
 
     options = {"device": "cuda", "dtype": shape.dtype}
     hidden, weight = (torch.randn(rows, shape.hidden, **options) for rows in (shape.tokens, shape.vocabulary))

@@ -13,6 +13,8 @@ from veomni_core.ops.token_logprobs import causal as reference
 from veomni_core.testing import check_kernel
 from veomni_triton_moe import token_logprobs as kernels
 from veomni_triton_moe.plugin import veomni_kernels
+from veomni_triton_moe.token_logprobs import launch, tiles
+from veomni_triton_moe.token_logprobs.tiles import ALIGNMENT, FEWEST_WORDS, TILE_BYTES, Tiles
 
 (SPEC,) = (spec for spec in veomni_kernels() if spec.op_name == "token_logprobs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,9 +40,9 @@ def test_conformance(dtype, kept_mib):
 @settings(deadline=None, max_examples=25)
 def test_any_tiles(tokens, vocabulary, words, columns, kept_words, bias):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "FEWEST_WORDS", words)
-        patch.setattr(kernels, "TILE_BYTES", 0)
-        patch.setattr(kernels, "COLUMNS", columns)
+        patch.setattr(tiles, "FEWEST_WORDS", words)
+        patch.setattr(tiles, "TILE_BYTES", 0)
+        patch.setattr(launch, "COLUMNS", columns)
         inputs = _problem(tokens, vocabulary, bias)
         kernel = kernels.causal(0)
         kernel.keywords["kept_bytes"] = 4 * tokens * kept_words
@@ -65,29 +67,31 @@ def _assert_same(kernel, inputs, outputs=BOTH, **options):
 
 def test_kept_logits_are_the_last_tiles_that_fit():
     hidden = torch.empty(64, 8, dtype=torch.bfloat16)
-    words = kernels.Tiles.of(hidden, 1 << 30, 0).words
-    assert words == kernels.TILE_BYTES // (64 * 2)
+    words = Tiles.of(hidden, 1 << 30, 0).words
+    assert words == TILE_BYTES // (64 * 2)
     vocabulary = 3 * words + 5  # four tiles
     for kept, first in ((0, vocabulary), (5, 3 * words), (words + 4, 3 * words), (words + 5, 2 * words), (1 << 30, 0)):
-        tiles = kernels.Tiles.of(hidden, vocabulary, 128 * kept)
-        assert tiles.first_kept == first, kept
-        assert kernels.Tiles.of(hidden, vocabulary, 2 * tiles.kept_elements) == tiles  # as backward finds them
-        assert [each for each in tiles if each.start >= first] == list(tiles)[
-            len(list(tiles)) - -(-(vocabulary - first) // words) :
+        cut = Tiles.of(hidden, vocabulary, 128 * kept)
+        assert cut.first_kept == first, kept
+        assert Tiles.of(hidden, vocabulary, 2 * cut.kept_elements) == cut  # as backward finds them
+        assert [each for each in cut if each.start >= first] == list(cut)[
+            len(list(cut)) - -(-(vocabulary - first) // words) :
         ]
 
 
 @pytest.mark.parametrize("tokens", [1, 77, 3000, 12288, 65_539, 10**7])
 def test_rows_of_a_tile_begin_where_products_are_fast(tokens):
-    tiles = kernels.Tiles.of(torch.empty(tokens, 1, dtype=torch.bfloat16, device="meta"), 10**9, 0)
-    assert tiles.words % kernels.ALIGNMENT == 0
-    assert tiles.words == kernels.FEWEST_WORDS or 2 * tokens * tiles.words <= kernels.TILE_BYTES
+    words = Tiles.of(torch.empty(tokens, 1, dtype=torch.bfloat16, device="meta"), 10**9, 0).words
+    assert words % ALIGNMENT == 0
+    assert words == FEWEST_WORDS or 2 * tokens * words <= TILE_BYTES
 
 
 def test_without_gradients_nothing_is_kept(monkeypatch):
     asked = []
-    forward = kernels._forward
-    monkeypatch.setattr(kernels, "_forward", lambda *arguments: asked.append(arguments[-1]) or forward(*arguments))
+    forward = kernels.token_logprobs_forward
+    monkeypatch.setattr(
+        kernels, "token_logprobs_forward", lambda *arguments: asked.append(arguments[-1]) or forward(*arguments)
+    )
     inputs, kernel = _problem(5, 30), kernels.causal(1)
     with torch.no_grad():
         kernel(*inputs)
@@ -117,4 +121,4 @@ def test_memory_holds_one_tile_and_what_is_kept():
             torch.cuda.reset_peak_memory_stats()
             torch.autograd.grad(kernel(states, weight, labels)[0].sum(), (states, weight))
             used = torch.cuda.max_memory_allocated() - before
-        assert used < gradients + kernels.TILE_BYTES + (kept_mib << 20) + (8 << 20)
+        assert used < gradients + TILE_BYTES + (kept_mib << 20) + (8 << 20)
