@@ -23,7 +23,8 @@ from veomni_core.ops.mamba2_scan import check_call
 from veomni_torch.scan_inside import CHUNK, scanned
 
 # Numbers in the decays between all tokens of a group's chunks. An accelerator needs more of them, to be busy.
-_CPU_GROUP, _ACCELERATOR_GROUP = 1 << 19, 1 << 24
+_CPU_GROUP, _ACCELERATOR_GROUP = 1 << 18, 1 << 24
+_FEWEST = 4  # chunks of a group: with many heads, a state per chunk would take more than the inputs
 
 
 def standard(
@@ -96,14 +97,12 @@ class _Scan(Function):
         kept = []
         for tokens in _groups(x):
             kept.append(state)
-            begun = (each[:, tokens].to(options.dtype) for each in (x, steps, decays, B, C))
+            inputs = [each[:, tokens].to(options.dtype) for each in (x, steps, decays, B, C)]
             scale = None if D is None else D.to(options.dtype)
-            part = None if numbers is None else _of_group(numbers, tokens)
-            output[:, tokens], state = scanned(*begun, scale, state, part)
+            output[:, tokens], state = scanned(inputs, scale, state, _of_group(numbers, tokens))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, steps, decays, B, C, D, numbers, *(kept if any(ctx.needs_input_grad) else ()))
         ctx.options, ctx.initial_dtype = options, None if initial is None else initial.dtype
-        # The final state may be the initial one's copy, or what a group's product wrote: no input in either case.
         return output, state if options.keeps_final else None
 
     @staticmethod
@@ -122,23 +121,22 @@ class _Scan(Function):
         dscale = None if D is None else D.new_zeros(D.shape, dtype=wide)
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[3], dtype=wide) if dfinal is None else dfinal
         for tokens, state in reversed(list(zip(_groups(x), kept, strict=True))):
-            # A copy where nothing is cast, since these must not be views of what autograd keeps.
+            # Copies, even where nothing is cast: leaves must not be views of what autograd keeps.
             leaves = [each[:, tokens].to(wide, copy=True).requires_grad_() for each in along]
             scale = None if D is None else D.to(wide, copy=True).requires_grad_()
             before = state.detach().requires_grad_()
-            part = None if numbers is None else _of_group(numbers, tokens)
             with torch.enable_grad():
-                results = scanned(*leaves, scale, before, part)
-            upstream = (results[0].new_zeros(()).expand_as(results[0]) if doutput is None else doutput[:, tokens], dstate)
+                output, after = scanned(leaves, scale, before, _of_group(numbers, tokens))
+            upstream = torch.zeros_like(output) if doutput is None else doutput[:, tokens]
             sought = [*leaves, before, *([] if scale is None else [scale])]
-            found = torch.autograd.grad(results, sought, upstream)
+            found = torch.autograd.grad((output, after), sought, (upstream, dstate))
             for into, gradient in zip(gradients, found, strict=False):
                 if into is not None:
                     into[:, tokens] = gradient
             dstate = found[len(leaves)]
             if dscale is not None:
                 dscale += found[-1]
-        dD = dscale.to(D.dtype) if ctx.needs_input_grad[5] else None
+        dD = None if D is None or dscale is None or not ctx.needs_input_grad[5] else dscale.to(D.dtype)
         dinitial = dstate.to(ctx.initial_dtype) if ctx.needs_input_grad[6] else None
         return *gradients, dD, dinitial, None, None
 
@@ -146,7 +144,7 @@ class _Scan(Function):
 def _groups(x: Tensor) -> Iterator[slice]:
     """The tokens of neighbouring chunks that are computed together, as many as keep temporaries small."""
     budget = _CPU_GROUP if x.device.type == "cpu" else _ACCELERATOR_GROUP
-    size = CHUNK * max(1, budget // max(1, x.shape[0] * x.shape[2] * CHUNK * CHUNK))
+    size = CHUNK * max(_FEWEST, budget // max(1, x.shape[0] * x.shape[2] * CHUNK * CHUNK))
     for first in range(0, x.shape[1], size):
         yield slice(first, min(first + size, x.shape[1]))
 
@@ -158,8 +156,9 @@ def _numbers(seq_idx: Tensor) -> Tensor:
     return changes.cumsum(1, dtype=torch.int32)
 
 
-def _of_group(numbers: Tensor, tokens: slice) -> Tensor:
+def _of_group(numbers: Tensor | None, tokens: slice) -> Tensor | None:
     """The numbers of a group's tokens, after that of the token before it ``[B, 1 + tokens]``."""
-    first = max(0, tokens.start - 1)
-    part = numbers[:, first : tokens.stop]
+    if numbers is None:
+        return None
+    part = numbers[:, max(0, tokens.start - 1) : tokens.stop]
     return part if tokens.start else torch.cat([part[:, :1], part], dim=1)

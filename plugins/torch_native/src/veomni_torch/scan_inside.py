@@ -6,6 +6,8 @@ chunks, ``L`` tokens of a chunk, ``N`` state width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,29 +15,18 @@ from torch.nn import functional as F
 CHUNK = 64
 
 
-def scanned(
-    x: Tensor,
-    steps: Tensor,
-    decays: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    state: Tensor,
-    numbers: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def scanned(inputs: Sequence[Tensor], D: Tensor | None, state: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output ``[B, S, H, P]`` of some tokens, and the state after them.
 
     Args:
-        x: ``[B, S, H, P]``.
-        steps: the time steps ``[B, S, H]``.
-        decays: the logarithms of the decays ``[B, S, H]``.
-        B: ``[B, S, G, N]``.
-        C: of B's shape.
+        inputs: ``x`` ``[B, S, H, P]``, the time steps and the logarithms of the decays ``[B, S, H]``, and ``B`` and
+            ``C`` ``[B, S, G, N]``.
         D: ``[H]``.
         state: the one before these tokens ``[B, H, P, N]``.
         numbers: the packed sequence of the token before these, and of each of them ``[B, 1 + S]``; ``None`` where all
             are of one sequence.
     """
+    x, steps, decays, B, C = inputs
     (batch, length, heads, width), groups = x.shape, B.shape[2]
     chunk = min(CHUNK, length)
     filling = -length % chunk
@@ -73,7 +64,7 @@ def scanned(
 
 
 def _cut(x: Tensor, filling: int, chunk: int) -> Tensor:
-    """``[B, S, ...]`` as ``[B, K, L, ...]``, filled up with zeros: such tokens neither decay a state nor write to it."""
+    """``[B, S, ...]`` as ``[B, K, L, ...]``, filled up with zeros: such tokens neither decay a state nor write."""
     if filling:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, filling))
     return x.unflatten(1, (-1, chunk))
