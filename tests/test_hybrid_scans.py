@@ -122,13 +122,14 @@ def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type)
             torch.testing.assert_close(logits(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_verified_and_undone():
-    model = hybrid("falcon_h1")
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+def test_verified_and_undone(model_type):
+    model = hybrid(model_type)
     found = len(scan_sites(model))
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
     binding = bind(model, ALONE, verify=True)
     assert binding.verification.sites == (f"{OP}/standard:chunked_scan at {found} sites",)
-    model(tokens(1, 9))
+    model(tokens(1, 9), use_cache=False)
     binding.undo()
     assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
 

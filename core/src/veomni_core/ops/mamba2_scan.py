@@ -39,7 +39,8 @@ def standard(
     """Decays and adds to a state ``h[P, N]`` of each head, token by token, in float32.
 
     For token ``t`` with the time step ``s``, the new state is ``h = exp(s * A) * h + s * x[t] (x) B[t]``, and the
-    output is ``h @ C[t] + D * x[t]``. The time step is ``dt[t] + dt_bias``, then its softplus, then clamped to ``dt_limit``.
+    output is ``h @ C[t] + D * x[t]``. The time step is ``dt[t] + dt_bias``, then its softplus, then clamped to
+    ``dt_limit``.
 
     Args:
         x: ``[B, S, H, P]``.
