@@ -51,8 +51,8 @@ class Shape:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        heads = f"{self.heads} heads of {self.widths[0]}, {self.groups} groups, states of {self.widths[1]}"
-        return f"{self.batch} x {self.tokens} tokens, {heads}, {dtype}"
+        heads = f"{self.heads} heads of {self.widths[0]}, states of {self.widths[1]}"
+        return f"{self.batch} x {self.tokens} tokens, {heads}, transformers' chunks of {self.chunk}, {dtype}"
 
 
 # On a CPU an eighth of Bamba's heads with its chunks of 256, and an eighth of Nemotron-H's with its chunks of 128. All
