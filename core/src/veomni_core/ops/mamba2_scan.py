@@ -84,7 +84,10 @@ def standard(
         steps = F.softplus(steps)
     steps = steps.clamp(*dt_limit)
     decays = (steps * A.to(wide)).exp()
-    state = values.new_zeros(batch, heads, width, B.shape[3]) if initial_states is None else initial_states.to(wide)
+    if initial_states is None:
+        state = values.new_zeros(batch, heads, width, B.shape[3])
+    else:
+        state = initial_states.to(wide, copy=True)  # of no tokens it is the final state too
     outputs = []
     for t in range(length):
         if seq_idx is not None and t:
