@@ -6,6 +6,7 @@ autograd keeps of the inside of chunks is as small as a group.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,31 +115,34 @@ class _Scan(Function):
             return (None,) * 9
         wide = ctx.options.dtype
         along = (x, steps, decays, B, C)
+        needed, needs_D = ctx.needs_input_grad[: len(along)], ctx.needs_input_grad[5]
         gradients = [
-            torch.empty(each.shape, dtype=each.dtype, device=each.device) if needed else None
-            for each, needed in zip(along, ctx.needs_input_grad, strict=False)
+            torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in itertools.compress(along, needed)
         ]
-        dscale = None if D is None else D.new_zeros(D.shape, dtype=wide)
+        dscale = D.new_zeros(D.shape, dtype=wide) if needs_D else None
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[3], dtype=wide) if dfinal is None else dfinal
         for tokens, state in reversed(list(zip(_groups(x), kept, strict=True))):
             # Copies, even where nothing is cast: leaves must not be views of what autograd keeps.
-            leaves = [each[:, tokens].to(wide, copy=True).requires_grad_() for each in along]
-            scale = None if D is None else D.to(wide, copy=True).requires_grad_()
+            leaves = [
+                each[:, tokens].to(wide, copy=True).requires_grad_(wanted)
+                for each, wanted in zip(along, needed, strict=True)
+            ]
+            scale = None if D is None else D.to(wide, copy=True).requires_grad_(needs_D)
             before = state.detach().requires_grad_()
             with torch.enable_grad():
                 output, after = scanned(leaves, scale, before, _of_group(numbers, tokens))
             upstream = torch.zeros_like(output) if doutput is None else doutput[:, tokens]
-            sought = [*leaves, before, *([] if scale is None else [scale])]
-            found = torch.autograd.grad((output, after), sought, (upstream, dstate))
-            for into, gradient in zip(gradients, found, strict=False):
-                if into is not None:
-                    into[:, tokens] = gradient
-            dstate = found[len(leaves)]
+            sought = [before, *(each for each in (*leaves, scale) if each is not None and each.requires_grad)]
+            dstate, *found = torch.autograd.grad((output, after), sought, (upstream, dstate))
+            for into, gradient in zip(gradients, found, strict=False):  # D's comes after these
+                into[:, tokens] = gradient
             if dscale is not None:
                 dscale += found[-1]
-        dD = None if D is None or dscale is None or not ctx.needs_input_grad[5] else dscale.to(D.dtype)
+        filled = iter(gradients)
+        wanted_gradients = [next(filled) if wanted else None for wanted in needed]
+        dD = None if dscale is None else dscale.to(D.dtype)
         dinitial = dstate.to(ctx.initial_dtype) if ctx.needs_input_grad[6] else None
-        return *gradients, dD, dinitial, None, None
+        return *wanted_gradients, dD, dinitial, None, None
 
 
 def _groups(x: Tensor) -> Iterator[slice]:
@@ -150,14 +154,14 @@ def _groups(x: Tensor) -> Iterator[slice]:
 
 
 def _numbers(seq_idx: Tensor) -> Tensor:
-    """How many boundaries lie before each token and the one before it, ``[B, S]``: 0 for the first sequence."""
+    """How many sequences of its row end before each token ``[B, S]``."""
     changes = torch.zeros_like(seq_idx, dtype=torch.int32)
     changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return changes.cumsum(1, dtype=torch.int32)
 
 
 def _of_group(numbers: Tensor | None, tokens: slice) -> Tensor | None:
-    """The numbers of a group's tokens, after that of the token before it ``[B, 1 + tokens]``."""
+    """The number of the token before the group, and those of its tokens ``[B, 1 + S]``."""
     if numbers is None:
         return None
     part = numbers[:, max(0, tokens.start - 1) : tokens.stop]

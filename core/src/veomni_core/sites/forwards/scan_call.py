@@ -50,8 +50,7 @@ def scan_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
         if cu_seqlens is not None:
             raise ValueError("mamba2_scan: cu_seqlens was given; pass boundaries as cu_seq_lens_q or seq_idx")
         if seq_idx is None and cu_seq_lens_q is not None:
-            along = hidden_states.flatten(2).transpose(1, 2)
-            seq_idx = sequence_numbers(cu_seq_lens_q, along, "mamba2_scan")
+            seq_idx = sequence_numbers(cu_seq_lens_q, dt.transpose(1, 2), "mamba2_scan")
         output, final = kernel(
             hidden_states,
             dt,
