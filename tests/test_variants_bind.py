@@ -27,7 +27,11 @@ VARIANTS = {
     "longcat_flash": {("moe_experts", "standard")},
     "moshi": {("rotary_pos_emb", "full")},
     "nanochat": {("rotary_pos_emb", "sign_flipped")},
-    "nemotron_h": {("causal_conv1d", "standard"), ("rms_norm_gated", "gate_first")},
+    "nemotron_h": {
+        ("causal_conv1d", "standard"),
+        ("mamba2_scan", "standard"),
+        ("rms_norm_gated", "gate_first"),
+    },
     "phi3": {("swiglu_mlp", "standard")},
     "qwen3_next": {
         ("causal_conv1d", "standard"),
@@ -47,7 +51,7 @@ def test_bound_equals_eager_and_the_kernels_ran(model_type):
     wanted, wanted_gradients = step(model, ids)
     calls.clear()
     names = ("rms_norm", "rms_norm_gated", "causal_conv1d", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
-    names += ("chunk_gated_delta_rule",)
+    names += ("chunk_gated_delta_rule", "mamba2_scan")
     fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
     with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
         found, gradients = step(model, ids)

@@ -15,6 +15,7 @@ GPU_DEFAULTS = {
     "chunk_gated_delta_rule": "eager",
     "cross_entropy_loss": "liger_kernel",
     "load_balancing_loss": "triton",
+    "mamba2_scan": "eager",
     "moe_experts": "fused_triton",
     "rms_norm": "liger_kernel",
     "rms_norm_gated": "eager",

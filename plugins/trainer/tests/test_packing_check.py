@@ -59,6 +59,7 @@ _KERNELS = {
     "causal_conv1d_implementation": "auto",
     "chunk_gated_delta_rule_implementation": "auto",
 }
+_AND_SCANS = {**_KERNELS, "mamba2_scan_implementation": "auto"}
 
 
 def _model(model_type: str, attention: str = "sdpa", dtype: str = "float32", **config: Any) -> PreTrainedModel:
@@ -88,10 +89,10 @@ def test_models_that_mix_along_the_sequence_are_refused_by_their_first_module_th
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "bamba", "falcon_h1"])
 def test_bound_hybrids_keep_documents_apart_if_they_are_given_the_boundaries(model_type: str, dtype: str) -> None:
     model = _model(model_type, dtype=dtype, **_MIXING[model_type][0])
-    with bind(model, _KERNELS):
+    with bind(model, _AND_SCANS):
         assert needs_boundaries(model, batch_size=1)
         with pytest.raises(ConfigError, match=r"Write train\.batch_size: 1, and train\.gradient_accumulation"):
             needs_boundaries(model, batch_size=2)
@@ -104,7 +105,7 @@ def test_bound_hybrids_keep_documents_apart_if_they_are_given_the_boundaries(mod
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type: str, dtype: str) -> None:
-    """Mamba's scan knows no boundaries, and what a fresh layer's state adds is smaller than rounding."""
+    """Without a kernel the scan knows no boundaries, and what a fresh layer's state adds is smaller than rounding."""
     model = _model(model_type, dtype=dtype, **_MIXING[model_type][0]).eval()
     model.config.use_cache = False
     ids = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(0))

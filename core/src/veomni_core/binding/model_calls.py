@@ -113,6 +113,8 @@ def _inputs(model: Any) -> dict[str, Any] | None:
         inputs = {"input_ids": torch.randint(vocabulary, _TOKENS)}
         if "labels" in names and getattr(model, "get_output_embeddings", lambda: None)() is not None:
             inputs["labels"] = inputs["input_ids"]
+    if "use_cache" in names:  # as in training; what a run writes into a cache would be read by the next one
+        inputs["use_cache"] = False
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 

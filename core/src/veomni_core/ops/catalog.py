@@ -144,6 +144,15 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={"chunked_delta": "veomni-torch"},
     ),
     OpSpec(
+        name="mamba2_scan",
+        variants=("standard",),
+        config_field="mamba2_scan_implementation",
+        default="eager",
+        contract="veomni_core.ops.mamba2_scan:CONTRACTS",
+        description="the state-space scan of Mamba 2, over a whole sequence",
+        published={"chunked_scan": "veomni-torch"},
+    ),
+    OpSpec(
         name="moe_experts",
         variants=("standard", "clamped"),
         config_field="moe_implementation",
@@ -194,6 +203,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule("causal convolution functions", "veomni_core.sites.convolutions.locator:CausalConvolutions", order=20),
     SiteRule("gated delta rules", "veomni_core.sites.delta_rules.locator:GatedDeltaRules", order=20),
+    SiteRule("Mamba 2 scans", "veomni_core.sites.mamba2_scans.locator:Mamba2Scans", order=20),
     SiteRule(
         "attention interface",
         "veomni_core.sites.attention.locator:AttentionInterface",

@@ -89,6 +89,14 @@ def veomni_kernels() -> list[KernelSpec]:
             description="64 tokens at a time, and again in backward; saves its inputs and a state per 64 tokens",
             preference=_PREFERENCE,
         ),
+        KernelSpec(
+            name="chunked_scan",
+            op_name="mamba2_scan",
+            variant="standard",
+            factory="veomni_torch.mamba2_scan:standard",
+            description="a few chunks of 64 tokens at a time, and again in backward; saves its inputs and few states",
+            preference=_PREFERENCE,
+        ),
         *KernelSpec.for_variants(
             ("standard", "clamped"),
             name="grouped_mm",

@@ -33,12 +33,13 @@ def for_packed_calls(kernel: Kernel) -> Kernel:
     return causal_conv1d_fn
 
 
-def sequence_numbers(boundaries: Tensor, x: Tensor) -> Tensor:
+def sequence_numbers(boundaries: Tensor, x: Tensor, op_name: str = "causal_conv1d") -> Tensor:
     """``seq_idx`` ``[1, S]`` of the sequences that begin and end at ``boundaries``, packed in ``x`` ``[1, C, S]``.
 
     Args:
         boundaries: integers, 0 and then where each sequence ends.
         x: what the convolution takes. Positions past the last boundary are a sequence of their own.
+        op_name: what messages call the op.
 
     Raises:
         ValueError: ``x`` has another batch size than one, so that it isn't known which row has the boundaries.
@@ -49,7 +50,7 @@ def sequence_numbers(boundaries: Tensor, x: Tensor) -> Tensor:
     """
     if x.shape[0] != 1:
         raise ValueError(
-            f"causal_conv1d: cu_seq_lens_q gives the boundaries of one packed row, and the batch has {x.shape[0]}. "
+            f"{op_name}: cu_seq_lens_q gives the boundaries of one packed row, and the batch has {x.shape[0]}. "
             "Pack the batch into one row, or give seq_idx"
         )
     positions = torch.arange(x.shape[-1], device=x.device, dtype=boundaries.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 def boundaries(position_ids: Tensor) -> dict[str, Any]:
     """The arguments of a model's forward that tell it where documents are packed, read off positions that restart.
 
-    Besides attention, convolutions and delta rules that kernels are bound to read them.
+    Besides attention, convolutions, delta rules and scans that kernels are bound to read them.
 
     Args:
         position_ids: ``[1, S]``, 0 where a document begins.

@@ -43,8 +43,9 @@ def needs_boundaries(
     Every module's output is compared, so that a difference is seen where it arises, and not after layers of untrained
     weights have made it small. All ranks must call this together.
 
-    Positions that restart are enough for attention. Convolutions and delta rules read the boundaries of documents,
-    which a batch of one packed sequence can have. They are only given to a model that positions are not enough for.
+    Positions that restart are enough for attention. Convolutions, delta rules and scans read the boundaries of
+    documents, which a batch of one packed sequence can have. They are only given to a model that positions are not
+    enough for.
 
     Args:
         model: bound, with weights, on its device.
