@@ -63,18 +63,29 @@ def looking_sdpa(module, query, key, value, mask, **options):
 
 
 def looking_grouped_mm(left, right, offs):
-    """With the checks of ``torch._grouped_mm`` before a GPU's kernel is launched."""
+    """With the checks of ``torch._grouped_mm`` before a GPU's kernel is launched, and its assertions on the device."""
     for matrix in (left, right):
         rows, columns = matrix.stride()[-2:]
         assert matrix.data_ptr() % 16 == 0, "expected data_ptr to be aligned to 16 bytes"
         assert (rows == 1 and columns >= matrix.shape[-2]) or (columns == 1 and rows >= matrix.shape[-1]), "overlapping"
         assert all(s * matrix.element_size() % 16 == 0 for s in matrix.stride() if s != 1), matrix.stride()
     starts = [0, *offs.tolist()]
+    unit = 16 // left.element_size()
+    # The dimension that groups cut is the left operand's rows, or, where both are matrices, its columns and the right
+    # operand's rows. Where that dimension is contiguous, each group must begin at a multiple of 16 bytes.
+    if _is_column_major(left) == (right.dim() == 3) or (right.dim() == 2 and _is_column_major(right)):
+        assert all((b - a) % unit == 0 for a, b in itertools.pairwise(starts)), "device-side assert triggered"
     groups = [slice(a, b) for a, b in itertools.pairwise(starts)]
     if right.dim() == 2:
         return _padded(torch.stack([left[:, group] @ right[group] for group in groups]))
     rest = left.new_full((len(left) - starts[-1], right.shape[2]), torch.nan)  # nobody's rows, which nobody wrote
     return _padded(torch.cat([*(left[group] @ right[number] for number, group in enumerate(groups)), rest]))
+
+
+def _is_column_major(matrix):
+    """As ``torch._grouped_mm`` tells; a matrix that is both counts as this."""
+    rows, columns = matrix.stride()[-2:]
+    return rows == 1 and columns >= max(1, matrix.shape[-2])
 
 
 def _padded(product):
@@ -103,6 +114,32 @@ def test_what_training_gives_is_where_kernels_can_read_it(spec, dtype, question)
             assert not list(question(subject, position)), subject.sample(position).name
 
 
+@pytest.mark.parametrize("rank", [1, 4, 5, 8])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op_name == "moe_experts"], ids=str)
+def test_adapters_of_any_rank_in_groups_of_any_size(spec, rank):
+    parts = [torch.randn(3, *shape, dtype=torch.bfloat16) for shape in ((2 * 16, 24), (24, 16))]
+    adapters = [
+        (
+            torch.randn(3, rank, each.shape[2], dtype=torch.bfloat16).requires_grad_(),
+            torch.randn(3, each.shape[1], rank, dtype=torch.bfloat16).requires_grad_(),
+            0.5,
+        )
+        for each in parts
+    ]
+    hidden, index = torch.randn(9, 24, dtype=torch.bfloat16).requires_grad_(), torch.arange(18).view(9, 2) % 4
+    leaves = (hidden, *(each for a, b, _ in adapters for each in (a, b)))
+    options = {"gate_up_lora": adapters[0], "down_lora": adapters[1]}
+    calls = (spec.load(), contract_for(OPS["moe_experts"], spec.variant).reference)
+    found, wanted = (call(hidden, index, torch.full((9, 2), 0.5).bfloat16(), *parts, **options) for call in calls)
+    _assert_near(found, wanted, leaves)
+
+
+def _assert_near(found, wanted, leaves):
+    pairs = (torch.autograd.grad(result.float().sum(), leaves) for result in (found, wanted))
+    for mine, theirs in [(found, wanted), *zip(*pairs, strict=True)]:
+        assert (mine.double() - theirs.double()).norm() <= 3e-2 * theirs.double().norm()
+
+
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op_name == "moe_experts"], ids=str)
 def test_experts_of_odd_widths(spec):
     kernel, torch_dtype = spec.load(), torch.bfloat16
@@ -112,9 +149,7 @@ def test_experts_of_odd_widths(spec):
     hidden, index = torch.randn(9, 13, dtype=torch_dtype).requires_grad_(), torch.arange(18).view(9, 2) % 4
     leaves = (hidden, weights, gate_up, down)
     found, wanted = (call(hidden, index, weights, gate_up, down) for call in (kernel, reference))
-    pairs = (torch.autograd.grad(result.float().sum(), leaves) for result in (found, wanted))
-    for mine, theirs in [(found, wanted), *zip(*pairs, strict=True)]:
-        assert (mine.double() - theirs.double()).norm() <= 3e-2 * theirs.double().norm()
+    _assert_near(found, wanted, leaves)
 
 
 def test_heads_that_lie_well_are_not_copied(monkeypatch):

@@ -33,7 +33,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Rows after the last group are uninitialised.
     """
     if _has_grouped_mm(rows):
-        return _grouped_mm(rows, matrices, ends)
+        return _grouped_mm(aligned(rows), _taken(matrices), ends)
     product = rows.new_empty(rows.shape[0], matrices.shape[2])
     for number, group in _groups(ends):
         torch.mm(rows[group], matrices[number], out=product[group])
@@ -46,7 +46,7 @@ def add_grouped_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Ten
     What it adds to rows after the last group is undefined.
     """
     if _has_grouped_mm(rows):
-        return total.add_(_grouped_mm(rows, matrices, ends), alpha=factor)
+        return total.add_(_grouped_mm(aligned(rows), _taken(matrices), ends), alpha=factor)
     for number, group in _groups(ends):
         torch.addmm(total[group], rows[group], matrices[number], alpha=factor, out=total[group])
     return total
@@ -55,7 +55,7 @@ def add_grouped_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Ten
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """``[E, A, B]``: per group, ``left[N, A]`` transposed times ``right[N, B]``; zeros for an empty group."""
     if _has_grouped_mm(left):
-        return _grouped_mm(left.t(), right, ends)
+        return _grouped_mm(aligned(left).t(), aligned(right), ends)
     product = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
     for number, group in _groups(ends):
         torch.mm(left[group].t(), right[group], out=product[number])
@@ -63,13 +63,17 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """``F.grouped_mm``, made contiguous: it pads the rows of a result whose width is no multiple of 16 bytes."""
-    return F.grouped_mm(_taken(left), _taken(right), offs=ends).contiguous()
+    """``F.grouped_mm``, made contiguous: it pads the rows of a result whose width is no multiple of 16 bytes.
+
+    What has a dimension of N lies row by row, so that a group may begin at any row. Column by column, each group would
+    have to begin at a multiple of 16 bytes, which the GPU asserts when it is too late to say so.
+    """
+    return F.grouped_mm(left, right, offs=ends).contiguous()
 
 
-def _taken(matrix: Tensor) -> Tensor:
-    """``matrix``, or an aligned copy if ``F.grouped_mm`` takes it neither row-major nor column-major."""
-    return matrix if is_aligned(matrix) or is_aligned(matrix.mT) else aligned(matrix)
+def _taken(matrices: Tensor) -> Tensor:
+    """``matrices[E, A, B]``, or an aligned copy if ``F.grouped_mm`` takes them neither row-major nor column-major."""
+    return matrices if is_aligned(matrices) or is_aligned(matrices.mT) else aligned(matrices)
 
 
 def _groups(ends: Tensor) -> list[tuple[int, slice]]:
