@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from veomni_core.binding.bind import binding_of
+from veomni_core.binding.exact_runs import exact_run
 from veomni_core.binding.model_calls import RecordedCall, kept, undisturbed
 from veomni_core.binding.rank_sentences import sentences_of_all_ranks
 from veomni_core.binding.site_changes import owner_of
@@ -205,11 +207,17 @@ class Shadow:
             if not difference:
                 difference = f"raised {bound.problem}" if bound.problem else ""
             if not difference:
-                difference = compare(own, bound, site.contract, self._autocast)
+                exact = partial(self._exact_run, site, module, call, gradients, set_random_states)
+                difference = compare(own, bound, site.contract, self._autocast, exact)
             if difference:
                 self.breaches[path] = f"{site.kernel}: {difference}"
                 return
         self.compared[path] += 1
+
+    @staticmethod
+    def _exact_run(site: _Site, *call: Any) -> Run:
+        with suspended(site.changes):
+            return exact_run(*call)
 
     @contextmanager
     def _aside(self, module: nn.Module) -> Iterator[None]:

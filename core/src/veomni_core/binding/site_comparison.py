@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,19 +74,25 @@ def autocast_on(module: nn.Module, dtype: str | None) -> AbstractContextManager[
     return torch.autocast(device, getattr(torch, dtype))
 
 
-def compare(own: Run, bound: Run, contract: Contract, autocast: str | None = None) -> str:
+def compare(
+    own: Run, bound: Run, contract: Contract, autocast: str | None = None, exact: Callable[[], Run] | None = None
+) -> str:
     """How ``bound`` differs from ``own`` by more than the contract allows; empty if it doesn't.
 
     Each of the two may differ from the exact result by the contract's tolerance, in opposite directions, so their
     difference may be twice that. Under ``autocast`` the tolerances are those of its dtype, also for float32 results:
     they were computed from values that were rounded to it.
+
+    Where they differ by more, ``exact`` is asked for the module's own code in float64. A result of ``bound`` that is as
+    close to that as it should be to ``own`` is right, and the module's own code is what rounds.
     """
-    for which, mine, theirs, allowed in (
-        ("", own.results, bound.results, contract.values),
-        ("the gradient of ", own.gradients, bound.gradients, contract.gradients),
+    in_float64 = cache(exact or _not_run)
+    for which, of, allowed in (
+        ("", attrgetter("results"), contract.values),
+        ("the gradient of ", attrgetter("gradients"), contract.gradients),
     ):
-        for name, wanted in mine.items():
-            found = theirs.get(name)
+        for name, wanted in of(own).items():
+            found = of(bound).get(name)
             what = f"{which}{name}"
             if (found is None) != (wanted is None):
                 return f"{what} is {'missing' if found is None else 'given, and its own code gives none'}"
@@ -93,9 +101,18 @@ def compare(own: Run, bound: Run, contract: Contract, autocast: str | None = Non
             if found.shape != wanted.shape or found.dtype != wanted.dtype:
                 return f"{what} is {_form(found)}, its own code gives {_form(wanted)}"
             tolerance = allowed.get(autocast or dtype_name(wanted.dtype))
-            if tolerance is not None and (problem := _distance(found, wanted, tolerance)):
+            if tolerance is None or not (problem := _distance(found, wanted, tolerance)):
+                continue
+            exactly = of(in_float64()).get(name)
+            if exactly is None or exactly.shape != found.shape:
                 return f"{what} is off: {problem}"
+            if _distance(found, exactly, tolerance):
+                return f"{what} is off: {problem}; so it is from what its own code computes in float64"
     return ""
+
+
+def _not_run() -> Run:
+    return Run(problem="it was not asked for")
 
 
 def _fresh(value: Any, name: str, leaves: dict[str, Tensor]) -> Any:

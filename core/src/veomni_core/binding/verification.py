@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from veomni_core.binding.exact_runs import exact_run
 from veomni_core.binding.model_calls import RecordedCall, recorded_calls, undisturbed
 from veomni_core.binding.receipt import Verification
 from veomni_core.binding.site_changes import Kernels, changes_at, decisions_of
@@ -108,7 +109,8 @@ def _compare(
     """
     module, path = model.get_submodule(decision.site.path), decision.site.path
     gradients = decision.spec is None or decision.spec.backward
-    run = partial(locator.run, module) if isinstance(locator, RequestedSiteLocator) else module
+    requested = locator.run if isinstance(locator, RequestedSiteLocator) else None
+    run = partial(requested, module) if requested else module
     own = Run.of(module, call, autocast, gradients, run=run)
     if own.problem:
         return f"its own code can't be run alone: {own.problem}"
@@ -119,7 +121,8 @@ def _compare(
         bound = Run.of(module, call, autocast, gradients, run=run)
     finally:
         changes.revert()
-    difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast)
+    exact = partial(exact_run, module, call, gradients, run=requested)
+    difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast, exact)
     if difference:
         raise ConformanceError(
             f"{decision.spec} at {path or 'the model'}, found by the rule "
