@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
 from models import step
 from test_hybrid_convolutions import LENGTHS, TYPES, hybrid, tokens
+from tiny_models import tiny_model
 from veomni_core import bind
-from veomni_core.errors import ConfigError
-from veomni_trainer.data.boundaries import boundaries
-from veomni_trainer.setup.packing import needs_boundaries
+from veomni_core.errors import ConfigError, PackedSequencesError
+from veomni_trainer.setup.packing import check_packing
 
 KERNELS = {
     "preset": "eager",
@@ -32,22 +35,45 @@ RIGHT = {
 def test_a_type_may_be_packed_if_kernels_read_its_boundaries(model_type):
     model = hybrid(model_type)
     with pytest.raises(ConfigError, match=r"data\.packing: "):
-        needs_boundaries(model, batch_size=1)
+        check_packing(model, batch_size=2)
     with bind(model, KERNELS):
         if model_type in RIGHT:
-            assert needs_boundaries(model, batch_size=1)
+            check_packing(model, batch_size=2)
         else:
             with pytest.raises(ConfigError, match=r"data\.packing: "):
-                needs_boundaries(model, batch_size=1)
+                check_packing(model, batch_size=2)
 
 
-@pytest.mark.parametrize("model_type", sorted(RIGHT - {"lfm2", "lfm2_moe", "lfm3"}))
-def test_packed_equals_separate_in_logits_and_every_gradient(model_type):
-    model, row = hybrid(model_type), tokens(1, sum(LENGTHS))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    bind(model, KERNELS)
-    packed = model(row, position_ids=positions, use_cache=False, **boundaries(positions)).logits
-    separate = torch.cat([model(part, use_cache=False).logits for part in row.split(LENGTHS, dim=1)], dim=1)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+NUMBERS = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
+ENDS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+LONGEST = {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+
+
+def flattened(**options):
+    """What transformers' collator makes of the documents."""
+    documents = [{"input_ids": ids.tolist()} for ids in tokens(1, sum(LENGTHS))[0].split(LENGTHS)]
+    batch = DataCollatorWithFlattening(return_tensors="pt", **options)(documents)
+    return {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+
+
+# Every way in which a caller says where documents are packed.
+WAYS = {
+    "position_ids": {"position_ids": POSITIONS},
+    "cu_seq_lens": {"position_ids": POSITIONS, "cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, **LONGEST},
+    "seq_idx": {"position_ids": POSITIONS, "seq_idx": NUMBERS.int()},
+    "the collator": flattened(),
+    "the collator, with bounds": flattened(return_flash_attn_kwargs=True),
+    "the collator, with numbers": flattened(return_seq_idx=True),
+    "the collator, with both": flattened(return_flash_attn_kwargs=True, return_seq_idx=True),
+}
+
+
+def assert_apart(model, row, inputs, lengths):
+    """The logits of packed rows, and every gradient of them, are those of the documents alone."""
+    packed = model(row, **inputs).logits
+    parts = [each.split(lengths, dim=1) for each in row.split(1)]
+    separate = torch.cat([torch.cat([model(part).logits for part in parts_of_row], 1) for parts_of_row in parts])
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
     packed.square().mean().backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -56,6 +82,87 @@ def test_packed_equals_separate_in_logits_and_every_gradient(model_type):
     for name, gradient in found.items():
         wanted = model.get_parameter(name).grad
         assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", sorted(RIGHT))
+def test_packed_equals_separate_in_logits_and_every_gradient(model_type, way):
+    model = hybrid(model_type)
+    model.config.use_cache = False
+    bind(model, KERNELS)
+    assert_apart(model, tokens(1, sum(LENGTHS)), WAYS[way], LENGTHS)
+
+
+@pytest.mark.parametrize("model_type", sorted(RIGHT))
+def test_rows_of_a_batch_are_packed_each_by_its_positions(model_type):
+    model, (first, second) = hybrid(model_type), (POSITIONS, torch.arange(sum(LENGTHS))[None])
+    bind(model, KERNELS)
+    row = tokens(2, sum(LENGTHS))
+    packed = model(row, position_ids=torch.cat([first, second])).logits
+    separate = torch.cat([model(part, use_cache=False).logits for part in row[:1].split(LENGTHS, dim=1)], dim=1)
+    torch.testing.assert_close(packed[:1], separate, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[1:], model(row[1:], use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", sorted({*TYPES} - RIGHT))
+def test_what_no_kernel_keeps_apart_is_refused_by_name(model_type, way):
+    model = hybrid(model_type)
+    bind(model, KERNELS)
+    with pytest.raises(
+        PackedSequencesError, match=r"\.\w+ \(\w+\) would mix them: |Mamba2ForCausalLM\) takes no position"
+    ):
+        model(tokens(1, sum(LENGTHS)), **WAYS[way])
+
+
+def test_an_eager_layer_refuses_packed_sequences_and_nothing_else():
+    model, row = hybrid("bamba"), tokens(1, sum(LENGTHS))
+    wanted = model(row, use_cache=False).logits
+    bind(model, {**KERNELS, "mamba2_scan_implementation": "eager"})
+    words = r"model\.layers\.0\.mamba \(BambaMixer\) would mix them: its mamba2_scan stays eager"
+    with pytest.raises(PackedSequencesError, match=words):
+        model(row, position_ids=POSITIONS)
+    torch.testing.assert_close(model(row, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-6)
+    found = model(row, position_ids=torch.arange(sum(LENGTHS))[None], use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "inputs, words",
+    [
+        ({"position_ids": POSITIONS, "use_cache": True}, "use_cache=True asks for a cache"),
+        ({"cu_seq_lens_q": ENDS[:-1]}, "goes from 0 to 8; the input has 16 positions"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 16])}, "goes from 0 to 16, and back in between"),
+        ({"cu_seq_lens_q": ENDS.float()}, r"cu_seq_lens_q is torch\.float32 \[5\]; give integers"),
+        ({"seq_idx": NUMBERS[:, :-1]}, r"seq_idx is \[1, 15\], and the input has 1 rows of 16 positions"),
+    ],
+)
+def test_boundaries_that_can_not_be_are_refused(inputs, words):
+    model = hybrid("qwen3_next")
+    bind(model, KERNELS)
+    with pytest.raises(PackedSequencesError, match=words):
+        model(tokens(1, sum(LENGTHS)), **inputs)
+
+
+def test_bounds_of_one_row_are_refused_for_two():
+    model = hybrid("lfm2")
+    bind(model, KERNELS)
+    with pytest.raises(PackedSequencesError, match="the boundaries of one packed row, and the batch has 2"):
+        model(tokens(2, sum(LENGTHS)), cu_seq_lens_q=ENDS)
+
+
+def test_generation_goes_on_as_before():
+    model, ids = hybrid("qwen3_next").eval(), tokens(2, 7)
+    wanted = model.generate(ids, max_new_tokens=5, do_sample=False)
+    with bind(model, KERNELS, training=False):
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), wanted)
+
+
+def test_models_of_attention_alone_keep_their_forward():
+    model = tiny_model("llama", torch.float32)
+    forward = type(model.model).forward
+    with bind(model, {"preset": "auto"}):
+        assert type(model.model).forward is forward
 
 
 @pytest.mark.parametrize("model_type", sorted(RIGHT & {"bamba", "olmo_hybrid", "qwen3_5_text", "qwen3_next"}))

@@ -147,6 +147,13 @@ class SiteChangedError(BindingError):
     """
 
 
+class PackedSequencesError(BindingError):
+    """A step packs sequences, and a bound model can't keep them apart in it.
+
+    Bind a kernel to the layer that the message names, pass each sequence alone, or mend the boundaries.
+    """
+
+
 class LogitsGoneError(BindingError):
     """The deferred logits of a training step were read after their inputs had been freed or changed.
 

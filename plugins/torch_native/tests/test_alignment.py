@@ -76,12 +76,16 @@ def looking_grouped_mm(left, right, offs):
     if _is_column_major(left) == (right.dim() == 3) or (right.dim() == 2 and _is_column_major(right)):
         assert all((b - a) % unit == 0 for a, b in itertools.pairwise(starts)), "device-side assert triggered"
     groups = [slice(a, b) for a, b in itertools.pairwise(starts)]
-    # Contiguous: on the CPU, products of bf16 rows of 5 or 7 elements read on beside them (oneDNN in PyTorch 2.13), where
-    # padding may be NaN, and zero times that is NaN.
     if right.dim() == 2:
-        return _padded(torch.stack([left[:, group].contiguous() @ right[group].contiguous() for group in groups]))
+        return _padded(torch.stack([_product(left[:, group], right[group]) for group in groups]))
     rest = left.new_full((len(left) - starts[-1], right.shape[2]), torch.nan)  # nobody's rows, which nobody wrote
-    return _padded(torch.cat([*(left[group].contiguous() @ right[number].contiguous() for number, group in enumerate(groups)), rest]))
+    return _padded(torch.cat([*(_product(left[group], right[number]) for number, group in enumerate(groups)), rest]))
+
+
+def _product(left, right):
+    # On the CPU, products of bf16 rows of 5 or 7 elements read on beside them (oneDNN in PyTorch 2.13). Padding may be
+    # NaN there, and so is zero times that.
+    return left.contiguous() @ right.contiguous()
 
 
 def _is_column_major(matrix):

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 
 from veomni_core import bind
 from veomni_core.errors import ConfigError
-from veomni_trainer.data.boundaries import boundaries
+from veomni_core.sites.forwards.boundaries import boundaries_in
 from veomni_trainer.data.packing import pack
 from veomni_trainer.setup.document_gradients import first_module_that_sees_others
-from veomni_trainer.setup.packing import needs_boundaries
+from veomni_trainer.setup.packing import check_packing
 
 _SMALL = {
     "hidden_size": 32,
@@ -74,7 +74,7 @@ def _model(model_type: str, attention: str = "sdpa", dtype: str = "float32", **c
 def test_models_of_attention_keep_documents_apart(model_type: str, attention: str, dtype: str) -> None:
     model = _model(model_type, attention, dtype, **_RIGHT[model_type])
     before = torch.get_rng_state()
-    needs_boundaries(model, batch_size=2)
+    check_packing(model, batch_size=2)
     assert model.training and torch.equal(torch.get_rng_state(), before)
 
 
@@ -85,21 +85,25 @@ def test_models_that_mix_along_the_sequence_are_refused_by_their_first_module_th
 ) -> None:
     config, module = _MIXING[model_type]
     with pytest.raises(ConfigError, match=rf"can't keep packed documents apart. The output of {module}\.\w+ \("):
-        needs_boundaries(_model(model_type, dtype=dtype, **config), batch_size=2)
+        check_packing(_model(model_type, dtype=dtype, **config), batch_size=2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "bamba", "falcon_h1"])
-def test_bound_hybrids_keep_documents_apart_if_they_are_given_the_boundaries(model_type: str, dtype: str) -> None:
+def test_bound_hybrids_keep_documents_apart_in_every_row(model_type: str, dtype: str) -> None:
     model = _model(model_type, dtype=dtype, **_MIXING[model_type][0])
     with bind(model, _AND_SCANS):
-        assert needs_boundaries(model, batch_size=1)
-        with pytest.raises(ConfigError, match=r"Write train\.batch_size: 1, and train\.gradient_accumulation"):
-            needs_boundaries(model, batch_size=2)
-        with pytest.raises(ConfigError, match=r"Write data\.packing: false"):
-            needs_boundaries(model, batch_size=1, may_have_them=False)
+        check_packing(model, batch_size=2)
     with pytest.raises(ConfigError, match=r"Write data\.packing: false"):
-        needs_boundaries(model, batch_size=1)
+        check_packing(model, batch_size=2)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+def test_a_layer_that_stays_eager_is_named(model_type: str) -> None:
+    model = _model(model_type, **_MIXING[model_type][0])
+    words = r"model\.layers\.0\.mamba \(\w+\) would mix them: its mamba2_scan stays eager"
+    with bind(model, _KERNELS), pytest.raises(ConfigError, match=words):
+        check_packing(model, batch_size=1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,32 +114,22 @@ def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type:
     model.config.use_cache = False
     ids = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    packed = {"input_ids": ids, "position_ids": positions, **boundaries(positions)}
+    told = boundaries_in({"input_ids": ids, "position_ids": positions})
+    del told["seq_idx"]  # transformers' own scan refuses that, and doesn't see the others
     with bind(model, _KERNELS), torch.no_grad():
-        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
         mixer = model.model.layers[0].mamba
-        together = mixer(hidden, **boundaries(positions))[:, 7:]
-        alone = mixer(hidden[:, 7:])
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        together, alone = mixer(hidden, **told)[:, 7:], mixer(hidden[:, 7:])
         assert (together - alone).norm() <= 1e-3 * alone.norm()
-        found = first_module_that_sees_others(model, (7, 5), packed)
+        # As if nothing refused what the eager scan mixes, so that only the check is asked.
+        model.model.forward = type(model.model).forward.__wrapped__.__get__(model.model)
+        found = first_module_that_sees_others(model, (7, 5), {"input_ids": ids, "position_ids": positions, **told})
         assert found is not None and found[0].startswith("model.layers.0.mamba")
-        with pytest.raises(ConfigError, match=r"Write data\.packing: false"):
-            needs_boundaries(model, batch_size=1)
 
 
-def test_a_model_that_ranks_share_gets_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients aren't asked, and values alone would pass a state that is still small."""
-    model = _model("qwen3_next", **_MIXING["qwen3_next"][0])
-    monkeypatch.setattr("veomni_trainer.setup.packing._is_sharded", lambda model: True)
-    with bind(model, _KERNELS), pytest.raises(ConfigError, match=r"Write data\.packing: false"):
-        needs_boundaries(model, batch_size=1)
-
-
-def test_positions_are_enough_for_models_of_attention() -> None:
-    assert not needs_boundaries(_model("llama"), batch_size=1)
-
-
+@pytest.mark.parametrize("rows_together", [False, True])
 def test_a_packed_job_of_a_bound_hybrid_has_the_losses_of_its_documents_alone(
+    rows_together: bool,
     job_data: dict[str, Any],
     train: Callable[..., bool],
     run: Path,
@@ -148,9 +142,12 @@ def test_a_packed_job_of_a_bound_hybrid_has_the_losses_of_its_documents_alone(
     job_data["data"] = {"files": "pairs.jsonl", "sequence_length": 40}
     config = {"model_type": "qwen3_next", **_SMALL, **_EXPERTS, **_LINEAR}
     job_data["model"] = {"config": config, "ops_implementation": _KERNELS, "dtype": "float32"}
-    # Each step learns from all documents: in one padded batch, or as packed sequences whose gradients are accumulated.
+    # Each step learns from all documents: in one padded batch, as a batch of packed sequences, or as packed sequences
+    # whose gradients are accumulated.
     train(job_data, "train.batch_size=6", f"train.output_dir={run}-alone")
-    changes = ("data.packing=true", "train.batch_size=1", f"train.gradient_accumulation={_packs(lines, 40)}")
+    packs = _packs(lines, 40)
+    rows, steps = (packs, 1) if rows_together else (1, packs)
+    changes = ("data.packing=true", f"train.batch_size={rows}", f"train.gradient_accumulation={steps}")
     train(job_data, *changes, f"train.output_dir={run}-packed")
     alone, packed = (losses(Path(f"{run}-{name}")) for name in ("alone", "packed"))
     assert len(alone) == 4 and [step for step, _ in packed] == [step for step, _ in alone]
@@ -165,7 +162,7 @@ def _packs(lines: list[dict[str, str]], length: int) -> int:
 
 def test_a_model_without_positions_is_refused() -> None:
     with pytest.raises(ConfigError, match="BloomForCausalLM takes no position_ids"):
-        needs_boundaries(_model("bloom", "eager"), batch_size=2)
+        check_packing(_model("bloom", "eager"), batch_size=2)
 
 
 def test_a_difference_in_the_second_sequence_of_a_batch_is_seen() -> None:
@@ -179,16 +176,16 @@ def test_a_difference_in_the_second_sequence_of_a_batch_is_seen() -> None:
         return output + (output[1:].roll(7, 1) if len(output) > 1 else 0), *others
 
     attend.forward = mixing
-    needs_boundaries(model, batch_size=1)
+    check_packing(model, batch_size=1)
     with pytest.raises(ConfigError, match=r"The output of model\.layers\.1\.self_attn \(LlamaAttention\)"):
-        needs_boundaries(model, batch_size=2)
+        check_packing(model, batch_size=2)
 
 
 def test_bound_models_are_asked_with_their_kernels_and_under_autocast() -> None:
     model = _model("qwen3_moe", **_EXPERTS)
     binding = bind(model, {"preset": "auto"}, autocast="bfloat16")
     before = binding.receipt.to_json()
-    needs_boundaries(model, batch_size=2, autocast="bfloat16")
+    check_packing(model, batch_size=2, autocast="bfloat16")
     assert binding.receipt.to_json() == before  # every kernel is still in place
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from veomni_core.binding import hub_kernels
 from veomni_core.binding.evaluation import loaded
+from veomni_core.binding.packed_steps import packed_steps
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
@@ -276,6 +277,7 @@ def _changes(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels)
     for note in placement_notes(model, plan):
         yield "", "", note
     yield from site_changes(model, plan, registry, kernels)
+    yield from packed_steps(model, plan, registry)
 
 
 def _settings(on_change: str, training_logits: str) -> tuple[str, str]:

@@ -37,6 +37,9 @@ class OpSpec:
             its weights. True if it multiplies matrices, or if all its inputs come from matrix products.
         on_request: whether only code that asks for the op calls it, and no model's forward by itself. No preset fills
             its field then, and a plan has the op only where the config writes the field.
+        reads_boundaries: whether its sites mix positions unless they are told where packed sequences begin, by an
+            argument ``seq_idx`` or ``cu_seq_lens_q``. A bound model tells them, and refuses packed sequences where a
+            site stays eager.
         added: the contracts of variants that plugins added, each as ``"module:attribute"``, by the variant's name. The
             registry fills it in.
 
@@ -63,6 +66,7 @@ class OpSpec:
     legacy_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     follows_autocast: bool = False
     on_request: bool = False
+    reads_boundaries: bool = False
     added: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +75,7 @@ class OpSpec:
             require_name(owner, name, getattr(self, name))
         require_text(owner, "description", self.description)
         require_reference(owner, "contract", self.contract)
-        for name in ("follows_autocast", "on_request"):
+        for name in ("follows_autocast", "on_request", "reads_boundaries"):
             require_boolean(owner, name, getattr(self, name))
         object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
         if not self.variants:

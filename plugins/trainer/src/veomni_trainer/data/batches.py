@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from veomni_core.ops.labels import IGNORED
-from veomni_trainer.data.boundaries import boundaries
 
 
 class Batcher:
@@ -22,17 +20,12 @@ class Batcher:
     Args:
         padding: the token id that is padded with.
         multiple: padded lengths are multiples of it, for sequences that several processes share.
-        gives_boundaries: whether a batch, of one packed sequence, also has the boundaries of its documents.
     """
 
-    def __init__(self, padding: int, multiple: int = 1, gives_boundaries: bool = False) -> None:
-        self._padding, self._multiple, self._gives_boundaries = padding, multiple, gives_boundaries
+    def __init__(self, padding: int, multiple: int = 1) -> None:
+        self._padding, self._multiple = padding, multiple
 
-    def __call__(self, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-        batch: dict[str, Any] = {**self._padded(sequences)}
-        return {**batch, **boundaries(batch["position_ids"])} if self._gives_boundaries else batch
-
-    def _padded(self, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def __call__(self, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         lengths = [len(each["input_ids"]) for each in sequences]
         longest = -(-max(lengths) // self._multiple) * self._multiple
         if all(length == longest for length in lengths):

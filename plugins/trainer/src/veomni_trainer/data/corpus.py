@@ -75,7 +75,6 @@ class Corpus:
         padding: the token id that a batch is padded with.
         notes: what the user should hear of.
         draws: of a mixture, how many sequences a training takes.
-        gives_boundaries: whether batches say where the documents of a packed sequence begin and end.
     """
 
     training: Rows | Stream
@@ -84,7 +83,6 @@ class Corpus:
     padding: int
     notes: tuple[str, ...] = ()
     draws: int = 0
-    gives_boundaries: bool = False
 
     @property
     def is_mixed(self) -> bool:

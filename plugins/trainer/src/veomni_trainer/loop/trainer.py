@@ -70,7 +70,7 @@ class JobTrainer(ResumingTrainer):
         training = corpus.training
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
-        batcher = Batcher(corpus.padding, multiple=train.sp_size, gives_boundaries=corpus.gives_boundaries)
+        batcher = Batcher(corpus.padding, multiple=train.sp_size)
         return {"data_collator": batcher, "train_dataset": training}
 
     def curves(self) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, TrainingArguments, set_seed
@@ -32,7 +32,7 @@ from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
 from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
-from veomni_trainer.setup.packing import needs_boundaries
+from veomni_trainer.setup.packing import check_packing
 from veomni_trainer.setup.room import check_room
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
@@ -105,10 +105,7 @@ def prepare(
     if group is not None:
         apply_ulysses(model, group)
     if job.data.packing:
-        gives = needs_boundaries(
-            model, job.train.batch_size, conditions(job).autocast, group, may_have_them=not job.train.uses_trl
-        )
-        corpus = replace(corpus, gives_boundaries=gives)
+        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.uses_trl else None
     check_room(job.train, folder, trained)

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, PackedSequencesError
 from veomni_core.parallel.sequence import gather_outputs
 from veomni_core.random_states import random_states_kept
-from veomni_trainer.data.boundaries import boundaries
 from veomni_trainer.setup.document_gradients import first_module_that_sees_others
 
 _ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
@@ -30,35 +29,22 @@ _WORST = 0.75  # this quantile over tokens: a convolution over three tokens chan
 Outputs = dict[str, Tensor]
 
 
-def needs_boundaries(
-    model: PreTrainedModel,
-    batch_size: int,
-    autocast: str | None = None,
-    group: ProcessGroup | None = None,
-    *,
-    may_have_them: bool = True,
-) -> bool:
-    """Check by value that ``model`` computes packed documents as if each were alone.
+def check_packing(
+    model: PreTrainedModel, batch_size: int, autocast: str | None = None, group: ProcessGroup | None = None
+) -> None:
+    """Check by value that ``model`` computes packed documents as if each were alone, from positions that restart.
 
     Every module's output is compared, so that a difference is seen where it arises, and not after layers of untrained
     weights have made it small. All ranks must call this together.
 
-    Positions that restart are enough for attention. Convolutions, delta rules and scans read the boundaries of
-    documents, which a batch of one packed sequence can have. They are only given to a model that positions are not
-    enough for.
-
     Args:
         model: bound, with weights, on its device.
-        batch_size: how many packed sequences a batch has; some attention reads the boundaries only of one.
+        batch_size: how many packed sequences a batch has; some attention keeps the documents only of one apart.
         autocast: the type that the model trains under.
         group: the ranks that share each sequence.
-        may_have_them: whether the trainer's batches can have boundaries.
-
-    Returns:
-        Whether it does so only where it is given the documents' boundaries too.
 
     Raises:
-        ConfigError: it doesn't; the message names the first module whose output differs.
+        ConfigError: it doesn't; the message names the first module whose output differs, or that stays eager.
     """
     name = type(model).__name__
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -68,23 +54,16 @@ def needs_boundaries(
         )
     model.config.use_cache = False  # as Trainer sets it: transformers sees no boundaries beside a cache
     tolerance = _TOLERANCES[getattr(torch, autocast) if autocast else model.dtype]
-    rows = _ROWS[: min(batch_size, len(_ROWS))]
     with _evaluating(model), _under(autocast, model.device):
-        problem = _first_difference(model, rows, group, tolerance)
-        if not problem:
-            return False
-        # Not where modules are shared: whether a small state crosses boundaries, only gradients say.
-        alone = group is None and not _is_sharded(model)
-        may_help = may_have_them and alone and not _first_difference_with_boundaries(model, tolerance)
-    if may_help and batch_size == 1:
-        return True
-    write = "Write data.packing: false, or choose another kernel for that module"
-    if may_help:
-        write = (
-            "Write train.batch_size: 1, and train.gradient_accumulation for as many sequences in a step: given the "
-            "boundaries of one packed sequence, it keeps them apart"
+        try:
+            problem = _first_difference(model, _ROWS[: min(batch_size, len(_ROWS))], group, tolerance)
+        except PackedSequencesError as error:
+            problem = str(error)
+    if problem:
+        raise ConfigError(
+            f"data.packing: {name} can't keep packed documents apart. {problem}. Write data.packing: false, or choose "
+            "another kernel for that module"
         )
-    raise ConfigError(f"data.packing: {name} can't keep packed documents apart. {problem}. {write}")
 
 
 def _first_difference(
@@ -92,13 +71,11 @@ def _first_difference(
     rows: tuple[tuple[int, ...], ...],
     group: ProcessGroup | None,
     tolerance: float,
-    with_boundaries: bool = False,
 ) -> str:
     """A sentence about the first module whose output differs; empty if none does."""
     documents = _documents(rows, group.size() if group else 1, model)
     packed = _packed(documents)
-    more = boundaries(packed["position_ids"]) if with_boundaries else {}
-    together = _by_document(_run(model, group, **packed, **more), documents)
+    together = _by_document(_run(model, group, **packed), documents)
     alone = [[_run(model, group, input_ids=ids[None]) for ids in row] for row in documents]
     for path, error in _largest_anywhere(_differences(together, alone), model.device).items():
         if not error <= tolerance:  # a NaN is no smaller
@@ -110,22 +87,13 @@ def _first_difference(
             )
     if group is not None or _is_sharded(model):
         return ""  # of modules that ranks share, values alone are asked
-    first_row = {name: value[:1] if name in packed else value for name, value in {**packed, **more}.items()}
-    if seen := first_module_that_sees_others(model, rows[0], first_row):
+    if seen := first_module_that_sees_others(model, rows[0], {name: each[:1] for name, each in packed.items()}):
         path, module = seen
         return (
             f"The output of {path or 'the model'} ({type(module).__name__}) for a document depends on another one, as "
             "its gradient says. It is the first module whose output does"
         )
     return ""
-
-
-def _first_difference_with_boundaries(model: PreTrainedModel, tolerance: float) -> str:
-    """The same of one packed sequence whose boundaries are given; a model that refuses them doesn't read them."""
-    try:
-        return _first_difference(model, _ROWS[:1], None, tolerance, with_boundaries=True)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"it raises {type(error).__name__}"
 
 
 def _is_sharded(model: PreTrainedModel) -> bool:
