@@ -21,6 +21,7 @@ from models import build, step, tokens
 from planted_faults import assert_caught
 from veomni_core import bind, find_sites
 from veomni_core.ops.chunk_gated_delta_rule import check_call, standard
+from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
 
 OP = "chunk_gated_delta_rule"
 ALONE = {"preset": "eager", f"{OP}_implementation": "chunked_delta"}
@@ -105,40 +106,32 @@ def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(name):
             torch.testing.assert_close(logits(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def packed_convolution(bounds):
-    """A convolution of the model's signature that keeps sequences apart."""
-
-    def convolve(hidden_states, weight, bias=None, activation=None, **kwargs):
-        pieces = [hidden_states[:, :, first:last] for first, last in bounds]
-        width = weight.shape[-1]
-        done = [F.conv1d(F.pad(x, (width - 1, 0)), weight.unsqueeze(1), bias, groups=x.shape[1]) for x in pieces]
-        return F.silu(torch.cat(done, dim=2))
-
-    return convolve
-
-
-def test_packed_sequences_give_what_they_give_alone(monkeypatch):
+def test_packed_sequences_give_what_they_give_alone():
     bounds = ((0, 1), (1, 10), (10, 80))
-    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", packed_convolution(bounds))
     model, ids = family("qwen3_next"), tokens(1, 80)
     ends = torch.tensor([0, 1, 10, 80], dtype=torch.int32)
     positions = torch.cat([torch.arange(last - first) for first, last in bounds]).unsqueeze(0)
     packed = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "use_cache": False}
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
         model(ids, **packed)
-    with bind(model, ALONE):
+    with bind(model, {**ALONE, "causal_conv1d_implementation": "auto"}):
         together = model(ids, **packed).logits
-    monkeypatch.undo()
     with torch.no_grad():
         alone = torch.cat([model(ids[:, first:last], use_cache=False).logits for first, last in bounds], dim=1)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_packing_that_only_seq_idx_tells_of_is_refused(monkeypatch):
-    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", packed_convolution(((0, 4), (4, 9))))
+def test_what_a_layer_is_not_told_of_packing_is_refused():
     model = family("qwen3_next")
-    with bind(model, ALONE), pytest.raises(ValueError, match="seq_idx without cu_seq_lens_q"):
-        model(tokens(1, 9), seq_idx=torch.tensor([[0] * 4 + [1] * 5]), use_cache=False)
+    numbers, rows = torch.tensor([[0] * 4 + [1] * 5]), torch.tensor([0, 4, 9, 18])
+    with bind(model, {**ALONE, "causal_conv1d_implementation": "auto"}):
+        layer = model.model.layers[0].linear_attn
+        with pytest.raises(ValueError, match="seq_idx without cu_seq_lens_q"):
+            layer(torch.zeros(1, 9, 32), seq_idx=numbers)
+    call = delta_rule_call(standard)
+    inputs = [torch.zeros(2, 9, 4, 8), torch.zeros(2, 9, 4, 8), torch.zeros(2, 9, 4, 6), *torch.zeros(2, 2, 9, 4)]
+    with pytest.raises(ValueError, match="2 rows of packed sequences with states"):
+        call(*inputs, output_final_state=True, cu_seqlens_of_rows=rows)
 
 
 @pytest.mark.parametrize("modeling", FILES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from reference_pages.repository import registry
 from veomni_core import KernelSpec, OpSlot, bind, discover, make_plan
@@ -174,6 +174,14 @@ def ShardedLogitsError() -> None:
     two_ranks = SimpleNamespace(size=lambda: 2)
     shard = VocabularyShard(words=64, first_word=0, group=two_ranks)
     HeadCall(torch.ones(8, 16), torch.ones(32, 16), None, wrong_swiglu, shard=shard).compute_logits()
+
+
+def PackedSequencesError() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    bind(model, {"preset": "eager"}, registry=registry(), device="cpu")
+    model(torch.tensor([[5, 9, 3]]), position_ids=torch.tensor([[0, 1, 0]]))
 
 
 def SlotInUseError() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.planning.plan import Plan
@@ -56,7 +57,7 @@ def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, str, Change]
 def _mixing(model: nn.Module, sites: list[tuple[str, str, SiteDecision]]) -> str:
     """Which layer would mix packed sequences, and why; empty if none would."""
     for op_name, config_field, decision in sites:
-        if not decision.bound:
+        if not decision.bound and decision.site.own == EAGER:  # transformers tells a package's function itself
             return (
                 f"{_named(model, decision.site.path)} would mix them: its {op_name} stays eager ({decision.reason}). "
                 f"Pass each sequence alone, or choose a kernel for it ({config_field})"

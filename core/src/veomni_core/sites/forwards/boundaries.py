@@ -156,6 +156,7 @@ def _numbered_by_ends(ends: Tensor, rows: int, length: int) -> Tensor:
 def _has_tokens(inputs: Inputs) -> bool:
     """Whether the model continues sequences that a cache holds: what it is given then is no packed row."""
     cache = next((inputs[name] for name in _CACHES if inputs.get(name) is not None), None)
-    if cache is None:
-        return False
-    return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
+    try:
+        return cache is not None and bool(cache.get_seq_length() > 0)
+    except (AttributeError, ValueError):  # a cache of states alone doesn't know how many tokens they stand for
+        return True
