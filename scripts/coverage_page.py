@@ -59,6 +59,16 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         *_table(("type", *ops), ([f"`{model.model_type}`", *(_cell(model, op) for op in ops)] for model in built)),
         "",
+        "## Packed sequences",
+        "",
+        "These types have layers that mix positions outside of attention. transformers' own code mixes packed "
+        "sequences there, or raises. Once bound under `preset: auto` they are kept apart, or "
+        "[refused](../how-to/packing.md#in-your-own-loop) by the name of a layer. "
+        "`pytest tests/test_hybrid_packing.py` compares packed with separate sequences, in values and every gradient, "
+        "for each way of saying where they begin.",
+        "",
+        *_table(("type", "packed sequences"), _packing_rows(built)),
+        "",
         "## Refused, and so left to the model's own code",
         "",
         "They compute something else than every variant, or their code shows that no kernel may stand in for them.",
@@ -91,6 +101,12 @@ def _cell(model: ModelCoverage, op_name: str) -> str:
     if op is None:
         return ""
     return f"{op.proven}/{op.found}{' *' * (op.bound == op.found)}"
+
+
+def _packing_rows(models: Sequence[ModelCoverage]) -> Iterable[Sequence[str]]:
+    for model in models:
+        if model.packing is not None:
+            yield f"`{model.model_type}`", _plain(model.packing.partition(". ")[0]) or "kept apart"
 
 
 def _reason_lines(models: Sequence[ModelCoverage], reasons_of: Callable[[OpCoverage], Iterable[str]]) -> Iterable[str]:

@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.packed_sequences import mixing_layers
 from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.find import find_sites
 from veomni_core.sites.proofs.probe import quiet
@@ -56,7 +57,14 @@ class OpCoverage:
 
 @dataclass(frozen=True)
 class ModelCoverage:
-    """The coverage of one model type. ``problem`` says why no model can be built from its default config."""
+    """The coverage of one model type.
+
+    Attributes:
+        problem: why no model can be built from its default config.
+        packing: ``None`` for a model of attention alone, which keeps packed sequences apart by its masks. Otherwise why
+            a layer would mix them once the model is bound; empty if none would. Unbound, each of these models mixes
+            them or raises.
+    """
 
     model_type: str
     architecture: str = ""
@@ -64,6 +72,7 @@ class ModelCoverage:
     build_seconds: float = 0.0
     find_seconds: float = 0.0
     ops: tuple[OpCoverage, ...] = ()
+    packing: str | None = None
 
     def op(self, name: str) -> OpCoverage | None:
         """The coverage of one op; ``None`` if the model has no such site."""
@@ -125,7 +134,9 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
                     left_eager=tuple(sorted(eager)),
                 )
             )
-    return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops))
+    mixing = mixing_layers(model, plan.ops, config.registry)
+    packing = next(filter(None, mixing.values()), "") if mixing else None
+    return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops), packing)
 
 
 # Matches the evidence of a site whose probe raised, in the format of sites.proofs.probe.attempt.
@@ -175,6 +186,11 @@ def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
                 ("cross_entropy_loss", "with a language model's loss:"),
             )
             if (having := [model for model in models if model.op(op_name)])
+        ),
+        *(
+            [Claim("with layers that mix positions: packed sequences kept apart", packing.count(""), len(packing))]
+            if (packing := [model.packing for model in models if model.packing is not None])
+            else []
         ),
     )
 

@@ -1,0 +1,72 @@
+"""Which models have layers that mix positions outside of attention, and whether a plan keeps packed sequences apart.
+
+An op whose kernels are told where packed sequences begin says so (``OpSpec.reads_boundaries``). Sequences stay apart
+if all sites of such ops get a kernel, and nothing else carries a state along the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from veomni_core.descriptions.kernel_spec import EAGER
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.decisions import OpDecision
+
+# Mixers with a state that runs along the sequence have a parameter of this name: Mamba's, gated delta rules, Kimi's.
+_DECAY = "A_log"
+_WITHOUT_STATE = "causal_conv1d"
+
+
+def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registry) -> dict[str, str]:
+    """The models of transformers with layers that mix positions, by path, each with why one would mix sequences.
+
+    A layer belongs to the innermost model around it. The reason, which names the layer, is empty if all of them keep
+    sequences apart. Models of attention alone are left out: what keeps sequences apart there is a mask.
+    """
+    reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
+    paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
+    return {path: _mixing(model, path, reading) for path in sorted(paths)}
+
+
+def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
+    told = set()
+    for op in ops:
+        for decision in op.sites:
+            path = decision.site.path
+            if _model_around(model, path) != inside:
+                continue
+            if not decision.bound and decision.site.own == EAGER:  # transformers tells a package's function itself
+                return (
+                    f"{named(model, path)} would mix them: its {op.op_name} stays eager ({decision.reason}). Pass each "
+                    f"sequence alone, or choose a kernel for it ({op.config_field})"
+                )
+            if op.op_name != _WITHOUT_STATE:
+                told.add(path)
+    for below, module in model.get_submodule(inside).named_modules():
+        path = f"{inside}.{below}".strip(".")
+        if _DECAY in vars(module)["_parameters"] and path not in told:
+            return (
+                f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
+                "which isn't told where a sequence begins. Pass each sequence alone"
+            )
+    return ""
+
+
+def named(model: nn.Module, path: str) -> str:
+    """A module's path and class, for messages.
+
+    Example:
+        >>> named(nn.Sequential(nn.Linear(2, 2)), "0")
+        '0 (Linear)'
+    """
+    return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
+
+
+def _model_around(model: nn.Module, path: str) -> str:
+    """The path of the innermost model of transformers around ``path``; empty, for the whole model, if there is none."""
+    while path and not isinstance(model.get_submodule(path), PreTrainedModel):
+        path = path.rpartition(".")[0]
+    return path
