@@ -3,7 +3,7 @@
 A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th percentile; it flushes the L2 cache before
 each call. GB/s are of useful traffic: x and y in forward, and x, dy and dx in backward. The results and gradients of
 every contender are compared with float64 first. ``--tune`` times our kernels alone over a grid of launches instead, and
-prints the fastest, for the table in ``veomni_triton_moe/rms_norm/launch.py``.
+prints the fastest, for the table in ``veomni_triton/rms_norm/launch.py``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_triton_moe import rms_norm
-from veomni_triton_moe.rms_norm import whole_rows
-from veomni_triton_moe.rms_norm.launch import BackwardLaunch, ForwardLaunch, backward_launch, forward_launch
+from veomni_triton import rms_norm
+from veomni_triton.rms_norm import whole_rows
+from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch, backward_launch, forward_launch
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 Figures = dict[str, Any]

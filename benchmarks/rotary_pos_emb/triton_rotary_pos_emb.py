@@ -24,9 +24,9 @@ from benchmarks.rotary_pos_emb.cases import CASES, Case
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
 from veomni_core.ops.rotary_pos_emb import CONTRACTS
-from veomni_triton_moe import rotary_pos_emb
-from veomni_triton_moe.rotary_pos_emb.form import Form
-from veomni_triton_moe.rotary_pos_emb.launch import Launch, rotate, rotate_launch
+from veomni_triton import rotary_pos_emb
+from veomni_triton.rotary_pos_emb.form import Form
+from veomni_triton.rotary_pos_emb.launch import Launch, rotate, rotate_launch
 
 TITLE = "Rotary position embedding, bf16"
 FORMS = {

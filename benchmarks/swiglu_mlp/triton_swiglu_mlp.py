@@ -1,4 +1,4 @@
-"""veomni-triton-moe's gated activation against its peers on a GPU, in bf16: forward and backward.
+"""veomni-triton's gated activation against its peers on a GPU, in bf16: forward and backward.
 
 python benchmarks/swiglu_mlp/triton_swiglu_mlp.py --name triton_swiglu_mlp_h200
 python benchmarks/swiglu_mlp/triton_swiglu_mlp.py --tune
@@ -22,7 +22,7 @@ from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
 from veomni_core.ops.swiglu_mlp import CONTRACTS
 from veomni_torch import swiglu_mlp as plain
-from veomni_triton_moe import swiglu_mlp
+from veomni_triton import swiglu_mlp
 
 SHAPES = ((16384, 6144), (16384, 8192))
 TITLE = "Gated activation (SiLU), bf16"

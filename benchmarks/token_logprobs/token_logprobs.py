@@ -101,7 +101,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
 
 
 def _of_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]:
-    from veomni_triton_moe import token_logprobs as kernels
+    from veomni_triton import token_logprobs as kernels
 
     def call(kept_mib: int) -> Any:
         kernel = kernels.causal(kept_mib)
@@ -112,7 +112,7 @@ def _of_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]
 
 def products_alone(shape: Shape, repeats: int) -> float:
     """The median seconds of the matrix products."""
-    from veomni_triton_moe.token_logprobs.tiles import Tiles
+    from veomni_triton.token_logprobs.tiles import Tiles
 
     options = {"device": "cuda", "dtype": shape.dtype}
     hidden, weight = (torch.randn(rows, shape.hidden, **options) for rows in (shape.tokens, shape.vocabulary))

@@ -38,10 +38,10 @@ def test_a_kernel_that_cannot_run_is_refused_with_reason_and_alternatives():
 @pytest.mark.parametrize(
     "value, message",
     [
-        ("triton", "triton is not installed: pip install veomni-triton-moe. Usable: eager"),
+        ("triton", "triton is not installed: pip install veomni-triton. Usable: eager"),
         ("inference", "inference can't run here: has no backward, and training needs one"),
         ("half", "half covers none of the 3 sites: half computes float16, this site is bfloat16"),
-        (["quack", "triton"], "quack can't run here: .*; triton is not installed: pip install veomni-triton-moe"),
+        (["quack", "triton"], "quack can't run here: .*; triton is not installed: pip install veomni-triton"),
         ({"layers.0.*": "quack"}, r"rms_norm_implementation\['layers.0.\*'\]: quack can't run here"),
     ],
 )

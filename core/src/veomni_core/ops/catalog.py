@@ -37,7 +37,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={
             "torch": "veomni-torch",
             "liger_kernel": "veomni-liger",
-            "triton": "veomni-triton-moe",
+            "triton": "veomni-triton",
             "quack": "veomni-quack",
             "npu": "veomni-npu",
         },
@@ -71,7 +71,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         description="rotary position embedding of queries and keys",
         published={
             "liger_kernel": "veomni-liger",
-            "triton": "veomni-triton-moe",
+            "triton": "veomni-triton",
             "quack": "veomni-quack",
             "npu": "veomni-npu",
         },
@@ -96,7 +96,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={
             "torch": "veomni-torch",
             "liger_kernel": "veomni-liger",
-            "triton": "veomni-triton-moe",
+            "triton": "veomni-triton",
             "npu": "veomni-npu",
         },
     ),
@@ -166,9 +166,9 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         variant_aliases={"gpt_oss": "clamped"},
         published={
             "grouped_mm": "veomni-torch",
-            "fused_triton": "veomni-triton-moe",
-            "fused_triton_recompute": "veomni-triton-moe",
-            "fused_triton_accumulate": "veomni-triton-moe",
+            "fused_triton": "veomni-triton",
+            "fused_triton_recompute": "veomni-triton",
+            "fused_triton_accumulate": "veomni-triton",
             "fused_liger": "veomni-liger",
             "fused_quack": "veomni-quack",
             "fused_npu": "veomni-npu",
@@ -182,7 +182,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="triton",
         contract="veomni_core.ops.load_balancing_loss:CONTRACTS",
         description="the auxiliary loss that keeps experts evenly used",
-        published={"torch": "veomni-torch", "triton": "veomni-triton-moe"},
+        published={"torch": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="token_dispatch",
@@ -190,7 +190,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         config_field="token_dispatch_implementation",
         contract="veomni_core.ops.token_dispatch:CONTRACTS",
         description="how tokens reach the ranks that hold their experts, and come back",
-        published={"alltoall_dedup": "veomni-triton-moe"},
+        published={"alltoall_dedup": "veomni-triton"},
         legacy_values={"engine": "eager"},
     ),
 )

@@ -12,7 +12,7 @@ _LIBRARY = "liger-kernel>=0.8.5,<0.9"
 # Liger also runs on ROCm and XPU, and has separate kernels for Ascend. None of these was tested, so none is declared.
 _GPU = HardwareRequirement("cuda", min_compute_capability=80, packages=(_LIBRARY,))
 # Ranked among all plugins by docs/benchmarks on an H200: the loss (head) first; the row-wise kernels behind those of
-# veomni-triton-moe and QuACK; the experts behind veomni-torch's grouped_mm (10).
+# veomni-triton and QuACK; the experts behind veomni-torch's grouped_mm (10).
 _HEAD, _ROWS, _EXPERTS = 60, 40, 5
 
 

@@ -1,0 +1,92 @@
+"""Registers the kernels with veomni-core. Imports neither torch nor triton."""
+
+from collections.abc import Iterable
+
+from veomni_core import HardwareRequirement, KernelOption, KernelSpec, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+_GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=("triton>=3.6",))
+_PREFERENCE = 60
+_MAX_TOKENS = KernelOption(
+    "max_tokens", 0, minimum=0, description="rows from each rank to each other one; 0: as many as there are, counted"
+)
+_KEPT_MIB = KernelOption(
+    "kept_mib", 512, minimum=0, description="MiB of logits kept for backward, which computes the others again"
+)
+
+
+def _kernels(
+    name: str, op_name: str, variants: Iterable[str], description: str, can_run: str = ""
+) -> tuple[KernelSpec, ...]:
+    return KernelSpec.for_variants(
+        variants,
+        name=name,
+        op_name=op_name,
+        factory=f"veomni_triton.{op_name}:{{variant}}",
+        hardware=_GPU,
+        description=description,
+        expert_parallel=op_name == "moe_experts",
+        preference=_PREFERENCE,
+        can_run=can_run,
+        batch_invariant=op_name == "rms_norm",
+    )
+
+
+def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
+    """A form of ``fused_triton`` with a trade-off, which is only used if it is requested by name (preference 0)."""
+    return KernelSpec(
+        name=f"fused_triton_{suffix}",
+        op_name="moe_experts",
+        variant="standard",
+        factory=f"veomni_triton.moe_experts:{kernel}",
+        hardware=_GPU,
+        description=f"fused_triton, {description}",
+        expert_parallel=kernel == "standard_recomputing",  # the other one needs weights that are leaves
+        preference=0,
+    )
+
+
+@hookimpl
+def veomni_kernels() -> list[KernelSpec]:
+    """Every kernel, deterministic in forward and backward."""
+    norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
+    rotations = (
+        *("full", "partial", "sign_flipped", "half_width", "pairwise", "pairwise_partial"),
+        *("interleaved", "interleaved_partial", "deinterleaved", "single", "single_tail"),
+    )
+    return [
+        *_kernels("fused_triton", "moe_experts", ("standard", "clamped"), "gather, product and activation in one"),
+        _asked_for("recompute", "standard_recomputing", "with the pre-activations computed anew in backward"),
+        _asked_for("accumulate", "standard_accumulating", "adding the weights' gradients in place to earlier ones"),
+        *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
+        *_kernels("triton", "rotary_pos_emb", rotations, "one pass over queries and keys, not in place"),
+        *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
+        *_kernels(
+            "triton",
+            "load_balancing_loss",
+            ("standard",),
+            "softmax, top-k and sums in one pass per layer",
+            can_run="veomni_triton.limits:load_balancing_loss",
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="token_logprobs",
+            variant="causal",
+            factory="veomni_triton.token_logprobs:causal",
+            hardware=_GPU,
+            description="one pass over each tile of logits; as many of them kept for backward as asked",
+            preference=_PREFERENCE,
+            features=("top1", "mean_logit", "log_sum_squares"),
+            options=(_KEPT_MIB,),
+        ),
+        KernelSpec(
+            name="alltoall_dedup",
+            op_name="token_dispatch",
+            variant="exchanged",
+            factory="veomni_triton.token_dispatch:alltoall_dedup",
+            description="one row per token and rank, summed over experts before the way back; on any device",
+            preference=_PREFERENCE,
+            options=(_MAX_TOKENS,),
+        ),
+    ]
