@@ -143,7 +143,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.chunk_gated_delta_rule:CONTRACTS",
         reads_boundaries=True,
         description="the gated delta rule of linear attention, over a whole sequence",
-        published={"chunked_delta": "veomni-torch"},
+        published={"chunked_delta": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="mamba2_scan",

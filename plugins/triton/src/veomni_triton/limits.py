@@ -6,6 +6,14 @@ from veomni_core import Site
 
 # The top k are ranked by integers that hold an expert's number in the 13 bits that a float16 leaves unused in float32.
 MAX_EXPERTS = 2**13
+# A program holds the keys of a chunk as one tile.
+MAX_KEY_WIDTH = 256
+
+
+def chunk_gated_delta_rule(site: Site) -> str:
+    """Why ``triton`` can't compute the gated delta rule at ``site``; empty if it can."""
+    widest = max(site.sizes.get("key_width", ()), default=0)
+    return "" if widest <= MAX_KEY_WIDTH else f"takes keys of at most {MAX_KEY_WIDTH} columns, this site has {widest}"
 
 
 def load_balancing_loss(site: Site) -> str:

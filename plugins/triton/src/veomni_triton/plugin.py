@@ -69,6 +69,13 @@ def veomni_kernels() -> list[KernelSpec]:
             "softmax, top-k and sums in one pass per layer",
             can_run="veomni_triton.limits:load_balancing_loss",
         ),
+        *_kernels(
+            "triton",
+            "chunk_gated_delta_rule",
+            ("standard",),
+            "chunks of 64 tokens on matrix units; saves only its inputs",
+            can_run="veomni_triton.limits:chunk_gated_delta_rule",
+        ),
         KernelSpec(
             name="triton",
             op_name="token_logprobs",

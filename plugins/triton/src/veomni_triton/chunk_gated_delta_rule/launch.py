@@ -1,0 +1,85 @@
+"""How large the tiles of the kernels are, and with how many warps they run.
+
+The keys of a token are one tile. A chunk has 64 tokens, or 32 where keys are wider than 128: the tiles of the gradients
+would not fit into registers otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+_SMALLEST = 16  # what a product on matrix units takes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tiles and warps of one kernel.
+
+    Attributes:
+        columns: the columns of values in a tile, at most.
+        warps: warps of a program.
+        stages: depth of the software pipeline of its loop.
+    """
+
+    columns: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Those of all kernels, for one dtype."""
+
+    corrections: Launch
+    states: Launch
+    outputs: Launch
+    correction_gradients: Launch
+    state_gradients: Launch
+    gradients: Launch
+
+
+SIXTEEN_BITS = Launches(
+    corrections=Launch(64, 4, 2),
+    states=Launch(32, 4, 2),
+    outputs=Launch(128, 4, 2),
+    correction_gradients=Launch(64, 4, 2),
+    state_gradients=Launch(32, 4, 2),
+    gradients=Launch(32, 8, 2),
+)
+# A product in float32 is three of TF32, with operands of twice the size.
+FLOAT32 = Launches(
+    corrections=Launch(32, 4, 1),
+    states=Launch(16, 4, 1),
+    outputs=Launch(32, 4, 1),
+    correction_gradients=Launch(32, 4, 1),
+    state_gradients=Launch(16, 4, 1),
+    gradients=Launch(16, 8, 1),
+)
+
+
+def launches(dtype: torch.dtype) -> Launches:
+    """The launches for queries, keys and values of ``dtype``."""
+    return FLOAT32 if dtype == torch.float32 else SIXTEEN_BITS
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of float32 operands are computed: as exactly as the dtype of the inputs can show."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def chunk_length(key_width: int) -> int:
+    """Tokens of a chunk."""
+    return 64 if key_width <= 128 else 32
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds ``width`` columns."""
+    return max(_SMALLEST, int(triton.next_power_of_2(width)))
+
+
+def columns(launch: Launch, value_width: int) -> int:
+    """The columns of values in a tile."""
+    return min(launch.columns, padded(value_width))

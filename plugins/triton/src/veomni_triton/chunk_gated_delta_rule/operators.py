@@ -1,0 +1,144 @@
+"""Forward and backward as operators ``veomni_triton::chunk_gated_delta_rule_*``, without autograd.
+
+``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
+which puts more Python around each call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, library
+
+from veomni_core.ops.chunk_gated_delta_rule import check_call
+from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows
+from veomni_triton.chunk_gated_delta_rule.launch import chunk_length
+from veomni_triton.chunk_gated_delta_rule.steps import Call, corrected, token_rows, write_gradients, write_outputs
+
+_NAMESPACE = "veomni_triton"
+_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state"
+_LIBRARY.define(
+    f"chunk_gated_delta_rule_forward({_INPUTS}, Tensor? cu_seqlens, float scale, bool normed, bool keeps_final)"
+    " -> (Tensor output, Tensor final, Tensor chunks, Tensor spans)"
+)
+_LIBRARY.define(
+    f"chunk_gated_delta_rule_gradients(Tensor? doutput, Tensor? dfinal, {_INPUTS}, Tensor chunks, Tensor spans,"
+    " float scale, bool normed, bool wants_initial) -> Tensor[]"
+)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normed: bool,
+    keeps_final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs; the final states, or an empty tensor; and the tables of chunks, for backward."""
+    bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
+    batch, length, _, key_width = query.shape
+    chunk = chunk_length(key_width)
+    if bounds is None:
+        chunks, spans = (each.clone() for each in tables_of_rows(batch, length, chunk, query.device))
+    else:
+        padded_to = most_chunks(batch, length, len(bounds), chunk)
+        chunks, spans = (each.clone() for each in tables(bounds, chunk, query.device, padded_to))
+    output, final = _results(query, value, len(spans), keeps_final)
+    inputs = (token_rows(x) for x in (query, key, value, g, beta))
+    call = Call(*inputs, chunks, spans, scale, normed)
+    initial = None if initial_state is None else initial_state.contiguous()
+    with torch.cuda.device_of(query):
+        corrections = corrected(call, initial, final if keeps_final else None, keeps_inverse=False)
+        if len(chunks):
+            write_outputs(call, corrections, output)
+    return output, final, chunks, spans
+
+
+def _gradients(
+    doutput: Tensor | None,
+    dfinal: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    chunks: Tensor,
+    spans: Tensor,
+    scale: float,
+    normed: bool,
+    wants_initial: bool,
+) -> list[Tensor]:
+    """The gradients of query, key, value, g and beta, and of the initial states if they are wanted."""
+    inputs = tuple(token_rows(x) for x in (query, key, value, g, beta))
+    call = Call(*inputs, chunks, spans, scale, normed)
+    results = _gradients_like(doutput, dfinal, query, key, value, g, beta, initial_state, *(None,) * 4, wants_initial)
+    initial = None if initial_state is None else initial_state.contiguous()
+    dout = torch.zeros_like(value) if doutput is None else token_rows(doutput)
+    with torch.cuda.device_of(query):
+        corrections = corrected(call, initial, None, keeps_inverse=True)
+        write_gradients(
+            call,
+            corrections,
+            dout,
+            None if dfinal is None else dfinal.contiguous(),
+            tuple(results[:5]),  # type: ignore[arg-type]
+            results[5] if wants_initial else None,
+        )
+    return results
+
+
+def _results(query: Tensor, value: Tensor, sequences: int, keeps_final: bool) -> tuple[Tensor, Tensor]:
+    shape = (sequences, value.shape[2], query.shape[3], value.shape[3]) if keeps_final else (0,)
+    return query.new_empty(value.shape), query.new_empty(shape, dtype=torch.float32)
+
+
+def _results_like(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normed: bool,
+    keeps_final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, length, _, key_width = query.shape
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = most_chunks(batch, length, sequences, chunk_length(key_width))
+    rows = batch if sequences is None else sequences
+    tables = (query.new_empty((size, 2), dtype=torch.int32) for size in (count, rows))
+    return *_results(query, value, rows, keeps_final), *tables
+
+
+def _gradients_like(
+    doutput: Tensor | None,
+    dfinal: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    *settings: object,
+) -> list[Tensor]:
+    inputs = (query, key, value, g, beta, *((initial_state,) if settings[-1] and initial_state is not None else ()))
+    return [each.new_empty(each.shape) for each in inputs]
+
+
+for _name, _implementation, _fake in (
+    ("chunk_gated_delta_rule_forward", _forward, _results_like),
+    ("chunk_gated_delta_rule_gradients", _gradients, _gradients_like),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+
+chunk_gated_delta_rule_forward = torch.ops.veomni_triton.chunk_gated_delta_rule_forward.default
+chunk_gated_delta_rule_gradients = torch.ops.veomni_triton.chunk_gated_delta_rule_gradients.default

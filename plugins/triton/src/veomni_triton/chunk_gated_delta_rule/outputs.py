@@ -1,0 +1,117 @@
+"""The outputs of a chunk, and the gradient of its corrections by them: one program for each chunk and value head.
+
+An output reads the state before the chunk, and the corrections of the tokens up to its own:
+``since * q @ S + (q @ k.T * P) @ X``.
+
+Shape legend: ``C`` tokens of a chunk, ``K`` key width, ``V`` columns of the values in a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from veomni_triton.chunk_gated_delta_rule.states import load_state
+from veomni_triton.chunk_gated_delta_rule.tiles import (
+    decays,
+    inverse_norms,
+    load_numbers,
+    load_tile,
+    store_numbers,
+    store_tile,
+)
+
+
+@triton.jit
+def outputs_kernel(
+    q,  # [tokens, H, key_width]
+    k,  # [tokens, H, key_width]
+    g,  # [tokens, HV]
+    x,  # [tokens, HV, value_width]: the corrections
+    before,  # [chunks, HV, key_width, value_width]
+    chunks,  # [chunks, 2]: first token, number of tokens
+    out,  # [tokens, HV, value_width]
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    g_token,
+    g_head,
+    key_width,
+    value_width,
+    value_heads,
+    GROUP: tl.constexpr,
+    NORMED: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    start, head, chunk = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    if count == 0:
+        return
+    dtype = out.dtype.element_ty
+    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    g_C = load_numbers(g + head * g_head, first, count, g_token, C)
+    since_C, _to_end_C, pairwise_CC = decays(g_C, C)
+    query_C = inverse_norms(q_CK, NORMED, C) * scale
+    key_C = inverse_norms(k_CK, NORMED, C)
+    attention_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * pairwise_CC * key_C[None, :]
+    state = before + (chunk * value_heads + head).to(tl.int64) * key_width * value_width
+    state_KV = load_state(state, start, key_width, value_width, K, V)
+    x_CV = load_tile(x + head * value_width, first, count, value_heads * value_width, start, value_width, C, V)
+    out_CV = tl.dot(q_CK, state_KV, input_precision=PRECISION) * since_C[:, None]
+    out_CV += tl.dot(attention_CC.to(dtype), x_CV, input_precision=PRECISION)
+    out_CV *= query_C[:, None]
+    store_tile(out + head * value_width, out_CV, first, count, value_heads * value_width, start, value_width, C, V)
+
+
+@triton.jit
+def correction_gradients_kernel(
+    q,  # [tokens, H, key_width]
+    k,  # [tokens, H, key_width]
+    g,  # [tokens, HV]
+    dout,  # [tokens, HV, value_width]
+    chunks,  # [chunks, 2]: first token, number of tokens
+    dx,  # [tokens, HV, value_width]: the gradient of the corrections by the chunk's own outputs
+    read_scale,  # [tokens, HV] float32
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    g_token,
+    g_head,
+    dout_token,
+    dout_head,
+    key_width,
+    value_width,
+    value_heads,
+    GROUP: tl.constexpr,
+    NORMED: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    if count == 0:
+        return
+    dtype = dx.dtype.element_ty
+    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    g_C = load_numbers(g + head * g_head, first, count, g_token, C)
+    since_C, _to_end_C, pairwise_CC = decays(g_C, C)
+    query_C = inverse_norms(q_CK, NORMED, C) * scale
+    key_C = inverse_norms(k_CK, NORMED, C)
+    store_numbers(read_scale + head, since_C * query_C, first, count, value_heads, C)
+    attention_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * pairwise_CC
+    attention_CC = (attention_CC * query_C[:, None] * key_C[None, :]).to(dtype)
+    for start in range(0, value_width, V):
+        dout_CV = load_tile(dout + head * dout_head, first, count, dout_token, start, value_width, C, V)
+        dx_CV = tl.dot(tl.trans(attention_CC), dout_CV, input_precision=PRECISION)
+        store_tile(dx + head * value_width, dx_CV, first, count, value_heads * value_width, start, value_width, C, V)

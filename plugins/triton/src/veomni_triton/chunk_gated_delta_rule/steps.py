@@ -1,0 +1,268 @@
+"""The kernels of forward and backward, one after the other, on tensors that were checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
+from veomni_triton.chunk_gated_delta_rule.gradients import gradients_kernel
+from veomni_triton.chunk_gated_delta_rule.launch import Launch, chunk_length, columns, launches, padded, precision
+from veomni_triton.chunk_gated_delta_rule.outputs import correction_gradients_kernel, outputs_kernel
+from veomni_triton.chunk_gated_delta_rule.states import state_gradients_kernel, states_kernel
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of a call. Their rows of tokens lie one after another: see :func:`token_rows`.
+
+    Attributes:
+        q, k: ``[B, S, H, K]``.
+        v: ``[B, S, HV, V]``.
+        g, beta: ``[B, S, HV]``.
+        chunks, spans: of :mod:`veomni_triton.chunk_gated_delta_rule.chunks`.
+        scale: multiplies the queries.
+        normed: whether queries and keys are divided by their norms.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    chunks: Tensor
+    spans: Tensor
+    scale: float
+    normed: bool
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries and keys."""
+        return self.q.shape[2]
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of values."""
+        return self.v.shape[2]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.q.shape[3], self.v.shape[3]
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self.spans)
+
+    def shared(self, launch: Launch) -> dict[str, Any]:
+        """What every kernel is launched with."""
+        key_width, value_width = self.widths
+        return {
+            "GROUP": self.value_heads // self.heads,
+            "C": chunk_length(key_width),
+            "K": padded(key_width),
+            "V": columns(launch, value_width),
+            "PRECISION": precision(self.q.dtype),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+
+    def per_token(self, *width: int) -> Tensor:
+        """A new tensor with numbers for each token and value head."""
+        batch, length = self.q.shape[:2]
+        kind = {"dtype": self.q.dtype if width else torch.float32, "device": self.q.device}
+        return torch.empty(batch, length, self.value_heads, *width, **kind)
+
+    def per_chunk(self, *shape: int) -> Tensor:
+        """A new tensor with a matrix for each chunk and value head."""
+        kind = {"dtype": self.q.dtype if shape else torch.float32, "device": self.q.device}
+        return torch.empty(len(self.chunks), self.value_heads, *shape, **kind)
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What forward and backward both need of the chunks; see the kernels that write it."""
+
+    x: Tensor
+    w: Tensor
+    inverse: Tensor | None
+    write_scale: Tensor
+    left: Tensor
+    before: Tensor
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """``x [B, S, ...]``, or a copy whose last dimension is dense and whose tokens of all rows are equally far apart."""
+    batch, length = x.shape[:2]
+    is_dense = x.dim() == 3 or x.stride(-1) == 1 or x.shape[-1] == 1
+    is_regular = batch == 1 or length == 0 or x.stride(0) == length * x.stride(1)
+    return x if is_dense and is_regular else x.contiguous()
+
+
+def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_inverse: bool) -> Corrections:
+    """The corrections of all tokens, and the states before chunks; those after the last are written into ``final``."""
+    (key_width, value_width), heads = call.widths, call.value_heads
+    launch, size = launches(call.q.dtype), chunk_length(call.widths[0])
+    x, w, left = call.per_token(value_width), call.per_token(key_width), call.per_chunk()
+    inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
+    before = call.per_chunk(key_width, value_width)
+    if len(call.chunks):
+        corrections_kernel[(heads, len(call.chunks))](
+            call.k,
+            call.v,
+            call.g,
+            call.beta,
+            call.chunks,
+            x,
+            w,
+            x if inverse is None else inverse,
+            write_scale,
+            left,
+            *call.k.stride()[1:3],
+            *call.v.stride()[1:3],
+            *call.g.stride()[1:],
+            *call.beta.stride()[1:],
+            key_width,
+            value_width,
+            heads,
+            NORMED=call.normed,
+            KEEPS_INVERSE=keeps_inverse,
+            **call.shared(launch.corrections),
+        )
+    shared = call.shared(launch.states)
+    states_kernel[(triton.cdiv(value_width, shared["V"]), heads, call.sequences)](
+        call.k,
+        w,
+        x,
+        write_scale,
+        left,
+        call.chunks,
+        call.spans,
+        left if initial is None else initial,
+        before,
+        left if final is None else final,
+        *call.k.stride()[1:3],
+        key_width,
+        value_width,
+        heads,
+        HAS_INITIAL=initial is not None,
+        HAS_FINAL=final is not None,
+        **shared,
+    )
+    return Corrections(x, w, inverse, write_scale, left, before)
+
+
+def write_outputs(call: Call, corrections: Corrections, out: Tensor) -> None:
+    """The outputs of all tokens."""
+    shared = call.shared(launches(call.q.dtype).outputs)
+    outputs_kernel[(triton.cdiv(call.widths[1], shared["V"]), call.value_heads, len(call.chunks))](
+        call.q,
+        call.k,
+        call.g,
+        corrections.x,
+        corrections.before,
+        call.chunks,
+        out,
+        call.scale,
+        *call.q.stride()[1:3],
+        *call.k.stride()[1:3],
+        *call.g.stride()[1:],
+        *call.widths,
+        call.value_heads,
+        NORMED=call.normed,
+        **shared,
+    )
+
+
+def write_gradients(
+    call: Call,
+    corrections: Corrections,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    dinitial: Tensor | None,
+) -> None:
+    """The gradients of q, k, v, g and beta, and of the initial states."""
+    (key_width, value_width), heads = call.widths, call.value_heads
+    launch = launches(call.q.dtype)
+    dx, read_scale, dafter = call.per_token(value_width), call.per_token(), torch.empty_like(corrections.before)
+    strides = (*call.q.stride()[1:3], *call.k.stride()[1:3])
+    if len(call.chunks):
+        correction_gradients_kernel[(heads, len(call.chunks))](
+            call.q,
+            call.k,
+            call.g,
+            dout,
+            call.chunks,
+            dx,
+            read_scale,
+            call.scale,
+            *strides,
+            *call.g.stride()[1:],
+            *dout.stride()[1:3],
+            key_width,
+            value_width,
+            heads,
+            NORMED=call.normed,
+            **call.shared(launch.correction_gradients),
+        )
+    shared = call.shared(launch.state_gradients)
+    state_gradients_kernel[(triton.cdiv(value_width, shared["V"]), heads, call.sequences)](
+        call.q,
+        call.k,
+        corrections.w,
+        dout,
+        dx,
+        read_scale,
+        corrections.write_scale,
+        corrections.left,
+        call.chunks,
+        call.spans,
+        corrections.left if dfinal is None else dfinal,
+        dafter,
+        corrections.left if dinitial is None else dinitial,
+        *strides,
+        *dout.stride()[1:3],
+        key_width,
+        value_width,
+        heads,
+        HAS_FINAL=dfinal is not None,
+        HAS_INITIAL=dinitial is not None,
+        **shared,
+    )
+    if len(call.chunks):
+        dq, dk = gradients[:2]
+        is_summed = heads > call.heads
+        sums = [torch.empty_like(each, dtype=torch.float32) if is_summed else each for each in (dq, dk)]
+        gradients_kernel[(call.heads, len(call.chunks))](
+            call.q,
+            call.k,
+            call.v,
+            call.g,
+            call.beta,
+            corrections.x,
+            corrections.inverse,
+            corrections.before,
+            dafter,
+            dout,
+            dx,
+            call.chunks,
+            *gradients,
+            *sums,
+            call.scale,
+            *strides,
+            *call.v.stride()[1:3],
+            *call.g.stride()[1:],
+            *call.beta.stride()[1:],
+            *dout.stride()[1:3],
+            key_width,
+            value_width,
+            call.heads,
+            NORMED=call.normed,
+            **call.shared(launch.gradients),
+        )
