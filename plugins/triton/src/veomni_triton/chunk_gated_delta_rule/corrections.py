@@ -1,8 +1,8 @@
 """What a chunk's corrections of the state are made of, without the state: one program for each chunk and value head.
 
-The corrections are ``X = u - w @ S`` of the state ``S`` before the chunk. Here ``u = T @ (beta * v)``,
-``w = T @ (beta * since * k)``, ``T = (I + A)^-1``, and ``A[i, j] = beta[i] * (k[i] @ k[j]) * P[i, j]`` for ``j < i``.
-``since`` is the decay from before the chunk to a token, ``P[i, j]`` that from token ``j`` to token ``i``.
+The corrections are ``X = u - w @ S`` of the state ``S`` before the chunk, with ``u = T @ (beta * v)``,
+``w = T @ (beta * since * k)`` and ``T = (I + A)^-1``, where ``A[i, j] = beta[i] * (k[i] @ k[j]) * P[i, j]``, ``j < i``.
+Here ``since`` is the decay from before the chunk to a token, and ``P[i, j]`` that from token ``j`` to token ``i``.
 
 Keys are multiplied as they are in memory; what normalises them goes into the other factor, which is rounded anyway.
 
@@ -72,7 +72,7 @@ def corrections_kernel(
     products_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION) * factor_C[:, None] * factor_C[None, :]
     overlap_CC = tl.where(is_below_CC, products_CC * pairwise_CC, 0.0)
     system_CC = overlap_CC * beta_C[:, None]
-    inverse_CC = unit_lower_inverse(system_CC, tl.trans(system_CC), C, PRECISION)
+    inverse_CC = unit_lower_inverse(system_CC, C, PRECISION)
 
     reading_CC = (inverse_CC * (beta_C * since_C * factor_C)[None, :]).to(dtype)
     w_CK = tl.dot(reading_CC, k_CK, input_precision=PRECISION)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+SHARED_TILE = 2048  # elements of the gradients of value heads that one program adds up
 _SMALLEST = 16  # what a product on matrix units takes
 
 

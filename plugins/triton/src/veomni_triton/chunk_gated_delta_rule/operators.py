@@ -49,8 +49,7 @@ def _forward(
         padded_to = most_chunks(batch, length, len(bounds), chunk)
         chunks, spans = (each.clone() for each in tables(bounds, chunk, query.device, padded_to))
     output, final = _results(query, value, len(spans), keeps_final)
-    inputs = (token_rows(x) for x in (query, key, value, g, beta))
-    call = Call(*inputs, chunks, spans, scale, normed)
+    call = Call.of((query, key, value, g, beta), chunks, spans, scale, normed)
     initial = None if initial_state is None else initial_state.contiguous()
     with torch.cuda.device_of(query):
         corrections = corrected(call, initial, final if keeps_final else None, keeps_inverse=False)
@@ -75,8 +74,7 @@ def _gradients(
     wants_initial: bool,
 ) -> list[Tensor]:
     """The gradients of query, key, value, g and beta, and of the initial states if they are wanted."""
-    inputs = tuple(token_rows(x) for x in (query, key, value, g, beta))
-    call = Call(*inputs, chunks, spans, scale, normed)
+    call = Call.of((query, key, value, g, beta), chunks, spans, scale, normed)
     results = _gradients_like(doutput, dfinal, query, key, value, g, beta, initial_state, *(None,) * 4, wants_initial)
     initial = None if initial_state is None else initial_state.contiguous()
     dout = torch.zeros_like(value) if doutput is None else token_rows(doutput)
@@ -114,8 +112,8 @@ def _results_like(
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     count = most_chunks(batch, length, sequences, chunk_length(key_width))
     rows = batch if sequences is None else sequences
-    tables = (query.new_empty((size, 2), dtype=torch.int32) for size in (count, rows))
-    return *_results(query, value, rows, keeps_final), *tables
+    chunks, spans = (query.new_empty((size, 2), dtype=torch.int32) for size in (count, rows))
+    return *_results(query, value, rows, keeps_final), chunks, spans
 
 
 def _gradients_like(

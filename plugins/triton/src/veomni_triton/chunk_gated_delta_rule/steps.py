@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +11,23 @@ import triton
 from torch import Tensor
 
 from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
-from veomni_triton.chunk_gated_delta_rule.gradients import gradients_kernel
-from veomni_triton.chunk_gated_delta_rule.launch import Launch, chunk_length, columns, launches, padded, precision
+from veomni_triton.chunk_gated_delta_rule.gradients import gradients_kernel, shared_gradients_kernel
+from veomni_triton.chunk_gated_delta_rule.launch import (
+    SHARED_TILE,
+    Launch,
+    chunk_length,
+    columns,
+    launches,
+    padded,
+    precision,
+)
 from veomni_triton.chunk_gated_delta_rule.outputs import correction_gradients_kernel, outputs_kernel
 from veomni_triton.chunk_gated_delta_rule.states import state_gradients_kernel, states_kernel
 
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of a call. Their rows of tokens lie one after another: see :func:`token_rows`.
+    """The inputs of a call, laid out by :func:`token_rows`.
 
     Attributes:
         q, k: ``[B, S, H, K]``.
@@ -38,6 +47,12 @@ class Call:
     spans: Tensor
     scale: float
     normed: bool
+
+    @classmethod
+    def of(cls, inputs: Iterable[Tensor], chunks: Tensor, spans: Tensor, scale: float, normed: bool) -> Call:
+        """That of the ``inputs`` q, k, v, g and beta."""
+        q, k, v, g, beta = (token_rows(x) for x in inputs)
+        return cls(q, k, v, g, beta, chunks, spans, scale, normed)
 
     @property
     def heads(self) -> int:
@@ -75,13 +90,15 @@ class Call:
     def per_token(self, *width: int) -> Tensor:
         """A new tensor with numbers for each token and value head."""
         batch, length = self.q.shape[:2]
-        kind = {"dtype": self.q.dtype if width else torch.float32, "device": self.q.device}
-        return torch.empty(batch, length, self.value_heads, *width, **kind)
+        return self._empty((batch, length, self.value_heads), width)
 
     def per_chunk(self, *shape: int) -> Tensor:
         """A new tensor with a matrix for each chunk and value head."""
-        kind = {"dtype": self.q.dtype if shape else torch.float32, "device": self.q.device}
-        return torch.empty(len(self.chunks), self.value_heads, *shape, **kind)
+        return self._empty((len(self.chunks), self.value_heads), shape)
+
+    def _empty(self, places: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Matrices and rows have the dtype of the inputs, single numbers float32."""
+        return self.q.new_empty((*places, *shape), dtype=self.q.dtype if shape else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -236,10 +253,10 @@ def write_gradients(
         **shared,
     )
     if len(call.chunks):
-        dq, dk = gradients[:2]
-        is_summed = heads > call.heads
-        sums = [torch.empty_like(each, dtype=torch.float32) if is_summed else each for each in (dq, dk)]
-        gradients_kernel[(call.heads, len(call.chunks))](
+        dq, dk, *others = gradients
+        is_shared = heads > call.heads
+        parts = [call.per_token(key_width) if is_shared else each for each in (dq, dk)]
+        gradients_kernel[(heads, len(call.chunks))](
             call.q,
             call.k,
             call.v,
@@ -252,8 +269,8 @@ def write_gradients(
             dout,
             dx,
             call.chunks,
-            *gradients,
-            *sums,
+            *parts,
+            *others,
             call.scale,
             *strides,
             *call.v.stride()[1:3],
@@ -262,7 +279,18 @@ def write_gradients(
             *dout.stride()[1:3],
             key_width,
             value_width,
-            call.heads,
+            heads,
             NORMED=call.normed,
             **call.shared(launch.gradients),
         )
+        if is_shared:
+            for each, total in zip(parts, (dq, dk), strict=True):
+                _add_shared(each, total, heads // call.heads)
+
+
+def _add_shared(each: Tensor, total: Tensor, group: int) -> None:
+    """Into ``total [B, S, H, K]`` the sums of ``each [B, S, H * group, K]`` over the value heads of a key head."""
+    width, rows = total.shape[-1], total.numel() // total.shape[-1]
+    columns = padded(width)
+    tile = max(1, SHARED_TILE // columns)
+    shared_gradients_kernel[(triton.cdiv(rows, tile),)](each, total, rows, width, GROUP=group, R=tile, K=columns)
