@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+WHOLE = 256  # columns: of values as wide as the kernels take
 SHARED_TILE = 2048  # elements of the gradients of value heads that one program adds up
 _SMALLEST = 16  # what a product on matrix units takes
 
@@ -23,11 +24,13 @@ class Launch:
         columns: the columns of values in a tile, at most.
         warps: warps of a program.
         stages: depth of the software pipeline of its loop.
+        registers: of a thread, at most; ``None`` for as many as the compiler likes.
     """
 
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,25 +42,31 @@ class Launches:
     outputs: Launch
     correction_gradients: Launch
     state_gradients: Launch
-    gradients: Launch
+    product_gradients: Launch
+    query_gradients: Launch
+    key_gradients: Launch
 
 
 SIXTEEN_BITS = Launches(
-    corrections=Launch(64, 4, 2),
+    corrections=Launch(WHOLE, 4, 1),
     states=Launch(32, 4, 2),
     outputs=Launch(128, 4, 2),
-    correction_gradients=Launch(64, 4, 2),
-    state_gradients=Launch(32, 4, 2),
-    gradients=Launch(32, 8, 2),
+    correction_gradients=Launch(WHOLE, 4, 1),
+    state_gradients=Launch(64, 8, 2),
+    product_gradients=Launch(32, 4, 2),
+    query_gradients=Launch(32, 4, 2),
+    key_gradients=Launch(32, 8, 2),
 )
 # A product in float32 is three of TF32, with operands of twice the size.
 FLOAT32 = Launches(
-    corrections=Launch(32, 4, 1),
+    corrections=Launch(WHOLE, 4, 1),
     states=Launch(16, 4, 1),
     outputs=Launch(32, 4, 1),
-    correction_gradients=Launch(32, 4, 1),
+    correction_gradients=Launch(WHOLE, 4, 1),
     state_gradients=Launch(16, 4, 1),
-    gradients=Launch(16, 8, 1),
+    product_gradients=Launch(16, 4, 1),
+    query_gradients=Launch(16, 4, 1),
+    key_gradients=Launch(16, 8, 1),
 )
 
 
