@@ -1,4 +1,4 @@
-"""chunk_gated_delta_rule in Triton: matrix products within chunks of 64 tokens, a state from chunk to chunk.
+"""chunk_gated_delta_rule in Triton: matrix products within chunks of tokens, a state from chunk to chunk.
 
 Forward saves its inputs alone. Backward computes the corrections and the states again, then the gradient of the state
 from the last chunk to the first, and then all chunks side by side. Normalising queries and keys takes no pass over

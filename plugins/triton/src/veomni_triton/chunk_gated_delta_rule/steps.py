@@ -84,7 +84,7 @@ class Call:
         key_width, value_width = self.widths
         return {
             "GROUP": self.value_heads // self.heads,
-            "C": chunk_length(key_width),
+            "C": chunk_length(key_width, value_width),
             "K": padded(key_width),
             "V": columns(launch, value_width),
             "PRECISION": precision(self.q.dtype),
@@ -130,7 +130,7 @@ def token_rows(x: Tensor) -> Tensor:
 def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_inverse: bool) -> Corrections:
     """The corrections of all tokens, and the states before chunks; those after the last are written into ``final``."""
     (key_width, value_width), heads = call.widths, call.value_heads
-    launch, size = launches(call.q.dtype), chunk_length(call.widths[0])
+    launch, size = launches(call.q.dtype), chunk_length(*call.widths)
     x, w, left = call.per_token(value_width), call.per_token(key_width), call.per_chunk()
     inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
     before = call.per_chunk(key_width, value_width)
@@ -260,7 +260,7 @@ def write_gradients(
     )
     if len(call.chunks):
         dq, dk, dv, dg, dbeta = gradients
-        size = chunk_length(key_width)
+        size = chunk_length(key_width, value_width)
         dscores, dproducts = call.per_chunk(size, size), call.per_chunk(size, size)
         dg_known, dbeta_known = call.per_token(), call.per_token()
         places, sizes = (*call.g.stride()[1:], *call.beta.stride()[1:]), (key_width, value_width, heads)
