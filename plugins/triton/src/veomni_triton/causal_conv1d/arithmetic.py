@@ -13,7 +13,8 @@ import triton.language as tl
 from veomni_triton.activations import silu
 
 # W = WIDTH taps. `window` holds x at neighbouring positions, and `numbers` the sequence that each belongs to, one scalar
-# or block for each. `numbers` isn't read where PACKED is false.
+# or block for each. Positions that don't exist have numbers of their own. Where MIXED is false, all numbers are the
+# same, and none is read.
 
 
 @triton.jit
@@ -36,11 +37,21 @@ def bias_of(bias, channel, channels):
 
 
 @triton.jit
-def convolved(window, numbers, taps, bias, NOW: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+def if_same(numbers, value, THERE: tl.constexpr, HERE: tl.constexpr, MIXED: tl.constexpr):
+    """``value``, or zeros where the positions ``THERE`` and ``HERE`` belong to different sequences."""
+    # Selected, not multiplied with zero: a NaN of one sequence would reach the next.
+    if MIXED:
+        return tl.where(numbers[THERE] == numbers[HERE], value, 0.0)
+    else:
+        return value
+
+
+@triton.jit
+def convolved(window, numbers, taps, bias, NOW: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
     """The sum before the activation, at the position ``window[NOW]``."""
     total = bias + taps[0] * window[NOW]
     for back in tl.static_range(1, WIDTH):
-        total += taps[back] * visible(window, numbers, NOW - back, NOW, PACKED)
+        total += if_same(numbers, taps[back] * window[NOW - back], NOW - back, NOW, MIXED)
     return total
 
 
@@ -48,26 +59,85 @@ def convolved(window, numbers, taps, bias, NOW: tl.constexpr, WIDTH: tl.constexp
 def upstream_of_sum(dy, total, SILU: tl.constexpr):
     """The gradient of :func:`convolved`'s result, from that of the activation's."""
     if SILU:
-        _, slope = silu(total)
-        return dy * slope
+        return dy * silu(total)[1]
     else:
         return dy
 
 
 @triton.jit
-def gradient_of_x(dtotals, numbers, taps, AT: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
-    """The gradient of x at the position of ``dtotals[AT]``: it was summed there and at W - 1 positions after it."""
+def gradient_of_x(dtotals, numbers, taps, AT: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
+    """The gradient of x at the position of ``dtotals[AT]``: it went into that sum and into W - 1 after it."""
     total = taps[0] * dtotals[AT]
     for ahead in tl.static_range(1, WIDTH):
-        total += taps[ahead] * visible(dtotals, numbers, AT + ahead, AT, PACKED)
+        total += if_same(numbers, taps[ahead] * dtotals[AT + ahead], AT + ahead, AT, MIXED)
     return total
 
 
 @triton.jit
-def visible(window, numbers, THERE: tl.constexpr, HERE: tl.constexpr, PACKED: tl.constexpr):
-    """``window[THERE]``, or zeros where it belongs to another sequence than the position ``HERE``."""
-    # Selected, not multiplied with zero: a NaN of one sequence would reach the next.
-    if PACKED:
-        return tl.where(numbers[THERE] == numbers[HERE], window[THERE], 0.0)
-    else:
-        return window[THERE]
+def with_position(
+    dtaps, dbias, dtotal, window, numbers, NOW: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr
+):
+    """The gradients of taps and bias, with what the sum at ``window[NOW]`` adds to them."""
+    sums = ()
+    for back in tl.static_range(WIDTH):
+        sums = sums + (dtaps[back] + if_same(numbers, dtotal * window[NOW - back], NOW - back, NOW, MIXED),)
+    return sums, dbias + dtotal
+
+
+@triton.jit
+def results_of(
+    window,
+    numbers,
+    taps,
+    bias,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    MIXED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """The results at the last ``COUNT`` positions of a window, which begins W - 1 positions before them."""
+    results = ()
+    for step in tl.static_range(COUNT):
+        total = convolved(window, numbers, taps, bias, WIDTH - 1 + step, WIDTH, MIXED)
+        results = results + (silu(total)[0] if SILU else total,)
+    return results
+
+
+@triton.jit
+def gradients_of(
+    dy,
+    window,
+    numbers,
+    dtotals,
+    taps,
+    bias,
+    dtaps,
+    dbias,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    MIXED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """One step of backward: ``dy`` is of the last ``COUNT`` positions of a window, ``dtotals`` of the W - 1 before them.
+
+    Returns the gradients of x at the first ``COUNT`` positions of the window, ``dtotals`` of its last W - 1, and the
+    gradients of taps and bias with what the step adds to them.
+    """
+    gradients = ()
+    for step in tl.static_range(COUNT):
+        total = convolved(window, numbers, taps, bias, WIDTH - 1 + step, WIDTH, MIXED)
+        dtotal = upstream_of_sum(dy[step], total, SILU)
+        dtotals = dtotals + (dtotal,)
+        dtaps, dbias = with_position(dtaps, dbias, dtotal, window, numbers, WIDTH - 1 + step, WIDTH, MIXED)
+        # With this sum, all are known that the position W - 1 earlier went into.
+        gradients = gradients + (gradient_of_x(dtotals, numbers, taps, step, WIDTH, MIXED),)
+    return gradients, dtotals[COUNT:], dtaps, dbias
+
+
+@triton.jit
+def all_equal(numbers, COUNT: tl.constexpr):
+    """Whether a tuple's ``COUNT`` scalars are the same."""
+    found = True
+    for place in tl.static_range(1, COUNT):
+        found = found & (numbers[place] == numbers[0])
+    return found

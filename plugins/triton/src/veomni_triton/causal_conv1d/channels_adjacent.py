@@ -11,8 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton.activations import silu
-from veomni_triton.causal_conv1d.arithmetic import bias_of, convolved, gradient_of_x, taps_of, upstream_of_sum, visible
+from veomni_triton.causal_conv1d.arithmetic import (
+    all_equal,
+    bias_of,
+    gradients_of,
+    results_of,
+    taps_of,
+)
 from veomni_triton.causal_conv1d.launch import Launch
 
 
@@ -114,46 +119,52 @@ def _forward_kernel(
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    PACKED: tl.constexpr = seq_idx is not None
     batch, first, end, channel, _ = _place(positions, run, channels, CHANNELS)
     x += batch * x_batch + channel
     y += batch * positions * channels + channel
-    if PACKED:
+    if seq_idx is not None:
         seq_idx += batch * positions
     inside = channel < channels
     taps = taps_of(weight, channel, channels, WIDTH)
     added = bias_of(bias, channel, channels)
     window = _guarded(x, first - (WIDTH - 1), positions, x_position, inside, WIDTH - 1)
-    numbers = _numbers(seq_idx, first - (WIDTH - 1), positions, WIDTH - 1, PACKED)
-    steps_end = first + (end - first) // STEP * STEP
-    for start in range(first, steps_end, STEP):
-        window, numbers = _forward_step(
-            x, seq_idx, y, start, positions, channels, x_position, inside, window, numbers, taps, added,
-            WIDTH, SILU, PACKED, STEP,
-        )  # fmt: skip
-    # What is left of a run at the end of its sequence.
+    mixed_end, steps_end = _steps(first, end, WIDTH, STEP)
+    for start in range(first, mixed_end, STEP):
+        window = _forward_step(
+            x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added, WIDTH, SILU, True, STEP
+        )
+    for start in range(mixed_end, steps_end, STEP):
+        window = _forward_step(
+            x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added, WIDTH, SILU, False, STEP
+        )
     for start in range(steps_end, end):
-        window, numbers = _forward_step(
-            x, seq_idx, y, start, positions, channels, x_position, inside, window, numbers, taps, added,
-            WIDTH, SILU, PACKED, 1,
-        )  # fmt: skip
+        window = _forward_step(
+            x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added, WIDTH, SILU, True, 1
+        )
 
 
 @triton.jit
 def _forward_step(
-    x, seq_idx, y, start, positions, channels, x_position, inside, window, numbers, taps, added,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr,
+    x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """``COUNT`` positions from ``start`` on. Returns the window and the numbers as the next step needs them."""
+    """``COUNT`` positions from ``start`` on. Returns the window as the next step needs it."""
     # All loads come before the first use, so that they are in flight together.
     window = window + _loaded(x, start, x_position, inside, COUNT)
-    numbers = numbers + _numbers(seq_idx, start, positions, COUNT, PACKED)
+    numbers = _numbers(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
+    if MIXED:
+        results = results_of(window, numbers, taps, added, WIDTH, SILU, True, COUNT)
+    elif seq_idx is None:
+        results = results_of(window, numbers, taps, added, WIDTH, SILU, False, COUNT)
+    elif all_equal(numbers, WIDTH - 1 + COUNT):
+        # Most steps see one sequence, and need not compare positions for each channel.
+        results = results_of(window, numbers, taps, added, WIDTH, SILU, False, COUNT)
+    else:
+        results = results_of(window, numbers, taps, added, WIDTH, SILU, True, COUNT)
     for step in tl.static_range(COUNT):
-        total = convolved(window, numbers, taps, added, WIDTH - 1 + step, WIDTH, PACKED)
-        if SILU:
-            total, _ = silu(total)
-        tl.store(y + tl.cast(start + step, tl.int64) * channels, total.to(y.dtype.element_ty), mask=inside)
-    return window[COUNT:], numbers[COUNT:] if PACKED else numbers
+        at = y + tl.cast(start + step, tl.int64) * channels
+        tl.store(at, results[step].to(y.dtype.element_ty), mask=inside)
+    return window[COUNT:]
 
 
 @triton.jit(do_not_specialize=["positions", "run"])
@@ -177,46 +188,44 @@ def _backward_kernel(
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    PACKED: tl.constexpr = seq_idx is not None
     batch, first, end, channel, row = _place(positions, run, channels, CHANNELS)
     dy += batch * dy_batch + channel
     x += batch * x_batch + channel
     dx += batch * positions * channels + channel
-    if PACKED:
+    if seq_idx is not None:
         seq_idx += batch * positions
     inside = channel < channels
     taps = taps_of(weight, channel, channels, WIDTH)
     added = bias_of(bias, channel, channels)
     window = _guarded(x, first - (WIDTH - 1), positions, x_position, inside, WIDTH - 1)
-    numbers = _numbers(seq_idx, first - (WIDTH - 1), positions, WIDTH - 1, PACKED)
     # Those before the run are never used: they belong to gradients that the run before this one writes.
     dtotals = _zeros(channel, WIDTH - 1)
     dtaps = _zeros(channel, WIDTH)
     dbias = tl.zeros(channel.shape, tl.float32)
-    steps_end = first + (end - first) // STEP * STEP
-    for start in range(first, steps_end, STEP):
-        window, numbers, dtotals, dtaps, dbias = _backward_step(
-            dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside, window, numbers,
-            dtotals, taps, added, dtaps, dbias, WIDTH, SILU, PACKED, STEP,
+    mixed_end, steps_end = _steps(first, end, WIDTH, STEP)
+    for start in range(first, mixed_end, STEP):
+        window, dtotals, dtaps, dbias = _backward_step(
+            dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
+            window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, STEP,
+        )  # fmt: skip
+    for start in range(mixed_end, steps_end, STEP):
+        window, dtotals, dtaps, dbias = _backward_step(
+            dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
+            window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, STEP,
         )  # fmt: skip
     for start in range(steps_end, end):
-        window, numbers, dtotals, dtaps, dbias = _backward_step(
-            dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside, window, numbers,
-            dtotals, taps, added, dtaps, dbias, WIDTH, SILU, PACKED, 1,
+        window, dtotals, dtaps, dbias = _backward_step(
+            dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
+            window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, 1,
         )  # fmt: skip
-    # The last W - 1 positions of the run went into sums after it too.
+    # The last W - 1 positions of the run went into sums after it too. Those belong to the next run, but for this.
     window = window + _guarded(x, end, positions, x_position, inside, WIDTH - 1)
     upstream = _guarded(dy, end, positions, dy_position, inside, WIDTH - 1)
-    numbers = numbers + _numbers(seq_idx, end, positions, WIDTH - 1, PACKED)
-    for step in tl.static_range(WIDTH - 1):
-        total = convolved(window, numbers, taps, added, WIDTH - 1 + step, WIDTH, PACKED)
-        dtotal = upstream_of_sum(upstream[step], total, SILU)
-        # Beyond the last position there is no sum. What was computed there could be a NaN, of an infinite x before it.
-        dtotals = dtotals + (tl.where(end + step < positions, dtotal, 0.0),)
-        gradient = gradient_of_x(dtotals, numbers, taps, step, WIDTH, PACKED)
-        position = end + step - (WIDTH - 1)
-        at = dx + tl.cast(position, tl.int64) * channels
-        tl.store(at, gradient.to(dx.dtype.element_ty), mask=inside & (position >= first))
+    numbers = _numbers(seq_idx, end - (WIDTH - 1), positions, 2 * (WIDTH - 1))
+    gradients = gradients_of(
+        upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, WIDTH - 1
+    )[0]
+    _store_gradients(dx, gradients, end - (WIDTH - 1), first, channels, inside, WIDTH - 1)
     # A row of its own for each program, added up by another kernel: atomics would add in a random order.
     partials += row * (WIDTH + 1) * channels + channel
     for back in tl.static_range(WIDTH):
@@ -226,30 +235,40 @@ def _backward_kernel(
 
 @triton.jit
 def _backward_step(
-    dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside, window, numbers,
-    dtotals, taps, added, dtaps, dbias,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr,
+    dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
+    window, dtotals, taps, added, dtaps, dbias,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """``COUNT`` positions from ``start`` on. Returns all that the next step needs."""
     window = window + _loaded(x, start, x_position, inside, COUNT)
     upstream = _loaded(dy, start, dy_position, inside, COUNT)
-    numbers = numbers + _numbers(seq_idx, start, positions, COUNT, PACKED)
+    numbers = _numbers(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
+    if MIXED:
+        gradients, dtotals, dtaps, dbias = gradients_of(
+            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, COUNT
+        )
+    elif seq_idx is None:
+        gradients, dtotals, dtaps, dbias = gradients_of(
+            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
+        )
+    elif all_equal(numbers, WIDTH - 1 + COUNT):
+        gradients, dtotals, dtaps, dbias = gradients_of(
+            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
+        )
+    else:
+        gradients, dtotals, dtaps, dbias = gradients_of(
+            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, COUNT
+        )
+    _store_gradients(dx, gradients, start - (WIDTH - 1), first, channels, inside, COUNT)
+    return window[COUNT:], dtotals, dtaps, dbias
+
+
+@triton.jit
+def _store_gradients(dx, gradients, start, first, channels, inside, COUNT: tl.constexpr):
+    """Write those of ``COUNT`` positions from ``start`` on that are not before ``first``."""
     for step in tl.static_range(COUNT):
-        total = convolved(window, numbers, taps, added, WIDTH - 1 + step, WIDTH, PACKED)
-        dtotal = upstream_of_sum(upstream[step], total, SILU)
-        dtotals = dtotals + (dtotal,)
-        dbias += dtotal
-        sums = ()
-        for back in tl.static_range(WIDTH):
-            earlier = visible(window, numbers, WIDTH - 1 + step - back, WIDTH - 1 + step, PACKED)
-            sums = sums + (dtaps[back] + dtotal * earlier,)
-        dtaps = sums
-        # With this sum, all are known that the position W - 1 earlier went into.
-        gradient = gradient_of_x(dtotals, numbers, taps, step, WIDTH, PACKED)
-        position = start + step - (WIDTH - 1)
-        at = dx + tl.cast(position, tl.int64) * channels
-        tl.store(at, gradient.to(dx.dtype.element_ty), mask=inside & (position >= first))
-    return window[COUNT:], numbers[COUNT:] if PACKED else numbers, dtotals[COUNT:], dtaps, dbias
+        at = dx + tl.cast(start + step, tl.int64) * channels
+        tl.store(at, gradients[step].to(dx.dtype.element_ty), mask=inside & (start + step >= first))
 
 
 @triton.jit
@@ -261,6 +280,18 @@ def _place(positions, run, channels, CHANNELS: tl.constexpr):
     first = row % runs * run
     channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     return (row // runs).to(tl.int64), first, tl.minimum(first + run, positions), channel, row.to(tl.int64)
+
+
+@triton.jit
+def _steps(first, end, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """Where a run's mixed steps end, and where its whole steps do.
+
+    A mixed step may reach beyond an end of its sequence: the first ones of the first run. What is left of the last run
+    after whole steps is taken position by position.
+    """
+    steps_end = first + (end - first) // STEP * STEP
+    mixed = (WIDTH - 1 + STEP - 1) // STEP * STEP
+    return tl.minimum(tl.maximum(mixed, first), steps_end), steps_end
 
 
 @triton.jit
@@ -286,15 +317,17 @@ def _guarded(x, start, positions, stride, inside, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _numbers(seq_idx, start, positions, COUNT: tl.constexpr, PACKED: tl.constexpr):
-    """The numbers of the sequences that ``COUNT`` positions belong to; none if they aren't packed."""
+def _numbers(seq_idx, start, positions, COUNT: tl.constexpr):
+    """The numbers of the sequences that ``COUNT`` positions belong to; 0 if they aren't packed."""
     values = ()
-    if PACKED:
-        for step in tl.static_range(COUNT):
-            position = start + step
-            # Beyond the ends x is zeros, so that any number does.
-            exists = (position >= 0) & (position < positions)
-            values = values + (tl.load(seq_idx + position, mask=exists, other=0),)
+    for step in tl.static_range(COUNT):
+        position = start + step
+        # Numbers don't decrease along a row: less than the first, and more than the last, are none of them.
+        beyond = (position >= positions).to(tl.int32) - (position < 0).to(tl.int32)
+        if seq_idx is None:
+            values = values + (beyond,)
+        else:
+            values = values + (tl.load(seq_idx + tl.minimum(tl.maximum(position, 0), positions - 1)) + beyond,)
     return values
 
 

@@ -53,7 +53,7 @@ class Launch:
 
 
 # Where channels are adjacent, a thread has 4 of them, and where positions are, 8 positions of 16 bits.
-CHANNELS_FORWARD = Launch(channels=512, step=4, warps=4, programs=8)
+CHANNELS_FORWARD = Launch(channels=512, step=4, warps=4, programs=6)
 CHANNELS_BACKWARD = Launch(channels=512, step=4, warps=4, programs=4)
 POSITIONS_FORWARD = Launch(channels=8, step=128, warps=4, programs=6)
 POSITIONS_BACKWARD = Launch(channels=8, step=128, warps=4, programs=4)

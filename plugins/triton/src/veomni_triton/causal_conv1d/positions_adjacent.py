@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.activations import silu
-from veomni_triton.causal_conv1d.arithmetic import bias_of, convolved, gradient_of_x, taps_of, upstream_of_sum, visible
+from veomni_triton.causal_conv1d.arithmetic import bias_of, convolved, gradient_of_x, taps_of, upstream_of_sum, with_position
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.layout import positions_of_a_vector
 from veomni_triton.causal_conv1d.vectors import apart, together
@@ -105,7 +105,6 @@ def _forward_kernel(
     STEP: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    PACKED: tl.constexpr = seq_idx is not None
     LANES: tl.constexpr = CHANNELS * (STEP // VECTOR)
     BESIDE: tl.constexpr = (WIDTH - 1 + VECTOR - 1) // VECTOR  # vectors that the W - 1 positions before one are in
     batch, block, _, first, end = _place(positions, run, channels, CHANNELS, STEP)
@@ -113,22 +112,20 @@ def _forward_kernel(
     offset = tl.arange(0, LANES) % (STEP // VECTOR) * VECTOR
     x += batch * x_batch + channel.to(tl.int64) * x_channel
     y += (batch * channels + channel) * positions
-    if PACKED:
-        seq_idx += batch * positions + tl.zeros((LANES,), tl.int32)
+    if seq_idx is not None:
+        seq_idx += batch * positions
     taps = taps_of(weight, channel, channels, WIDTH)
     added = bias_of(bias, channel, channels)
     for step in range(first, end):
         position = step * STEP + offset
         inside = (channel < channels) & (position < positions)
         window = _vectors(x, position, positions, inside, -BESIDE, 1, LANES, VECTOR)
-        numbers = ()
-        if PACKED:
-            numbers = _vectors(seq_idx, position, positions, inside, -BESIDE, 1, LANES, VECTOR)
+        numbers = _numbers(seq_idx, position, positions, -BESIDE, 1, LANES, VECTOR)
         results = ()
         for place in tl.static_range(VECTOR):
-            total = convolved(window, numbers, taps, added, BESIDE * VECTOR + place, WIDTH, PACKED)
+            total = convolved(window, numbers, taps, added, BESIDE * VECTOR + place, WIDTH, True)
             if SILU:
-                total, _ = silu(total)
+                total = silu(total)[0]
             results = results + (total,)
         _store(y, position, results, inside, LANES, VECTOR)
 
@@ -155,7 +152,6 @@ def _backward_kernel(
     STEP: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    PACKED: tl.constexpr = seq_idx is not None
     LANES: tl.constexpr = CHANNELS * (STEP // VECTOR)
     BESIDE: tl.constexpr = (WIDTH - 1 + VECTOR - 1) // VECTOR
     HERE: tl.constexpr = BESIDE * VECTOR  # the place of a lane's first position in a window
@@ -165,8 +161,8 @@ def _backward_kernel(
     dy += batch * dy_batch + channel.to(tl.int64) * dy_channel
     x += batch * x_batch + channel.to(tl.int64) * x_channel
     dx += (batch * channels + channel) * positions
-    if PACKED:
-        seq_idx += batch * positions + tl.zeros((LANES,), tl.int32)
+    if seq_idx is not None:
+        seq_idx += batch * positions
     taps = taps_of(weight, channel, channels, WIDTH)
     added = bias_of(bias, channel, channels)
     dtaps = ()
@@ -178,28 +174,17 @@ def _backward_kernel(
         inside = (channel < channels) & (position < positions)
         window = _vectors(x, position, positions, inside, -BESIDE, 1 + BESIDE, LANES, VECTOR)
         upstream = _vectors(dy, position, positions, inside, 0, 1 + BESIDE, LANES, VECTOR)
-        numbers = ()
-        if PACKED:
-            numbers = _vectors(seq_idx, position, positions, inside, -BESIDE, 1 + BESIDE, LANES, VECTOR)
+        numbers = _numbers(seq_idx, position, positions, -BESIDE, 1 + BESIDE, LANES, VECTOR)
         # The sums that the lane's positions went into: theirs, and those of the W - 1 positions after them.
         dtotals = ()
         for place in tl.static_range(VECTOR + WIDTH - 1):
-            total = convolved(window, numbers, taps, added, HERE + place, WIDTH, PACKED)
-            dtotal = upstream_of_sum(upstream[place], total, SILU)
-            if place >= VECTOR:
-                # Beyond the last position there is no sum: what was computed could be a NaN, of an infinite x before it.
-                dtotal = tl.where(position + place < positions, dtotal, 0.0)
-            dtotals = dtotals + (dtotal,)
+            total = convolved(window, numbers, taps, added, HERE + place, WIDTH, True)
+            dtotals = dtotals + (upstream_of_sum(upstream[place], total, SILU),)
         for place in tl.static_range(VECTOR):
-            dbias += dtotals[place]
-            sums = ()
-            for back in tl.static_range(WIDTH):
-                earlier = visible(window, numbers, HERE + place - back, HERE + place, PACKED)
-                sums = sums + (dtaps[back] + dtotals[place] * earlier,)
-            dtaps = sums
+            dtaps, dbias = with_position(dtaps, dbias, dtotals[place], window, numbers, HERE + place, WIDTH, True)
         results = ()
         for place in tl.static_range(VECTOR):
-            results = results + (gradient_of_x(dtotals, numbers[HERE:], taps, place, WIDTH, PACKED),)
+            results = results + (gradient_of_x(dtotals, numbers[HERE:], taps, place, WIDTH, True),)
         _store(dx, position, results, inside, LANES, VECTOR)
     # A row of its own for each run, added up by another kernel: atomics would add in a random order.
     channel = block + tl.arange(0, CHANNELS)  # [CHANNELS]
@@ -242,8 +227,35 @@ def _vectors(
         start = position + vector * VECTOR
         at = (rows + start)[:, None] + tl.arange(0, VECTOR)[None, :]  # [L, VECTOR]
         exists = inside & (start >= 0) & (start < positions)
-        loaded = tl.load(at, mask=exists[:, None], other=0)
-        values = values + apart(loaded.to(tl.float32) if loaded.dtype.is_floating() else loaded, LANES, VECTOR)
+        values = values + apart(tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32), LANES, VECTOR)
+    return values
+
+
+@triton.jit
+def _numbers(
+    seq_idx,  # [S], of one sequence, or None
+    position,  # [L], of each lane's own vector
+    positions,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The numbers of the sequences that :func:`_vectors`' positions belong to; 0 if they aren't packed."""
+    values = ()
+    for vector in tl.static_range(FIRST, END):
+        start = position + vector * VECTOR
+        # Numbers don't decrease along a row: less than the first, and more than the last, are none of them. A lane's own
+        # vector exists, or isn't written.
+        beyond = (start >= positions).to(tl.int32) - (start < 0).to(tl.int32)
+        if vector == 0:
+            beyond = tl.zeros((LANES,), tl.int32)
+        if seq_idx is None:
+            for _ in tl.static_range(VECTOR):
+                values = values + (beyond,)
+        else:
+            at = tl.minimum(tl.maximum(start[:, None] + tl.arange(0, VECTOR)[None, :], 0), positions - 1)
+            values = values + apart(tl.load(seq_idx + at) + beyond[:, None], LANES, VECTOR)
     return values
 
 

@@ -154,7 +154,7 @@ def _forward_kernel(
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + start + (row * x_stride * X_ALIGNED)[:, None] + column[None, :], mask=inside, other=0.0)
     gates = tl.load(gate + start + (row * gate_stride * GATE_ALIGNED)[:, None] + column[None, :], mask=inside, other=0.0)
-    opening, _ = opened(gates, SIGMOID)
+    opening = opened(gates, SIGMOID)[0]
     source = source_of(values, opening, GATE_FIRST)
     scale = reciprocal_rms(tl.sum(source * source, axis=1), eps, WIDTH)  # [ROWS]
     tl.store(reciprocal + row * GROUPS + group, scale, mask=row < rows)

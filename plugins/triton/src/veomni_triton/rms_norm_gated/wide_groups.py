@@ -111,7 +111,7 @@ def _forward_kernel(
     squares = tl.zeros((PIECE,), tl.float32)  # [PIECE]
     for first in range(0, WIDTH, PIECE):
         column = first + tl.arange(0, PIECE)
-        opening, _ = opened(tl.load(gate + column, mask=column < WIDTH, other=0.0), SIGMOID)
+        opening = opened(tl.load(gate + column, mask=column < WIDTH, other=0.0), SIGMOID)[0]
         source = source_of(tl.load(x + column, mask=column < WIDTH, other=0.0), opening, GATE_FIRST)
         squares += source * source
     scale = reciprocal_rms(tl.sum(squares, axis=0), eps, WIDTH)
@@ -119,7 +119,7 @@ def _forward_kernel(
     # The group is read again rather than kept: it is wider than the registers.
     for first in range(0, WIDTH, PIECE):
         column = first + tl.arange(0, PIECE)
-        opening, _ = opened(tl.load(gate + column, mask=column < WIDTH, other=0.0), SIGMOID)
+        opening = opened(tl.load(gate + column, mask=column < WIDTH, other=0.0), SIGMOID)[0]
         values = tl.load(x + column, mask=column < WIDTH, other=0.0)
         source = source_of(values, opening, GATE_FIRST)
         factor = gain(weight + start, column, 0.0, WIDTH)
@@ -160,7 +160,7 @@ def _input_gradients_kernel(
     products = tl.zeros((PIECE,), tl.float32)  # [PIECE], summed as forward's squares
     for first in range(0, WIDTH, PIECE):
         column = first + tl.arange(0, PIECE)
-        opening, _ = opened(tl.load(gate + column, mask=column < WIDTH, other=0.0), SIGMOID)
+        opening = opened(tl.load(gate + column, mask=column < WIDTH, other=0.0), SIGMOID)[0]
         normal = source_of(tl.load(x + column, mask=column < WIDTH, other=0.0), opening, GATE_FIRST) * scale
         upstream = tl.load(dy + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         dnormal = weighted_gradient(upstream, opening, GATE_FIRST) * gain(weight + start, column, 0.0, WIDTH)
@@ -211,7 +211,7 @@ def _weight_gradient_kernel(
         upstream = tl.load(dy + row * dy_stride * DY_ALIGNED + column, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(x + row * x_stride * X_ALIGNED + column, mask=inside, other=0.0)
         gates = tl.load(gate + row * gate_stride * GATE_ALIGNED + column, mask=inside, other=0.0)
-        opening, _ = opened(gates, SIGMOID)
+        opening = opened(gates, SIGMOID)[0]
         scale = tl.load(reciprocal + row * GROUPS + group)
         found += weighted_gradient(upstream, opening, GATE_FIRST) * (source_of(values, opening, GATE_FIRST) * scale)
     # A row of its own for each program, added up by another kernel: atomics would add in a random order.
