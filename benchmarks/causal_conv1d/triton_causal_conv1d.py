@@ -83,18 +83,16 @@ def as_transformers(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def contenders(case: Case, seq_idx: Tensor | None) -> dict[str, Convolution]:
-    found: dict[str, Convolution] = {
-        "ours": lambda x, weight: causal_conv1d.standard(x, weight, None, "silu", seq_idx)
-    }
+    found: dict[str, Convolution] = {"ours": lambda x, weight: causal_conv1d.standard(x, weight, None, "silu", seq_idx)}
     if not case.packed:
         found["transformers"] = as_transformers
         found["torch.compile"] = torch.compile(as_transformers, dynamic=False)
     try:
         fla = import_module("fla.modules.causal_conv1d").causal_conv1d
         begins = torch.tensor([0, *itertools.accumulate(PACKED)], device="cuda") if case.packed else None
-        found["fla"] = lambda x, weight: fla(
-            x.transpose(1, 2), weight, activation="silu", cu_seqlens=begins
-        )[0].transpose(1, 2)
+        found["fla"] = lambda x, weight: fla(x.transpose(1, 2), weight, activation="silu", cu_seqlens=begins)[
+            0
+        ].transpose(1, 2)
     except ImportError as error:
         print(f"fla is left out: {error}")
     try:
@@ -106,7 +104,9 @@ def contenders(case: Case, seq_idx: Tensor | None) -> dict[str, Convolution]:
     return found
 
 
-def check(case: Case, name: str, convolution: Convolution, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> None:
+def check(
+    case: Case, name: str, convolution: Convolution, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
+) -> None:
     """Hold a contender's result and gradients against float64, in the first 64 channels."""
     x, weight, dy, seq_idx = inputs
     some = slice(0, 64)
@@ -126,9 +126,7 @@ def compare(case: Case, only: list[str] | None) -> Iterator[Figures]:
     for name, convolution in memory_bound.selected(contenders(case, seq_idx), only).items():
         check(case, name, convolution, inputs)
         forward = partial(convolution, x, weight)
-        yield memory_bound.measure(
-            name, str(case), forward, partial(_backward, dy), (x, weight), traffic=5 * x.nbytes
-        )
+        yield memory_bound.measure(name, str(case), forward, partial(_backward, dy), (x, weight), traffic=5 * x.nbytes)
 
 
 def _backward(dy: Tensor, y: Tensor) -> None:
@@ -136,17 +134,14 @@ def _backward(dy: Tensor, y: Tensor) -> None:
 
 
 def launches(case: Case) -> Iterator[Launch]:
-    """Those that give 2 to 8 channels to each thread, or one or two vectors of 8 positions."""
-    for warps, programs in itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)):
-        if not 8 <= warps * programs <= 48:
-            continue
-        if case.channels_first:
-            for vectors, lanes in itertools.product((8, 16, 32), (32 * warps, 64 * warps)):
-                if lanes >= vectors:
-                    yield Launch(channels=lanes // vectors, step=8 * vectors, warps=warps, programs=programs)
-        else:
-            for each, step in itertools.product((2, 4, 8), (4, 8)):
-                yield Launch(channels=32 * warps * each, step=step, warps=warps, programs=programs)
+    """2 to 8 channels for each thread, or one or two vectors of positions, with as many warps as their registers let."""
+    if case.channels_first:
+        for vectors, lanes, programs in itertools.product((8, 16, 32), (128, 256), (3, 4, 5, 6, 8)):
+            yield Launch(channels=lanes // vectors, step=8 * vectors, warps=4, programs=programs)
+        return
+    each_step_warps = ((2, 4, 32), (2, 4, 24), (2, 8, 24), (2, 8, 16), (4, 4, 20), (4, 4, 16), (4, 4, 12), (4, 8, 12))
+    for (each, step, together), warps in itertools.product((*each_step_warps, (4, 8, 8), (8, 4, 8)), (2, 4)):
+        yield Launch(channels=32 * warps * each, step=step, warps=warps, programs=together // warps)
 
 
 def tune(case: Case) -> None:
@@ -172,7 +167,7 @@ def tune(case: Case) -> None:
 def main() -> None:
     options = memory_bound.options(__doc__)
     if options.tune:
-        for case in CASES:
+        for case in CASES[:3]:
             tune(case)
         return
     figures = [found for case in CASES for found in compare(case, options.only)]

@@ -74,9 +74,7 @@ def gradient_of_x(dtotals, numbers, taps, AT: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def with_position(
-    dtaps, dbias, dtotal, window, numbers, NOW: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr
-):
+def with_position(dtaps, dbias, dtotal, window, numbers, NOW: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
     """The gradients of taps and bias, with what the sum at ``window[NOW]`` adds to them."""
     sums = ()
     for back in tl.static_range(WIDTH):

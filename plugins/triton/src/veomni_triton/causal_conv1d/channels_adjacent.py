@@ -247,11 +247,7 @@ def _backward_step(
         gradients, dtotals, dtaps, dbias = gradients_of(
             upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, COUNT
         )
-    elif seq_idx is None:
-        gradients, dtotals, dtaps, dbias = gradients_of(
-            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
-        )
-    elif all_equal(numbers, WIDTH - 1 + COUNT):
+    elif seq_idx is None or all_equal(numbers, WIDTH - 1 + COUNT):
         gradients, dtotals, dtaps, dbias = gradients_of(
             upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
         )

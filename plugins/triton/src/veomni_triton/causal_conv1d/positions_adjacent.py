@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.activations import silu
-from veomni_triton.causal_conv1d.arithmetic import bias_of, convolved, gradient_of_x, taps_of, upstream_of_sum, with_position
+from veomni_triton.causal_conv1d.arithmetic import (
+    bias_of,
+    convolved,
+    gradient_of_x,
+    taps_of,
+    upstream_of_sum,
+    with_position,
+)
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.layout import positions_of_a_vector
 from veomni_triton.causal_conv1d.vectors import apart, together

@@ -63,9 +63,7 @@ def weighted_gradient(dy, opening, GATE_FIRST: tl.constexpr):
 
 
 @triton.jit
-def input_gradients(
-    dy, x, normal, scale, factor, opening, slope, projection, GATE_FIRST: tl.constexpr
-):
+def input_gradients(dy, x, normal, scale, factor, opening, slope, projection, GATE_FIRST: tl.constexpr):
     """The gradients of ``x`` and of the gate.
 
     ``projection`` is the group's mean of ``normal`` times its gradient. Nothing is rounded, even where forward rounds:

@@ -17,7 +17,14 @@ from veomni_triton.root_mean_square import gain, reciprocal_rms
 
 
 def forward(
-    x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, reciprocal: Tensor, eps: float, form: Form, launch: ForwardLaunch
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    reciprocal: Tensor,
+    eps: float,
+    form: Form,
+    launch: ForwardLaunch,
 ) -> None:
     """Write the gated norm of the rows of ``x`` into ``y``, and ``1 / rms`` of each group into ``reciprocal``.
 
@@ -153,7 +160,9 @@ def _forward_kernel(
     # [ROWS, BLOCK], as all below but scale. Masked elements are zeros, which the sum of squares doesn't see.
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + start + (row * x_stride * X_ALIGNED)[:, None] + column[None, :], mask=inside, other=0.0)
-    gates = tl.load(gate + start + (row * gate_stride * GATE_ALIGNED)[:, None] + column[None, :], mask=inside, other=0.0)
+    gates = tl.load(
+        gate + start + (row * gate_stride * GATE_ALIGNED)[:, None] + column[None, :], mask=inside, other=0.0
+    )
     opening = opened(gates, SIGMOID)[0]
     source = source_of(values, opening, GATE_FIRST)
     scale = reciprocal_rms(tl.sum(source * source, axis=1), eps, WIDTH)  # [ROWS]
@@ -212,9 +221,7 @@ def _backward_kernel(
         products = weighted_gradient(upstream, opening, GATE_FIRST) * normal
         projection = tl.sum(products * factor, axis=1)[:, None] / WIDTH  # [ROWS, 1]
         dweight += products
-        gradients = input_gradients(
-            upstream, values, normal, scale, factor, opening, slope, projection, GATE_FIRST
-        )
+        gradients = input_gradients(upstream, values, normal, scale, factor, opening, slope, projection, GATE_FIRST)
         at = start + row[:, None] * (GROUPS * WIDTH) + column[None, :]
         tl.store(dx + at, gradients[0].to(dx.dtype.element_ty), mask=inside)
         tl.store(dgate + at, gradients[1].to(dgate.dtype.element_ty), mask=inside)

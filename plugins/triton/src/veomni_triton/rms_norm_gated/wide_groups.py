@@ -22,9 +22,7 @@ COLUMN_WARPS = 4
 PROGRAMS = 8  # per multiprocessor, for the weight's gradient
 
 
-def forward(
-    x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, reciprocal: Tensor, eps: float, form: Form
-) -> None:
+def forward(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, reciprocal: Tensor, eps: float, form: Form) -> None:
     """As :func:`whole_groups.forward`, for groups of any size."""
     rows, groups = reciprocal.shape
     width = x.shape[1] // groups
@@ -123,9 +121,7 @@ def _forward_kernel(
         values = tl.load(x + column, mask=column < WIDTH, other=0.0)
         source = source_of(values, opening, GATE_FIRST)
         factor = gain(weight + start, column, 0.0, WIDTH)
-        result = result_of(
-            source, scale, factor, opening, values.dtype, weight.dtype.element_ty, GATE_FIRST, ROUNDED
-        )
+        result = result_of(source, scale, factor, opening, values.dtype, weight.dtype.element_ty, GATE_FIRST, ROUNDED)
         at = y + row * (GROUPS * WIDTH) + start + column
         tl.store(at, result.to(y.dtype.element_ty), mask=column < WIDTH)
 
@@ -173,9 +169,7 @@ def _input_gradients_kernel(
         normal = source_of(values, opening, GATE_FIRST) * scale
         upstream = tl.load(dy + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         factor = gain(weight + start, column, 0.0, WIDTH)
-        gradients = input_gradients(
-            upstream, values, normal, scale, factor, opening, slope, projection, GATE_FIRST
-        )
+        gradients = input_gradients(upstream, values, normal, scale, factor, opening, slope, projection, GATE_FIRST)
         at = row * (GROUPS * WIDTH) + start + column
         tl.store(dx + at, gradients[0].to(dx.dtype.element_ty), mask=column < WIDTH)
         tl.store(dgate + at, gradients[1].to(dgate.dtype.element_ty), mask=column < WIDTH)
