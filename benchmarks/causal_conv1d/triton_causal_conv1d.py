@@ -4,9 +4,9 @@
     python benchmarks/causal_conv1d/triton_causal_conv1d.py --tune
 
 A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th percentile; it flushes the L2 cache before
-each call. GB/s are of useful traffic: x and y in forward, and x, dy and dx in backward. The results and gradients of every
-contender are compared with float64 first. Of packed sequences, only those who keep them apart are compared. ``--tune``
-times our kernels alone over a grid of launches instead, and prints the fastest, for the table in
+each call. GB/s are of useful traffic: x and y in forward, and x, dy and dx in backward. The results and gradients of
+every contender are compared with float64 first. Of packed sequences, only those who keep them apart are compared.
+``--tune`` times our kernels alone over a grid of launches instead, and prints the fastest, for the table in
 ``veomni_triton/causal_conv1d/launch.py``.
 """
 
@@ -134,7 +134,7 @@ def _backward(dy: Tensor, y: Tensor) -> None:
 
 
 def launches(case: Case) -> Iterator[Launch]:
-    """2 to 8 channels for each thread, or one or two vectors of positions, with as many warps as their registers let."""
+    """2 to 8 channels for each thread, or one or two vectors of positions, with as many warps as registers allow."""
     if case.channels_first:
         for vectors, lanes, programs in itertools.product((8, 16, 32), (128, 256), (3, 4, 5, 6, 8)):
             yield Launch(channels=lanes // vectors, step=8 * vectors, warps=4, programs=programs)

@@ -5,8 +5,9 @@
 
 A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th percentile; it flushes the L2 cache before
 each call. GB/s are of useful traffic: x, the gate and y in forward, and x, the gate, dy, dx and the gate's gradient in
-backward. The results and gradients of every contender are compared with float64 first. ``--tune`` times our kernels alone
-over a grid of launches instead, and prints the fastest, for the table in ``veomni_triton/rms_norm_gated/launch.py``.
+backward. The results and gradients of every contender are compared with float64 first. ``--tune`` times our kernels
+alone over a grid of launches instead, and prints the fastest, for the table in
+``veomni_triton/rms_norm_gated/launch.py``.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from veomni_triton.activations import silu
 
-# W = WIDTH taps. `window` holds x at neighbouring positions, and `numbers` the sequence that each belongs to, one scalar
-# or block for each. Positions that don't exist have numbers of their own. Where MIXED is false, all numbers are the
-# same, and none is read.
+# W = WIDTH taps. `window` holds x at neighbouring positions, and `numbers` the sequence that each belongs to, one
+# scalar or block for each. Positions that don't exist have numbers of their own. Where MIXED is false, all numbers are
+# the same, and none is read.
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def gradients_of(
     MIXED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """One step of backward: ``dy`` is of the last ``COUNT`` positions of a window, ``dtotals`` of the W - 1 before them.
+    """One step of backward: ``dy`` is of the last ``COUNT`` positions of a window, ``dtotals`` of the others.
 
     Returns the gradients of x at the first ``COUNT`` positions of the window, ``dtotals`` of its last W - 1, and the
     gradients of taps and bias with what the step adds to them.

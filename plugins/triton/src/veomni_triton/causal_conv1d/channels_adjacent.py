@@ -247,7 +247,11 @@ def _backward_step(
         gradients, dtotals, dtaps, dbias = gradients_of(
             upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, COUNT
         )
-    elif seq_idx is None or all_equal(numbers, WIDTH - 1 + COUNT):
+    elif seq_idx is None:  # noqa: SIM114  (known when compiled, the next one is not)
+        gradients, dtotals, dtaps, dbias = gradients_of(
+            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
+        )
+    elif all_equal(numbers, WIDTH - 1 + COUNT):
         gradients, dtotals, dtaps, dbias = gradients_of(
             upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
         )

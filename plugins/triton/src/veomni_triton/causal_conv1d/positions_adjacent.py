@@ -90,10 +90,10 @@ def backward(
     return partials
 
 
-# B sequences of S = positions, C = channels, W = WIDTH taps. S is a multiple of VECTOR. A tile has CHANNELS channels and
-# STEP positions of each, on CHANNELS * STEP / VECTOR = L lanes. Blocks are [L], in float32 from load to store; tuples
-# hold blocks of neighbouring positions, whole vectors of them. Offsets of rows are int64, since B * S * C can exceed
-# 2**31.
+# B sequences of S = positions, C = channels, W = WIDTH taps. S is a multiple of VECTOR. A tile has CHANNELS channels
+# and STEP positions of each, on CHANNELS * STEP / VECTOR = L lanes. Blocks are [L], in float32 from load to store;
+# tuples hold blocks of neighbouring positions, whole vectors of them. Offsets of rows are int64, since B * S * C can
+# exceed 2**31.
 @triton.jit(do_not_specialize=["run"])
 def _forward_kernel(
     x,  # [B, C, S], contiguous along S
@@ -205,7 +205,7 @@ def _backward_kernel(
 
 @triton.jit
 def _place(positions, run, channels, CHANNELS: tl.constexpr, STEP: tl.constexpr):
-    """The program's sequence (int64), first channel, number of its run among all (int64), first step, and last's end."""
+    """The program's sequence (int64), first channel, run's number among all (int64), first step and end of steps."""
     # Neighbours in the grid have neighbouring runs of the same channels.
     steps = tl.cdiv(positions, STEP)
     runs = tl.cdiv(steps, run)
@@ -252,8 +252,8 @@ def _numbers(
     values = ()
     for vector in tl.static_range(FIRST, END):
         start = position + vector * VECTOR
-        # Numbers don't decrease along a row: less than the first, and more than the last, are none of them. A lane's own
-        # vector exists, or isn't written.
+        # Numbers don't decrease along a row: less than the first, and more than the last, are none of them. A lane's
+        # own vector exists, or isn't written.
         beyond = (start >= positions).to(tl.int32) - (start < 0).to(tl.int32)
         if vector == 0:
             beyond = tl.zeros((LANES,), tl.int32)

@@ -1,9 +1,9 @@
 """rms_norm_gated in Triton: forward reads ``x`` and the gate once, and backward these and ``dy`` once.
 
-That holds for groups of up to 8192 elements, whatever the row; larger ones are read in pieces, twice. Saved for backward
-are the inputs and ``1 / rms`` of each group, one float32. A row's result and its gradients depend on that row alone, bit
-for bit: neither the number of rows nor their addresses change the order of a sum. The weight's gradient is summed in
-float32, in an order that the shape and the device's number of multiprocessors fix.
+That holds for groups of up to 8192 elements, whatever the row; larger ones are read in pieces, twice. Saved for
+backward are the inputs and ``1 / rms`` of each group, one float32. A row's result and its gradients depend on that row
+alone, bit for bit: neither the number of rows nor their addresses change the order of a sum. The weight's gradient is
+summed in float32, in an order that the shape and the device's number of multiprocessors fix.
 
 Every variant takes ``x [..., H]`` and ``gate [..., H]`` with any strides, ``weight [H]``, each of float32, bfloat16 or
 float16, ``eps``, which is added to the mean square, and ``group_size``, the number of neighbouring elements that are
@@ -83,5 +83,5 @@ class _RmsNormGated(Function):
         if ctx.needs_input_grad[2]:
             dx, dgate, dweight = rms_norm_gated_gradients(dy, *saved, *ctx.form)
         else:
-            dx, dgate, dweight = *rms_norm_gated_input_gradients(dy, *saved, *ctx.form), None
+            (dx, dgate), dweight = rms_norm_gated_input_gradients(dy, *saved, *ctx.form), None
         return dx, dgate, dweight, None, None, None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import triton
 
-# Backward holds x, the gate, dy, the weight and its gradient in float32: 5 * 8192 of a multiprocessor's 65536 registers.
+# Backward holds x, the gate, dy, the weight and its gradient in float32: 40960 of a multiprocessor's 65536 registers.
 WHOLE_GROUP = 8192
 _REGISTERS = 65536  # of a multiprocessor
 

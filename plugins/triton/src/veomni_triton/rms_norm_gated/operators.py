@@ -40,26 +40,34 @@ def _results(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *
 
 def _forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *form: bool) -> tuple[Tensor, Tensor]:
     y, reciprocal = _results(x, gate, weight, eps, groups, *form)
-    tensors = (aligned_rows(x), aligned_rows(gate), aligned_weight(weight), y, reciprocal, eps, Form(*form))
+    inputs = (aligned_rows(x), aligned_rows(gate), aligned_weight(weight))
     width = x.shape[-1] // groups
     with torch.cuda.device_of(x):
         if width <= WHOLE_GROUP:
-            whole_groups.forward(*tensors, forward_launch(width))
+            whole_groups.forward(*inputs, y, reciprocal, eps, Form(*form), forward_launch(width))
         else:
-            wide_groups.forward(*tensors)
+            wide_groups.forward(*inputs, y, reciprocal, eps, Form(*form))
     return y, reciprocal
 
 
 def _write_gradients(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, reciprocal: Tensor, form: Form, *written: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    reciprocal: Tensor,
+    form: Form,
+    dx: Tensor,
+    dgate: Tensor,
+    dweight: Tensor | None,
 ) -> None:
     inputs = (aligned_rows(dy), aligned_rows(x), aligned_rows(gate), aligned_weight(weight), reciprocal)
     width = x.shape[-1] // reciprocal.shape[1]
     with torch.cuda.device_of(x):
         if width <= WHOLE_GROUP:
-            whole_groups.backward(*inputs, form, *written, backward_launch(width))
+            whole_groups.backward(*inputs, form, dx, dgate, dweight, backward_launch(width))
         else:
-            wide_groups.backward(*inputs, form, *written)
+            wide_groups.backward(*inputs, form, dx, dgate, dweight)
 
 
 def _gradients(

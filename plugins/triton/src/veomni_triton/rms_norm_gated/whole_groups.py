@@ -126,8 +126,9 @@ def backward(
         sum_partials(partials, dweight)
 
 
-# T rows of G = GROUPS groups of WIDTH columns; H = G * WIDTH. BLOCK is WIDTH padded to a power of two. A program has one
-# group, and a tile is [ROWS, BLOCK]: that group of neighbouring rows. Neighbours in the grid have neighbouring groups.
+# T rows of G = GROUPS groups of WIDTH columns; H = G * WIDTH. BLOCK is WIDTH padded to a power of two. A program has
+# one group, and a tile is [ROWS, BLOCK]: that group of neighbouring rows. Neighbours in the grid have neighbouring
+# groups.
 #
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation.

@@ -81,8 +81,8 @@ def backward(
     sum_partials(partials, dweight)
 
 
-# T rows of G = GROUPS groups of WIDTH columns; H = G * WIDTH. A program has one group, and [PIECE] of it at a time: so are
-# blocks in loops over a group. Strides are not specialised and come in units of the alignment, see whole_groups.
+# T rows of G = GROUPS groups of WIDTH columns; H = G * WIDTH. A program has one group, and [PIECE] of it at a time: so
+# are blocks in loops over a group. Strides are not specialised and come in units of the alignment, see whole_groups.
 @triton.jit(do_not_specialize=["x_stride", "gate_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * X_ALIGNED apart
