@@ -37,21 +37,23 @@ def bias_of(bias, channel, channels):
 
 
 @triton.jit
-def if_same(numbers, value, THERE: tl.constexpr, HERE: tl.constexpr, MIXED: tl.constexpr):
-    """``value``, or zeros where the positions ``THERE`` and ``HERE`` belong to different sequences."""
+def with_product(total, factor, value, numbers, THERE: tl.constexpr, HERE: tl.constexpr, MIXED: tl.constexpr):
+    """``total + factor * value``, or ``total`` where ``THERE`` and ``HERE`` belong to different sequences."""
+    # An explicit fma has the same bits whether its result is selected or not: left to the compiler, only a product that
+    # is added right away would be fused.
+    found = tl.fma(factor, value, total)
     # Selected, not multiplied with zero: a NaN of one sequence would reach the next.
     if MIXED:
-        return tl.where(numbers[THERE] == numbers[HERE], value, 0.0)
-    else:
-        return value
+        found = tl.where(numbers[THERE] == numbers[HERE], found, total)
+    return found
 
 
 @triton.jit
 def convolved(window, numbers, taps, bias, NOW: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
     """The sum before the activation, at the position ``window[NOW]``."""
-    total = bias + taps[0] * window[NOW]
-    for back in tl.static_range(1, WIDTH):
-        total += if_same(numbers, taps[back] * window[NOW - back], NOW - back, NOW, MIXED)
+    total = bias
+    for back in tl.static_range(WIDTH):
+        total = with_product(total, taps[back], window[NOW - back], numbers, NOW - back, NOW, MIXED)
     return total
 
 
@@ -69,7 +71,7 @@ def gradient_of_x(dtotals, numbers, taps, AT: tl.constexpr, WIDTH: tl.constexpr,
     """The gradient of x at the position of ``dtotals[AT]``: it went into that sum and into W - 1 after it."""
     total = taps[0] * dtotals[AT]
     for ahead in tl.static_range(1, WIDTH):
-        total += if_same(numbers, taps[ahead] * dtotals[AT + ahead], AT + ahead, AT, MIXED)
+        total = with_product(total, taps[ahead], dtotals[AT + ahead], numbers, AT + ahead, AT, MIXED)
     return total
 
 
@@ -78,7 +80,7 @@ def with_position(dtaps, dbias, dtotal, window, numbers, NOW: tl.constexpr, WIDT
     """The gradients of taps and bias, with what the sum at ``window[NOW]`` adds to them."""
     sums = ()
     for back in tl.static_range(WIDTH):
-        sums = sums + (dtaps[back] + if_same(numbers, dtotal * window[NOW - back], NOW - back, NOW, MIXED),)
+        sums = sums + (with_product(dtaps[back], dtotal, window[NOW - back], numbers, NOW - back, NOW, MIXED),)
     return sums, dbias + dtotal
 
 
