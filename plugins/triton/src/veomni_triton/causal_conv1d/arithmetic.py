@@ -132,12 +132,3 @@ def gradients_of(
         # With this sum, all are known that the position W - 1 earlier went into.
         gradients = gradients + (gradient_of_x(dtotals, numbers, taps, step, WIDTH, MIXED),)
     return gradients, dtotals[COUNT:], dtaps, dbias
-
-
-@triton.jit
-def all_equal(numbers, COUNT: tl.constexpr):
-    """Whether a tuple's ``COUNT`` scalars are the same."""
-    found = True
-    for place in tl.static_range(1, COUNT):
-        found = found & (numbers[place] == numbers[0])
-    return found

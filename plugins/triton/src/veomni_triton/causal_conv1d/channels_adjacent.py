@@ -11,14 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton.causal_conv1d.arithmetic import (
-    all_equal,
-    bias_of,
-    gradients_of,
-    results_of,
-    taps_of,
-)
+from veomni_triton.causal_conv1d.arithmetic import bias_of, gradients_of, results_of, taps_of
 from veomni_triton.causal_conv1d.launch import Launch
+from veomni_triton.causal_conv1d.runs import guarded, loaded, numbers_of, place, zeros
 
 
 def forward(
@@ -119,7 +114,7 @@ def _forward_kernel(
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    batch, first, end, channel, _ = _place(positions, run, channels, CHANNELS)
+    batch, first, end, channel, _ = place(positions, run, channels, CHANNELS)
     x += batch * x_batch + channel
     y += batch * positions * channels + channel
     if seq_idx is not None:
@@ -127,20 +122,28 @@ def _forward_kernel(
     inside = channel < channels
     taps = taps_of(weight, channel, channels, WIDTH)
     added = bias_of(bias, channel, channels)
-    window = _guarded(x, first - (WIDTH - 1), positions, x_position, inside, WIDTH - 1)
-    mixed_end, steps_end = _steps(first, end, WIDTH, STEP)
-    for start in range(first, mixed_end, STEP):
-        window = _forward_step(
-            x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added, WIDTH, SILU, True, STEP
-        )
+    window = guarded(x, first - (WIDTH - 1), positions, x_position, inside, WIDTH - 1)
+    steps_end = first + (end - first) // STEP * STEP
+    mixed_end = first
+    if seq_idx is None:
+        # The first steps see positions before the first one. In packed sequences any step may see another sequence.
+        mixed_end = tl.minimum(tl.maximum(first, tl.cdiv(WIDTH - 1, STEP) * STEP), steps_end)
+        for start in range(first, mixed_end, STEP):
+            window = _forward_step(
+                x, seq_idx, y, start, positions, channels, x_position, inside,
+                window, taps, added, WIDTH, SILU, True, STEP,
+            )  # fmt: skip
     for start in range(mixed_end, steps_end, STEP):
         window = _forward_step(
-            x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added, WIDTH, SILU, False, STEP
-        )
+            x, seq_idx, y, start, positions, channels, x_position, inside,
+            window, taps, added, WIDTH, SILU, seq_idx is not None, STEP,
+        )  # fmt: skip
+    # What is left of the last run after whole steps.
     for start in range(steps_end, end):
         window = _forward_step(
-            x, seq_idx, y, start, positions, channels, x_position, inside, window, taps, added, WIDTH, SILU, True, 1
-        )
+            x, seq_idx, y, start, positions, channels, x_position, inside,
+            window, taps, added, WIDTH, SILU, True, 1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -150,17 +153,9 @@ def _forward_step(
 ):  # fmt: skip
     """``COUNT`` positions from ``start`` on. Returns the window as the next step needs it."""
     # All loads come before the first use, so that they are in flight together.
-    window = window + _loaded(x, start, x_position, inside, COUNT)
-    numbers = _numbers(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
-    if MIXED:
-        results = results_of(window, numbers, taps, added, WIDTH, SILU, True, COUNT)
-    elif seq_idx is None:
-        results = results_of(window, numbers, taps, added, WIDTH, SILU, False, COUNT)
-    elif all_equal(numbers, WIDTH - 1 + COUNT):
-        # Most steps see one sequence, and need not compare positions for each channel.
-        results = results_of(window, numbers, taps, added, WIDTH, SILU, False, COUNT)
-    else:
-        results = results_of(window, numbers, taps, added, WIDTH, SILU, True, COUNT)
+    window = window + loaded(x, start, x_position, inside, COUNT)
+    numbers = numbers_of(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
+    results = results_of(window, numbers, taps, added, WIDTH, SILU, MIXED, COUNT)
     for step in tl.static_range(COUNT):
         at = y + tl.cast(start + step, tl.int64) * channels
         tl.store(at, results[step].to(y.dtype.element_ty), mask=inside)
@@ -188,7 +183,7 @@ def _backward_kernel(
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    batch, first, end, channel, row = _place(positions, run, channels, CHANNELS)
+    batch, first, end, channel, row = place(positions, run, channels, CHANNELS)
     dy += batch * dy_batch + channel
     x += batch * x_batch + channel
     dx += batch * positions * channels + channel
@@ -197,21 +192,24 @@ def _backward_kernel(
     inside = channel < channels
     taps = taps_of(weight, channel, channels, WIDTH)
     added = bias_of(bias, channel, channels)
-    window = _guarded(x, first - (WIDTH - 1), positions, x_position, inside, WIDTH - 1)
+    window = guarded(x, first - (WIDTH - 1), positions, x_position, inside, WIDTH - 1)
     # Those before the run are never used: they belong to gradients that the run before this one writes.
-    dtotals = _zeros(channel, WIDTH - 1)
-    dtaps = _zeros(channel, WIDTH)
+    dtotals = zeros(channel, WIDTH - 1)
+    dtaps = zeros(channel, WIDTH)
     dbias = tl.zeros(channel.shape, tl.float32)
-    mixed_end, steps_end = _steps(first, end, WIDTH, STEP)
-    for start in range(first, mixed_end, STEP):
-        window, dtotals, dtaps, dbias = _backward_step(
-            dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
-            window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, STEP,
-        )  # fmt: skip
+    steps_end = first + (end - first) // STEP * STEP
+    mixed_end = first
+    if seq_idx is None:
+        mixed_end = tl.minimum(tl.maximum(first, tl.cdiv(WIDTH - 1, STEP) * STEP), steps_end)
+        for start in range(first, mixed_end, STEP):
+            window, dtotals, dtaps, dbias = _backward_step(
+                dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
+                window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, STEP,
+            )  # fmt: skip
     for start in range(mixed_end, steps_end, STEP):
         window, dtotals, dtaps, dbias = _backward_step(
             dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
-            window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, STEP,
+            window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, seq_idx is not None, STEP,
         )  # fmt: skip
     for start in range(steps_end, end):
         window, dtotals, dtaps, dbias = _backward_step(
@@ -219,9 +217,9 @@ def _backward_kernel(
             window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, 1,
         )  # fmt: skip
     # The last W - 1 positions of the run went into sums after it too. Those belong to the next run, but for this.
-    window = window + _guarded(x, end, positions, x_position, inside, WIDTH - 1)
-    upstream = _guarded(dy, end, positions, dy_position, inside, WIDTH - 1)
-    numbers = _numbers(seq_idx, end - (WIDTH - 1), positions, 2 * (WIDTH - 1))
+    window = window + guarded(x, end, positions, x_position, inside, WIDTH - 1)
+    upstream = guarded(dy, end, positions, dy_position, inside, WIDTH - 1)
+    numbers = numbers_of(seq_idx, end - (WIDTH - 1), positions, 2 * (WIDTH - 1))
     gradients = gradients_of(
         upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, WIDTH - 1
     )[0]
@@ -240,25 +238,12 @@ def _backward_step(
     WIDTH: tl.constexpr, SILU: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """``COUNT`` positions from ``start`` on. Returns all that the next step needs."""
-    window = window + _loaded(x, start, x_position, inside, COUNT)
-    upstream = _loaded(dy, start, dy_position, inside, COUNT)
-    numbers = _numbers(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
-    if MIXED:
-        gradients, dtotals, dtaps, dbias = gradients_of(
-            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, COUNT
-        )
-    elif seq_idx is None:  # noqa: SIM114  (known when compiled, the next one is not)
-        gradients, dtotals, dtaps, dbias = gradients_of(
-            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
-        )
-    elif all_equal(numbers, WIDTH - 1 + COUNT):
-        gradients, dtotals, dtaps, dbias = gradients_of(
-            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, False, COUNT
-        )
-    else:
-        gradients, dtotals, dtaps, dbias = gradients_of(
-            upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, COUNT
-        )
+    window = window + loaded(x, start, x_position, inside, COUNT)
+    upstream = loaded(dy, start, dy_position, inside, COUNT)
+    numbers = numbers_of(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
+    gradients, dtotals, dtaps, dbias = gradients_of(
+        upstream, window, numbers, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, MIXED, COUNT
+    )
     _store_gradients(dx, gradients, start - (WIDTH - 1), first, channels, inside, COUNT)
     return window[COUNT:], dtotals, dtaps, dbias
 
@@ -269,72 +254,3 @@ def _store_gradients(dx, gradients, start, first, channels, inside, COUNT: tl.co
     for step in tl.static_range(COUNT):
         at = dx + tl.cast(start + step, tl.int64) * channels
         tl.store(at, gradients[step].to(dx.dtype.element_ty), mask=inside & (start + step >= first))
-
-
-@triton.jit
-def _place(positions, run, channels, CHANNELS: tl.constexpr):
-    """The program's sequence (int64), first position and end, channels, and the number of its run among all (int64)."""
-    # Neighbours in the grid have neighbouring channels of one run.
-    blocks = tl.cdiv(channels, CHANNELS)
-    row, runs = tl.program_id(0) // blocks, tl.cdiv(positions, run)
-    first = row % runs * run
-    channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
-    return (row // runs).to(tl.int64), first, tl.minimum(first + run, positions), channel, row.to(tl.int64)
-
-
-@triton.jit
-def _steps(first, end, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """Where a run's mixed steps end, and where its whole steps do.
-
-    A mixed step may reach beyond an end of its sequence: the first ones of the first run. What is left of the last run
-    after whole steps is taken position by position.
-    """
-    steps_end = first + (end - first) // STEP * STEP
-    mixed = (WIDTH - 1 + STEP - 1) // STEP * STEP
-    return tl.minimum(tl.maximum(mixed, first), steps_end), steps_end
-
-
-@triton.jit
-def _loaded(x, start, stride, inside, COUNT: tl.constexpr):
-    """``COUNT`` positions from ``start`` on, all of which exist."""
-    values = ()
-    for step in tl.static_range(COUNT):
-        at = x + tl.cast(start + step, tl.int64) * stride
-        values = values + (tl.load(at, mask=inside, other=0.0).to(tl.float32),)
-    return values
-
-
-@triton.jit
-def _guarded(x, start, positions, stride, inside, COUNT: tl.constexpr):
-    """``COUNT`` positions from ``start`` on, with zeros for those that don't exist."""
-    values = ()
-    for step in tl.static_range(COUNT):
-        position = start + step
-        exists = (position >= 0) & (position < positions)
-        at = x + tl.cast(position, tl.int64) * stride
-        values = values + (tl.load(at, mask=inside & exists, other=0.0).to(tl.float32),)
-    return values
-
-
-@triton.jit
-def _numbers(seq_idx, start, positions, COUNT: tl.constexpr):
-    """The numbers of the sequences that ``COUNT`` positions belong to; 0 if they aren't packed."""
-    values = ()
-    for step in tl.static_range(COUNT):
-        position = start + step
-        # Numbers don't decrease along a row: less than the first, and more than the last, are none of them.
-        beyond = (position >= positions).to(tl.int32) - (position < 0).to(tl.int32)
-        if seq_idx is None:
-            values = values + (beyond,)
-        else:
-            values = values + (tl.load(seq_idx + tl.minimum(tl.maximum(position, 0), positions - 1)) + beyond,)
-    return values
-
-
-@triton.jit
-def _zeros(like, COUNT: tl.constexpr):
-    """``COUNT`` blocks of zeros."""
-    values = ()
-    for _ in tl.static_range(COUNT):
-        values = values + (tl.zeros(like.shape, tl.float32),)
-    return values

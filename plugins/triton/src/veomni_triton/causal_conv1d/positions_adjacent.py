@@ -22,7 +22,7 @@ from veomni_triton.causal_conv1d.arithmetic import (
 )
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.layout import positions_of_a_vector
-from veomni_triton.causal_conv1d.vectors import apart, together
+from veomni_triton.causal_conv1d.vectors import numbers_of, store_vectors, vectors_of
 
 
 def forward(
@@ -126,15 +126,15 @@ def _forward_kernel(
     for step in range(first, end):
         position = step * STEP + offset
         inside = (channel < channels) & (position < positions)
-        window = _vectors(x, position, positions, inside, -BESIDE, 1, LANES, VECTOR)
-        numbers = _numbers(seq_idx, position, positions, -BESIDE, 1, LANES, VECTOR)
+        window = vectors_of(x, position, positions, inside, -BESIDE, 1, LANES, VECTOR)
+        numbers = numbers_of(seq_idx, position, positions, -BESIDE, 1, LANES, VECTOR)
         results = ()
         for place in tl.static_range(VECTOR):
             total = convolved(window, numbers, taps, added, BESIDE * VECTOR + place, WIDTH, True)
             if SILU:
                 total = silu(total)[0]
             results = results + (total,)
-        _store(y, position, results, inside, LANES, VECTOR)
+        store_vectors(y, position, results, inside, LANES, VECTOR)
 
 
 @triton.jit(do_not_specialize=["run"])
@@ -179,9 +179,9 @@ def _backward_kernel(
     for step in range(first, end):
         position = step * STEP + offset
         inside = (channel < channels) & (position < positions)
-        window = _vectors(x, position, positions, inside, -BESIDE, 1 + BESIDE, LANES, VECTOR)
-        upstream = _vectors(dy, position, positions, inside, 0, 1 + BESIDE, LANES, VECTOR)
-        numbers = _numbers(seq_idx, position, positions, -BESIDE, 1 + BESIDE, LANES, VECTOR)
+        window = vectors_of(x, position, positions, inside, -BESIDE, 1 + BESIDE, LANES, VECTOR)
+        upstream = vectors_of(dy, position, positions, inside, 0, 1 + BESIDE, LANES, VECTOR)
+        numbers = numbers_of(seq_idx, position, positions, -BESIDE, 1 + BESIDE, LANES, VECTOR)
         # The sums that the lane's positions went into: theirs, and those of the W - 1 positions after them.
         dtotals = ()
         for place in tl.static_range(VECTOR + WIDTH - 1):
@@ -192,7 +192,7 @@ def _backward_kernel(
         results = ()
         for place in tl.static_range(VECTOR):
             results = results + (gradient_of_x(dtotals, numbers[HERE:], taps, place, WIDTH, True),)
-        _store(dx, position, results, inside, LANES, VECTOR)
+        store_vectors(dx, position, results, inside, LANES, VECTOR)
     # A row of its own for each run, added up by another kernel: atomics would add in a random order.
     channel = block + tl.arange(0, CHANNELS)  # [CHANNELS]
     partials += row * (WIDTH + 1) * channels + channel
@@ -215,59 +215,3 @@ def _place(positions, run, channels, CHANNELS: tl.constexpr, STEP: tl.constexpr)
     row = (batch * runs + first).to(tl.int64)
     first *= run
     return batch.to(tl.int64), others % blocks * CHANNELS, row, first, tl.minimum(first + run, steps)
-
-
-@triton.jit
-def _vectors(
-    rows,  # [L], pointers to the first position of each lane's channel
-    position,  # [L], of each lane's own vector
-    positions,
-    inside,  # [L]
-    FIRST: tl.constexpr,
-    END: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """A tuple of the positions of all vectors from ``FIRST`` to before ``END``, where 0 is a lane's own."""
-    values = ()
-    for vector in tl.static_range(FIRST, END):
-        start = position + vector * VECTOR
-        at = (rows + start)[:, None] + tl.arange(0, VECTOR)[None, :]  # [L, VECTOR]
-        exists = inside & (start >= 0) & (start < positions)
-        values = values + apart(tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32), LANES, VECTOR)
-    return values
-
-
-@triton.jit
-def _numbers(
-    seq_idx,  # [S], of one sequence, or None
-    position,  # [L], of each lane's own vector
-    positions,
-    FIRST: tl.constexpr,
-    END: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The numbers of the sequences that :func:`_vectors`' positions belong to; 0 if they aren't packed."""
-    values = ()
-    for vector in tl.static_range(FIRST, END):
-        start = position + vector * VECTOR
-        # Numbers don't decrease along a row: less than the first, and more than the last, are none of them. A lane's
-        # own vector exists, or isn't written.
-        beyond = (start >= positions).to(tl.int32) - (start < 0).to(tl.int32)
-        if vector == 0:
-            beyond = tl.zeros((LANES,), tl.int32)
-        if seq_idx is None:
-            for _ in tl.static_range(VECTOR):
-                values = values + (beyond,)
-        else:
-            at = tl.minimum(tl.maximum(start[:, None] + tl.arange(0, VECTOR)[None, :], 0), positions - 1)
-            values = values + apart(tl.load(seq_idx + at) + beyond[:, None], LANES, VECTOR)
-    return values
-
-
-@triton.jit
-def _store(rows, position, values, inside, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Write a tuple of a lane's positions, rounded once."""
-    at = (rows + position)[:, None] + tl.arange(0, VECTOR)[None, :]  # [L, VECTOR]
-    tl.store(at, together(values, LANES, VECTOR).to(rows.dtype.element_ty), mask=inside[:, None])
