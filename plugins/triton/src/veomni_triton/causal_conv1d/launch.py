@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,6 +33,10 @@ class Launch:
     def registers(self) -> int:
         """The most that a thread may have, so that a multiprocessor can hold all of its programs."""
         return min(255, _REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
+
+    def of_width(self, width: int) -> Launch:
+        """This launch for ``width`` taps: with half of the programs, and so twice the registers, for more than four."""
+        return self if width <= 4 else replace(self, programs=max(1, self.programs // 2))
 
     def run(self, x: Tensor) -> int:
         """The positions of a run of ``x [B, C, S]``."""

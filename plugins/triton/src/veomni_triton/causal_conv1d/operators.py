@@ -32,14 +32,14 @@ _LIBRARY.define(f"causal_conv1d_gradients(Tensor dy, {_INPUTS}) -> (Tensor dx, T
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, has_silu: bool) -> Tensor:
-    y = empty_like(x)
+    y, width = empty_like(x), weight.shape[1]
     others = (weight.contiguous(), _contiguous(bias), _contiguous(seq_idx), has_silu, y)
     if y.numel():
         with torch.cuda.device_of(x):
             if has_adjacent_positions(x):
-                positions_adjacent.forward(x, *others, POSITIONS_FORWARD)
+                positions_adjacent.forward(x, *others, POSITIONS_FORWARD.of_width(width))
             else:
-                channels_adjacent.forward(adjacent_channels(x), *others, CHANNELS_FORWARD)
+                channels_adjacent.forward(adjacent_channels(x), *others, CHANNELS_FORWARD.of_width(width))
     return y
 
 
@@ -47,15 +47,18 @@ def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, has_silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = _gradients_like(dy, x, weight, bias)
+    width = weight.shape[1]
     others = (weight.contiguous(), _contiguous(bias), _contiguous(seq_idx), has_silu, dx)
     if not dx.numel():
         return dx, dweight.zero_(), dbias.zero_()
     with torch.cuda.device_of(x):
         if has_adjacent_positions(x):
-            partials = positions_adjacent.backward(adjacent_positions(dy), x, *others, POSITIONS_BACKWARD)
+            partials = positions_adjacent.backward(
+                adjacent_positions(dy), x, *others, POSITIONS_BACKWARD.of_width(width)
+            )
         else:
             dy, x = adjacent_channels(dy), adjacent_channels(x)
-            partials = channels_adjacent.backward(dy, x, *others, CHANNELS_BACKWARD)
+            partials = channels_adjacent.backward(dy, x, *others, CHANNELS_BACKWARD.of_width(width))
         sum_partials(partials[:, :-1], dweight.t())
         sum_partials(partials[:, -1:], dbias[None])
     return dx, dweight, dbias
