@@ -133,15 +133,21 @@ def _backward(dy: Tensor, y: Tensor) -> None:
     y.backward(dy)
 
 
-def launches(case: Case) -> Iterator[Launch]:
-    """2 to 8 channels for each thread, or one or two vectors of positions, with as many warps as registers allow."""
+# Where channels are adjacent: channels of a thread, positions of a step, warps of a multiprocessor, and stages.
+FORWARD = ((2, 4, 32, 3), (4, 4, 16, 2), (4, 4, 16, 3), (4, 4, 20, 2), (4, 4, 24, 2), (4, 4, 32, 1), (4, 8, 16, 1))
+FORWARD += ((4, 8, 16, 2), (8, 4, 8, 2), (8, 4, 8, 3), (8, 4, 12, 2))
+BACKWARD = ((2, 4, 24, 3), (2, 4, 32, 2), (4, 4, 12, 2), (4, 4, 12, 3), (4, 4, 16, 1), (4, 4, 16, 2), (4, 4, 16, 3))
+BACKWARD += ((4, 8, 12, 2), (8, 4, 8, 1), (8, 4, 8, 2), (8, 4, 8, 3))
+
+
+def launches(case: Case, forms: tuple[tuple[int, ...], ...]) -> Iterator[Launch]:
+    """Those of ``forms`` with programs of several sizes; where positions are adjacent, one or two vectors a thread."""
     if case.channels_first:
-        for vectors, lanes, programs in itertools.product((8, 16, 32), (128, 256), (3, 4, 5, 6, 8)):
+        for vectors, lanes, programs in itertools.product((8, 16, 32), (128, 256), (4, 5, 6, 8)):
             yield Launch(channels=lanes // vectors, step=8 * vectors, warps=4, programs=programs)
         return
-    each_step_warps = ((2, 4, 32), (2, 4, 24), (2, 8, 24), (2, 8, 16), (4, 4, 20), (4, 4, 16), (4, 4, 12), (4, 8, 12))
-    for (each, step, together), warps in itertools.product((*each_step_warps, (4, 8, 8), (8, 4, 8)), (2, 4)):
-        yield Launch(channels=32 * warps * each, step=step, warps=warps, programs=together // warps)
+    for (each, step, together, stages), warps in itertools.product(forms, (2, 4)):
+        yield Launch(channels=32 * warps * each, step=step, warps=warps, programs=together // warps, stages=stages)
 
 
 def tune(case: Case) -> None:
@@ -159,8 +165,10 @@ def tune(case: Case) -> None:
         sum_partials(partials[:, :-1], dweight.t())
 
     tables = (POSITIONS_FORWARD, POSITIONS_BACKWARD) if case.channels_first else (CHANNELS_FORWARD, CHANNELS_BACKWARD)
-    for what, kernel, own in zip(("forward", "backward"), (forward, backward), tables, strict=True):
-        choices = dict.fromkeys((own, *launches(case)))
+    for what, kernel, own, forms in zip(
+        ("forward", "backward"), (forward, backward), tables, (FORWARD, BACKWARD), strict=True
+    ):
+        choices = dict.fromkeys((own, *launches(case, forms)))
         memory_bound.fastest(f"{case} {what}", ((launch, partial(kernel, launch)) for launch in choices), keep=8)
 
 

@@ -46,6 +46,7 @@ def forward(
         SILU=has_silu,
         CHANNELS=launch.channels,
         STEP=launch.step,
+        STAGES=launch.stages,
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )
@@ -88,6 +89,7 @@ def backward(
         SILU=has_silu,
         CHANNELS=launch.channels,
         STEP=launch.step,
+        STAGES=launch.stages,
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )
@@ -113,6 +115,7 @@ def _forward_kernel(
     SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     batch, first, end, channel, _ = place(positions, run, channels, CHANNELS)
     x += batch * x_batch + channel
@@ -133,7 +136,7 @@ def _forward_kernel(
                 x, seq_idx, y, start, positions, channels, x_position, inside,
                 window, taps, added, WIDTH, SILU, True, STEP,
             )  # fmt: skip
-    for start in range(mixed_end, steps_end, STEP):
+    for start in tl.range(mixed_end, steps_end, STEP, num_stages=STAGES):
         window = _forward_step(
             x, seq_idx, y, start, positions, channels, x_position, inside,
             window, taps, added, WIDTH, SILU, seq_idx is not None, STEP,
@@ -152,7 +155,7 @@ def _forward_step(
     WIDTH: tl.constexpr, SILU: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """``COUNT`` positions from ``start`` on. Returns the window as the next step needs it."""
-    # All loads come before the first use, so that they are in flight together.
+    # All loads come before the first use: they are in flight together, or were loaded ahead.
     window = window + loaded(x, start, x_position, inside, COUNT)
     numbers = numbers_of(seq_idx, start - (WIDTH - 1), positions, WIDTH - 1 + COUNT)
     results = results_of(window, numbers, taps, added, WIDTH, SILU, MIXED, COUNT)
@@ -182,6 +185,7 @@ def _backward_kernel(
     SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     batch, first, end, channel, row = place(positions, run, channels, CHANNELS)
     dy += batch * dy_batch + channel
@@ -206,7 +210,7 @@ def _backward_kernel(
                 dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
                 window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, True, STEP,
             )  # fmt: skip
-    for start in range(mixed_end, steps_end, STEP):
+    for start in tl.range(mixed_end, steps_end, STEP, num_stages=STAGES):
         window, dtotals, dtaps, dbias = _backward_step(
             dy, x, seq_idx, dx, first, start, positions, channels, dy_position, x_position, inside,
             window, dtotals, taps, added, dtaps, dbias, WIDTH, SILU, seq_idx is not None, STEP,

@@ -22,12 +22,14 @@ class Launch:
         step: Positions of a step. Runs are as many whole steps.
         warps: Warps of a program.
         programs: Programs of a multiprocessor at once. There are as many runs as keep all multiprocessors busy once.
+        stages: Depth of the software pipeline where channels are adjacent: ``stages - 1`` steps are loaded ahead.
     """
 
     channels: int
     step: int
     warps: int
     programs: int
+    stages: int = 1
 
     @property
     def registers(self) -> int:
@@ -57,7 +59,7 @@ class Launch:
 
 
 # Where channels are adjacent, a thread has 4 of them, and where positions are, 8 positions of 16 bits.
-CHANNELS_FORWARD = Launch(channels=512, step=4, warps=4, programs=6)
-CHANNELS_BACKWARD = Launch(channels=512, step=4, warps=4, programs=4)
+CHANNELS_FORWARD = Launch(channels=512, step=4, warps=4, programs=4, stages=3)
+CHANNELS_BACKWARD = Launch(channels=512, step=4, warps=4, programs=4, stages=3)
 POSITIONS_FORWARD = Launch(channels=8, step=128, warps=4, programs=6)
-POSITIONS_BACKWARD = Launch(channels=8, step=128, warps=4, programs=4)
+POSITIONS_BACKWARD = Launch(channels=8, step=128, warps=4, programs=5)
