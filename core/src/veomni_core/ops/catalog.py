@@ -49,6 +49,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_core.ops.rms_norm_gated:CONTRACTS",
         description="root-mean-square normalisation with a gate",
+        published={"torch": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="rotary_pos_emb",
@@ -108,7 +109,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         reads_boundaries=True,
         description="the depthwise causal convolution of linear-attention and state-space mixers, with its activation",
         follows_autocast=True,
-        published={"torch": "veomni-torch"},
+        published={"torch": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="cross_entropy_loss",
