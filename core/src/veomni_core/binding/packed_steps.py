@@ -27,11 +27,15 @@ def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[t
     for inner, mixing in mixing_layers(model, plan.ops, registry).items():
         yield _change(model, inner, mixing)
         for path, module in model.named_modules():
-            # A model without position_ids passes the one inside it nothing of where sequences begin: it is asked too.
             around = path != inner and f"{inner}.".startswith(f"{path}." if path else "")
-            if around and isinstance(module, PreTrainedModel) and "position_ids" not in _parameters(module):
+            if not around or not isinstance(module, PreTrainedModel):
+                continue
+            # Of where sequences begin, a model may hide from the one inside it what it is given: it is asked too.
+            if mixing:
+                yield _change(model, path, mixing)
+            elif "position_ids" not in _parameters(module):
                 why = f"{named(model, path)} takes no position_ids, and doesn't tell its layers where sequences begin"
-                yield _change(model, path, mixing or f"{why}. Pass each sequence alone")
+                yield _change(model, path, f"{why}. Pass each sequence alone")
 
 
 def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, str, Change]:
