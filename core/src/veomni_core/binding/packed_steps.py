@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.packed_sequences import mixing_layers, named
+from veomni_core.planning.packed_sequences import mask_functions, mixing_layers, named
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.forwards.boundaries import with_boundaries
 from veomni_core.sites.functions import current_forward
@@ -30,12 +30,14 @@ def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[t
             around = path != inner and f"{inner}.".startswith(f"{path}." if path else "")
             if not around or not isinstance(module, PreTrainedModel):
                 continue
-            # Of where sequences begin, a model may hide from the one inside it what it is given: it is asked too.
-            if mixing:
-                yield _change(model, path, mixing)
-            elif "position_ids" not in _parameters(module):
-                why = f"{named(model, path)} takes no position_ids, and doesn't tell its layers where sequences begin"
-                yield _change(model, path, f"{why}. Pass each sequence alone")
+            # A model that has no position_ids, or builds masks, doesn't pass the one inside it all that it was given of
+            # where sequences begin: it is asked too.
+            why = mixing
+            if has_none := "position_ids" not in _parameters(module):
+                none = f"{named(model, path)} takes no position_ids, and doesn't tell its layers where sequences begin"
+                why = mixing or f"{none}. Pass each sequence alone"
+            if has_none or mask_functions(module):
+                yield _change(model, path, why)
 
 
 def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, str, Change]:

@@ -79,13 +79,24 @@ def _untold(site: Site) -> str:
 
 def _blind(model: nn.Module, path: str) -> str:
     """Why the attention of the model at ``path`` mixes packed sequences: it sees padding and no positions."""
-    functions = dict(global_functions(current_forward(model.get_submodule(path))))
-    if {name for name in functions if _MASKS.match(name)} != {_PADDING}:
+    if mask_functions(model.get_submodule(path)) != {_PADDING}:
         return ""
     return (
         f"{named(model, path)} would mix them: the masks that it gives to its attention say where padding is, and not "
         "where a sequence begins. Pass each sequence alone"
     )
+
+
+def mask_functions(module: nn.Module) -> set[str]:
+    """The names of transformers' functions by which the forward of ``module`` builds masks.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        >>> mask_functions(LlamaModel(small))
+        {'create_causal_mask'}
+    """
+    return {name for name, _ in global_functions(current_forward(module)) if _MASKS.match(name)}
 
 
 def _itself_and_around(path: str) -> set[str]:
