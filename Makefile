@@ -53,6 +53,7 @@ bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in do
 	$(BIN)/python benchmarks/plugins/cpu_kernels.py
 	$(BIN)/python benchmarks/chunk_gated_delta_rule/chunk_gated_delta_rule.py
 	$(BIN)/python benchmarks/cross_entropy_loss/chunk_sizes.py
+	$(BIN)/python benchmarks/kda/kda.py
 	$(BIN)/python benchmarks/mamba2_scan/mamba2_scan.py
 	$(BIN)/python benchmarks/moe_experts/lora.py
 	$(BIN)/python benchmarks/token_dispatch/traffic.py

@@ -41,6 +41,7 @@ def test_coverage():
         "rms_norm",
         "rms_norm_gated",
         "chunk_gated_delta_rule",
+        "kda",
         "mamba2_scan",
         "cross_entropy_loss",
         "moe_experts",

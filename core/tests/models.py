@@ -63,6 +63,7 @@ EVERY_KERNEL = {"preset": "eager", **dict.fromkeys(
         "rotary_pos_emb_implementation",
         "cross_entropy_loss_implementation",
         "chunk_gated_delta_rule_implementation",
+        "kda_implementation",
         "mamba2_scan_implementation",
         "moe_implementation",
         "load_balancing_loss_implementation",

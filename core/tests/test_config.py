@@ -14,6 +14,7 @@ GPU_DEFAULTS = {
     "causal_conv1d": "eager",
     "chunk_gated_delta_rule": "eager",
     "cross_entropy_loss": "liger_kernel",
+    "kda": "eager",
     "load_balancing_loss": "triton",
     "mamba2_scan": "eager",
     "moe_experts": "fused_triton",

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.packed_sequences import mixing_layers, named
+from veomni_core.planning.packed_sequences import mask_functions, mixing_layers, named
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.forwards.boundaries import with_boundaries
 from veomni_core.sites.functions import current_forward
@@ -27,11 +27,17 @@ def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[t
     for inner, mixing in mixing_layers(model, plan.ops, registry).items():
         yield _change(model, inner, mixing)
         for path, module in model.named_modules():
-            # A model without position_ids passes the one inside it nothing of where sequences begin: it is asked too.
             around = path != inner and f"{inner}.".startswith(f"{path}." if path else "")
-            if around and isinstance(module, PreTrainedModel) and "position_ids" not in _parameters(module):
-                why = f"{named(model, path)} takes no position_ids, and doesn't tell its layers where sequences begin"
-                yield _change(model, path, mixing or f"{why}. Pass each sequence alone")
+            if not around or not isinstance(module, PreTrainedModel):
+                continue
+            # A model that has no position_ids, or builds masks, doesn't pass the one inside it all that it was given of
+            # where sequences begin: it is asked too.
+            why = mixing
+            if has_none := "position_ids" not in _parameters(module):
+                none = f"{named(model, path)} takes no position_ids, and doesn't tell its layers where sequences begin"
+                why = mixing or f"{none}. Pass each sequence alone"
+            if has_none or mask_functions(module):
+                yield _change(model, path, why)
 
 
 def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, str, Change]:

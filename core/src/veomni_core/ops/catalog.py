@@ -146,6 +146,16 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         published={"chunked_delta": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
+        name="kda",
+        variants=("standard",),
+        config_field="kda_implementation",
+        default="eager",
+        contract="veomni_core.ops.kda:CONTRACTS",
+        reads_boundaries=True,
+        description="Kimi's delta attention, over a whole sequence",
+        published={"chunked_kda": "veomni-torch"},
+    ),
+    OpSpec(
         name="mamba2_scan",
         variants=("standard",),
         config_field="mamba2_scan_implementation",
@@ -206,6 +216,7 @@ BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
     SiteRule("causal convolution functions", "veomni_core.sites.convolutions.locator:CausalConvolutions", order=20),
     SiteRule("gated delta rules", "veomni_core.sites.delta_rules.locator:GatedDeltaRules", order=20),
+    SiteRule("Kimi delta attention", "veomni_core.sites.delta_rules.locator:KimiDeltaAttention", order=20),
     SiteRule("Mamba 2 scans", "veomni_core.sites.mamba2_scans.locator:Mamba2Scans", order=20),
     SiteRule(
         "attention interface",

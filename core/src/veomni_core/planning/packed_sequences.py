@@ -6,6 +6,7 @@ if all sites of such ops get a kernel, and nothing else carries a state along th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from torch import nn
@@ -14,10 +15,15 @@ from transformers import PreTrainedModel
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.decisions import OpDecision
+from veomni_core.sites.functions import current_forward, global_functions
+from veomni_core.sites.site import Site
 
 # Mixers with a state that runs along the sequence have a parameter of this name: Mamba's, gated delta rules, Kimi's.
 _DECAY = "A_log"
 _WITHOUT_STATE = "causal_conv1d"
+_ATTENTION = "attention"
+# transformers' functions that build masks. That of recurrent layers knows of padding, and nothing of positions.
+_MASKS, _PADDING = re.compile(r"create_\w*masks?(_\w+)?$"), "create_recurrent_attention_mask"
 
 
 def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registry) -> dict[str, str]:
@@ -26,9 +32,16 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
     A layer belongs to the innermost model around it. The reason, which names the layer, is empty if all of them keep
     sequences apart. Models of attention alone are left out: what keeps sequences apart there is a mask.
     """
+    ops = list(ops)
     reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
     paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
-    return {path: _mixing(model, path, reading) for path in sorted(paths)}
+    attending = {
+        _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
+    }
+    return {
+        path: _mixing(model, path, reading) or (_blind(model, path) if path in attending else "")
+        for path in sorted(paths)
+    }
 
 
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
@@ -38,21 +51,57 @@ def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
             path = decision.site.path
             if _model_around(model, path) != inside:
                 continue
-            if not decision.bound and decision.site.own == EAGER:  # transformers tells a package's function itself
+            if not decision.bound and (why := _untold(decision.site)):
                 return (
-                    f"{named(model, path)} would mix them: its {op.op_name} stays eager ({decision.reason}). Pass each "
+                    f"{named(model, path)} would mix them: its {op.op_name} {why} ({decision.reason}). Pass each "
                     f"sequence alone, or choose a kernel for it ({op.config_field})"
                 )
             if op.op_name != _WITHOUT_STATE:
                 told.add(path)
     for below, module in model.get_submodule(inside).named_modules():
         path = f"{inside}.{below}".strip(".")
-        if _DECAY in vars(module)["_parameters"] and path not in told:
+        if _DECAY in vars(module)["_parameters"] and not told.intersection(_itself_and_around(path)):
             return (
                 f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
                 "which isn't told where a sequence begins. Pass each sequence alone"
             )
     return ""
+
+
+def _untold(site: Site) -> str:
+    """Why what the model itself runs at ``site`` mixes sequences; empty for a package's function that is told."""
+    if site.own == EAGER:
+        return "stays eager"
+    if argument := site.detail.get("untold"):
+        return f"stays {site.own}, to which the layer doesn't pass {argument}"
+    return ""
+
+
+def _blind(model: nn.Module, path: str) -> str:
+    """Why the attention of the model at ``path`` mixes packed sequences: it sees padding and no positions."""
+    if mask_functions(model.get_submodule(path)) != {_PADDING}:
+        return ""
+    return (
+        f"{named(model, path)} would mix them: the masks that it gives to its attention say where padding is, and not "
+        "where a sequence begins. Pass each sequence alone"
+    )
+
+
+def mask_functions(module: nn.Module) -> set[str]:
+    """The names of transformers' functions by which the forward of ``module`` builds masks.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        >>> mask_functions(LlamaModel(small))
+        {'create_causal_mask'}
+    """
+    return {name for name, _ in global_functions(current_forward(module)) if _MASKS.match(name)}
+
+
+def _itself_and_around(path: str) -> set[str]:
+    parts = path.split(".")
+    return {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
 
 
 def named(model: nn.Module, path: str) -> str:

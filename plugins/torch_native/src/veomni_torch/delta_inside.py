@@ -1,7 +1,7 @@
-"""The inside of chunks of the gated delta rule: what needs no state, and the gradients of the inputs.
+"""The inside of chunks of a delta rule: what needs no state, and the gradients of the inputs.
 
 Shape suffixes: ``B`` batch, ``H`` value heads, ``N`` chunks, ``C`` tokens of a chunk, ``K`` key width, ``V`` value
-width.
+width, ``D`` decays per token: 1, or K.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from veomni_core.ops.chunk_gated_delta_rule import NORM_EPS
+from veomni_core.ops.delta_recurrence import NORM_EPS
 from veomni_torch.delta_chunks import Chunks
+from veomni_torch.delta_decays import ChannelDecays, Decays, TokenDecays, of_cumulated, of_sums_after
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Options:
 
     chunks: Chunks
     scale: float
+    per_channel: bool
     is_normed: bool
     keeps_final: bool
     dtype: torch.dtype
@@ -33,11 +35,10 @@ class Inside:
 
     Attributes:
         raw: queries and keys as they came, ``[C, K]``, of the key heads.
-        query, key, value, beta: queries and keys as they count, ``[C, K]``; values ``[C, V]``; ``[C]``.
-        since_start, to_end: the decays from before the chunk to each token, and from it to the chunk's last, ``[C]``.
-        pairwise: the decays between tokens ``[C, C]``, 0 above the diagonal.
-        overlap: ``k[i] @ k[j] * pairwise`` below the diagonal ``[C, C]``.
-        attention: ``q[i] @ k[j] * pairwise`` ``[C, C]``.
+        query, key, value, beta: queries and keys as they count, ``[C, K]``; values ``[C, V]``; ``[C, 1]``.
+        decays: how states and scores decay.
+        attention: how much queries see of keys, after decay, up to the diagonal ``[C, C]``.
+        overlap: how much keys see of keys, below the diagonal ``[C, C]``.
     """
 
     options: Options
@@ -46,11 +47,9 @@ class Inside:
     key: Tensor
     value: Tensor
     beta: Tensor
-    since_start: Tensor
-    to_end: Tensor
-    pairwise: Tensor
-    overlap: Tensor
+    decays: Decays
     attention: Tensor
+    overlap: Tensor
 
     @classmethod
     def of(cls, inputs: tuple[Tensor, ...], group: slice, options: Options) -> Inside:
@@ -60,43 +59,37 @@ class Inside:
         if options.is_normed:
             q, k = (x * _inverse_norm(x) for x in raw)
         q, k = ((x.repeat_interleave(repeats, dim=1) if repeats > 1 else x) for x in (q * options.scale, k))
-        # Each entry is a sum of its own log-decays. A difference of cumulated ones would lose the small decays that
-        # come after a large one.
-        between = g.unsqueeze(-1).expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2)
-        to_end = between[..., -1, :].exp()
-        pairwise = between.exp_().tril_()
-        overlap = (k @ k.mT).mul_(pairwise).tril_(-1)
-        attention = (q @ k.mT).mul_(pairwise)
-        return cls(options, raw, q, k, v, beta, g.cumsum(-1).exp(), to_end, pairwise, overlap, attention)
+        decays: Decays = ChannelDecays(g) if options.per_channel else TokenDecays(g)
+        return cls(options, raw, q, k, v, beta.unsqueeze(-1), decays, *decays.scores(q, k))
 
     @cached_property
     def system(self) -> Tensor:
         """How much the correction of token ``j`` takes from that of ``i``, below the diagonal ``[C, C]``."""
-        return self.overlap * self.beta.unsqueeze(-1)
+        return self.overlap * self.beta
 
     @cached_property
     def left(self) -> Tensor:
-        """What a chunk leaves of the state before it ``[1, 1]``."""
-        return self.since_start[..., -1:].unsqueeze(-1)
+        """What a chunk leaves of the state before it ``[D, 1]``."""
+        return self.decays.since_start[..., -1, :].unsqueeze(-1)
 
     @cached_property
     def reading(self) -> Tensor:
         """What is read of the state before the chunk, to be subtracted from :meth:`written` ``[C, K]``."""
-        return self.key * (self.beta * self.since_start).unsqueeze(-1)
+        return self.key * (self.beta * self.decays.since_start)
 
     @cached_property
     def writing(self) -> Tensor:
         """Where corrections go in the state after the chunk ``[C, K]``."""
-        return self.key * self.to_end.unsqueeze(-1)
+        return self.key * self.decays.to_end
 
     @cached_property
     def decayed_query(self) -> Tensor:
         """What the outputs read of the state before the chunk ``[C, K]``."""
-        return self.query * self.since_start.unsqueeze(-1)
+        return self.query * self.decays.since_start
 
     def written(self) -> Tensor:
         """A new tensor of the values, as much as ``beta`` says ``[C, V]``."""
-        return self.value * self.beta.unsqueeze(-1)
+        return self.value * self.beta
 
     def gradients(
         self, before: Tensor, x: Tensor, dout: Tensor, dright: Tensor, dafter: Tensor
@@ -110,32 +103,32 @@ class Inside:
             dright: the gradients of the right sides that the corrections solve ``[C, V]``.
             dafter: the gradients of the states after the chunks ``[K, V]``.
         """
-        dsystem = (dright @ x.mT).neg_().tril_(-1)
+        decays = self.decays
         dattention = (dout @ x.mT).tril_()
-        # A factor of an exponential gives it the product of its own gradient and itself.
-        dbetween = (dattention * self.attention).add_(dsystem * self.system).tril_(-1)
-        dbeta = (dsystem * self.overlap).sum(-1)
-        doverlap = dsystem.mul_(self.pairwise).mul_(self.beta.unsqueeze(-1))
-        dscores = dattention.mul_(self.pairwise)
-        dk = (doverlap + doverlap.mT) @ self.key + dscores.mT @ self.query
-        dq = dscores @ self.key
+        doverlap = (dright @ x.mT).neg_().tril_(-1)  # so far of the system
+        dbeta = (doverlap * self.overlap).sum(-1)
+        dscores = (dattention, doverlap.mul_(self.beta))
+        dq, dk, dg = decays.gradients(self.query, self.key, (self.attention, self.overlap), dscores)
 
+        # A factor of an exponential gives it the product of its own gradient and itself.
         dwriting = x @ dafter.mT
-        dbetween[..., -1, :] += (dwriting * self.writing).sum(-1)
-        dk.addcmul_(dwriting, self.to_end.unsqueeze(-1))
+        dto_end = decays.narrow(dwriting * self.writing)
+        dk.addcmul_(dwriting, decays.to_end)
         ddecayed_query = dout @ before.mT
-        dsince_start = (ddecayed_query * self.decayed_query).sum(-1)
-        dq.addcmul_(ddecayed_query, self.since_start.unsqueeze(-1))
+        dsince_start = ddecayed_query * self.decayed_query
+        dq.addcmul_(ddecayed_query, decays.since_start)
         dreading = (dright @ before.mT).neg_()
-        dsince_start += (dreading * self.reading).sum(-1)
-        dbeta += (dreading * self.key).sum(-1) * self.since_start
-        dk.addcmul_(dreading, (self.beta * self.since_start).unsqueeze(-1))
-        dsince_start[..., -1] += (before * dafter).sum((-2, -1)) * self.since_start[..., -1]
+        dsince_start = decays.narrow(dsince_start.addcmul_(dreading, self.reading))
+        dsince_start[..., -1, :] += decays.narrow((before * dafter).sum(-1)) * decays.since_start[..., -1, :]
+        dreading *= decays.since_start
+        dbeta += (dreading * self.key).sum(-1)
+        dk.addcmul_(dreading, self.beta)
+        dg += of_cumulated(dsince_start) + of_sums_after(dto_end)
 
         dbeta += (dright * self.value).sum(-1)
-        dv = dright * self.beta.unsqueeze(-1)
+        dv = dright * self.beta
         dq, dk = (self._of_raw(*each) for each in ((self.raw[0], dq * self.options.scale), (self.raw[1], dk)))
-        return dq, dk, dv, _of_log_decays(dsince_start, dbetween), dbeta
+        return dq, dk, dv, dg if self.options.per_channel else dg.squeeze(-1), dbeta
 
     def _of_raw(self, raw: Tensor, gradient: Tensor) -> Tensor:
         """The gradient of a query or key as it came, of one as it counts, but for the scale."""
@@ -156,10 +149,3 @@ def solve(system: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
 
 def _inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-
-
-def _of_log_decays(dsince_start: Tensor, dbetween: Tensor) -> Tensor:
-    """The gradient of ``g``: ``since_start[i]`` sums it for ``k <= i``, and ``between[i, j]`` for ``j < k <= i``."""
-    dg = dsince_start.flip(-1).cumsum(-1).flip(-1)
-    dg[..., 1:] += dbetween.cumsum(-1).tril_(-1).sum(-2)[..., :-1]
-    return dg

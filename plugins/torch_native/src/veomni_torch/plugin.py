@@ -90,6 +90,14 @@ def veomni_kernels() -> list[KernelSpec]:
             preference=_PREFERENCE,
         ),
         KernelSpec(
+            name="chunked_kda",
+            op_name="kda",
+            variant="standard",
+            factory="veomni_torch.kda:standard",
+            description="64 tokens at a time, and again in backward; saves its inputs and a state per 64 tokens",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
             name="chunked_scan",
             op_name="mamba2_scan",
             variant="standard",

@@ -1,4 +1,4 @@
-"""Finds the layers that call a chunked gated delta rule, and puts a kernel in its place in each of them.
+"""Finds the layers that call a chunked delta rule, Kimi's too, and puts a kernel in its place in each of them.
 
 The function is a global that the layer's forward names, as in transformers 5.23, or an attribute that the layer's
 ``__init__`` sets, as in 5.2. Either may be the modeling file's own code, or a package's that transformers found. The
@@ -8,15 +8,15 @@ file's own code is what is proven; the site says what the model has chosen.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from veomni_core.changes.change import Change, PropertyChange
-from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.called_functions import callers, replaced
 from veomni_core.sites.delta_rules.proof import chosen, is_layer_of_a_function, prove
@@ -28,15 +28,9 @@ from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.proofs.reachable_code import instructions, nested_code
 from veomni_core.sites.site import Kernel, Site
 
-_NAME = re.compile(r"chunk_gated_delta_rule$")
-_STATED_AS = {
-    "key_heads": "num_k_heads",
-    "value_heads": "num_v_heads",
-    "key_width": "head_k_dim",
-    "value_width": "head_v_dim",
-}
 _HEADS = ("key_heads", "value_heads")
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
+_BOUNDARIES = "cu_seqlens"  # how a package's function is told of them
 
 
 @dataclass(frozen=True)
@@ -51,25 +45,39 @@ class _Place:
     why_not: str
 
 
-class GatedDeltaRules:
-    """Finds the function by name, proves it by its values, and replaces it for one model."""
+class DeltaRules:
+    """Finds the function by name, proves it by its values, and replaces it for one model.
+
+    Attributes:
+        op_name: the op.
+        called: what the function's name must match.
+        stated_as: the attribute of a layer that states each size of a site.
+    """
+
+    op_name: ClassVar[str]
+    called: ClassVar[re.Pattern[str]]
+    stated_as: ClassVar[Mapping[str, str]]
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: ProvenOnce[Proof] = ProvenOnce()
-        for place in _places(model):
+        for place in _places(model, self.called):
             home = type(place.module).__module__
             if place.why_not:
                 proof = Proof(None, place.why_not)
             else:
-                proof = proofs.of((place.function, home), partial(prove, place.name, place.function, home))
-            proof = replace(proof, detail={place.held_as: place.name})
+                proof = proofs.of(
+                    (place.function, home), partial(prove, self.op_name, place.name, place.function, home)
+                )
+            own = chosen(place.function, home)
+            untold = own != EAGER and not _names(current_forward(place.module), _BOUNDARIES)
+            proof = replace(proof, detail={place.held_as: place.name, **({"untold": _BOUNDARIES} if untold else {})})
             yield proof.site(
-                "chunk_gated_delta_rule",
+                self.op_name,
                 place.path,
                 rule,
                 dtype=probe.parameter_dtype(place.module),
-                own=chosen(place.function, home),
-                sizes=_sizes(place.module),
+                own=own,
+                sizes=_sizes(place.module, self.stated_as),
             )
 
     def sharded(self, site: Site, layout: EngineLayout) -> Site:
@@ -83,14 +91,40 @@ class GatedDeltaRules:
         return replaced(module, site.detail["function"], call)
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
-    for caller in callers(model, _NAME.search, is_layer_of_a_function):
+class GatedDeltaRules(DeltaRules):
+    """Those of Qwen3-Next and its like, whose decay is one number per token and head."""
+
+    op_name = "chunk_gated_delta_rule"
+    called = re.compile(r"chunk_gated_delta_rule$")
+    stated_as: ClassVar[Mapping[str, str]] = {
+        "key_heads": "num_k_heads",
+        "value_heads": "num_v_heads",
+        "key_width": "head_k_dim",
+        "value_width": "head_v_dim",
+    }
+
+
+class KimiDeltaAttention(DeltaRules):
+    """Those of Kimi-Linear and its like, whose decay is one number per key channel."""
+
+    op_name = "kda"
+    called = re.compile(r"chunk_(kda|kimi_delta_attention)$")
+    stated_as: ClassVar[Mapping[str, str]] = {
+        "key_heads": "num_heads",
+        "value_heads": "num_heads",
+        "key_width": "head_dim",
+        "value_width": "head_dim",
+    }
+
+
+def _places(model: nn.Module, called: re.Pattern[str]) -> Iterator[_Place]:
+    for caller in callers(model, called.search, is_layer_of_a_function):
         for name, function in caller.functions.items():
             # An attribute that the code reads may have the name of a global, which then is not what it calls.
             if callable(function) and name in _loaded(caller.forward, _GLOBALS):
                 yield _Place(caller.path, caller.module, name, function, "function", caller.why_not)
     for path, module in model.named_modules():
-        held = {name: value for name, value in vars(module).items() if _NAME.search(name) and callable(value)}
+        held = {name: value for name, value in vars(module).items() if called.search(name) and callable(value)}
         for name in sorted(held.keys() & _loaded(current_forward(module), _ATTRIBUTES)) if held else ():
             yield _Place(path, module, name, held[name], "attribute", set_on_instance(module))
 
@@ -101,6 +135,13 @@ def _loaded(function: Any, operations: tuple[str, ...]) -> set[str]:
     return {each.argval for code in codes for each in instructions(code) if each.opname in operations}
 
 
-def _sizes(module: Any) -> dict[str, tuple[int, ...]]:
-    stated = {size: getattr(module, name, None) for size, name in _STATED_AS.items()}
+def _names(function: Any, argument: str) -> bool:
+    """Whether the code of ``function``, or the code inside its decorators, passes an argument of this name."""
+    codes = (code for layer in code_layers(function) for code in nested_code(layer.__code__))
+    constants = (constant for code in codes for constant in code.co_consts)
+    return any(argument == each or (isinstance(each, tuple) and argument in each) for each in constants)
+
+
+def _sizes(module: Any, stated_as: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    stated = {size: getattr(module, name, None) for size, name in stated_as.items()}
     return {size: (value,) for size, value in stated.items() if type(value) is int}

@@ -1,4 +1,4 @@
-"""What a chunked gated delta rule computes: its values and gradients, compared with the contract's recurrence."""
+"""What a chunked delta rule computes: its values and gradients, compared with the contract's recurrence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
-from veomni_core.ops.chunk_gated_delta_rule import CONTRACTS
+from veomni_core.ops import chunk_gated_delta_rule, kda
+from veomni_core.ops.contract import Contract
 from veomni_core.sites.functions import global_functions, with_globals, within_layer
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
@@ -29,6 +30,7 @@ _CAPTURES = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
 # A variable of transformers' decorator: what it calls, which is the function it decorates or a package's.
 _CHOSEN = "implementation"
 _DECAY, _STRONG_DECAY = 0.3, 4.0
+_CONTRACTS = {each.op_name: each for module in (chunk_gated_delta_rule, kda) for each in module.CONTRACTS.values()}
 
 
 def chosen(function: Any, home: str) -> str:
@@ -47,8 +49,8 @@ def is_layer_of_a_function(value: Any) -> bool:
     return within_layer(value) is not value
 
 
-def prove(name: str, function: Any, home: str) -> Proof:
-    """What ``function`` computes, which a module of the modeling file ``home`` calls ``name``."""
+def prove(op_name: str, name: str, function: Any, home: str) -> Proof:
+    """Whether ``function``, which a module of the modeling file ``home`` calls ``name``, computes the op."""
     runs = chosen(function, home)
     written = inspect.unwrap(within_layer(function))
     if runs != EAGER and written.__module__ != home:  # a package's own function; the file has one to fall back to
@@ -59,10 +61,12 @@ def prove(name: str, function: Any, home: str) -> Proof:
     if reading.doubts:
         return Proof(None, reading.doubts[0])
     with probe.seeded():
-        return first_fit(_candidates(written, reading, runs), f"{written.__name__} takes none of the op's calls")
+        return first_fit(
+            _candidates(_CONTRACTS[op_name], written, reading, runs), f"{written.__name__} takes none of the op's calls"
+        )
 
 
-def _candidates(function: FunctionType, reading: Reading, runs: str) -> Iterator[Candidate]:
+def _candidates(contract: Contract, function: FunctionType, reading: Reading, runs: str) -> Iterator[Candidate]:
     evidence = f"{function.__name__} gave the reference's values and gradients in each of its calls"
     if runs != EAGER:
         evidence += f"; in its place the model would run {runs}"
@@ -71,7 +75,7 @@ def _candidates(function: FunctionType, reading: Reading, runs: str) -> Iterator
     forms: list[Function] = [function]
     if capturing:
         forms.append(with_globals(function, dict.fromkeys(capturing, lambda: True)))
-    miss = max(_miss(branches, form, call) for form in forms for call in _CALLS)
+    miss = max(_miss(contract, branches, form, call) for form in forms for call in _CALLS)
     yield Candidate(f"{function.__name__} is standard", miss, Proof("standard", evidence), branches)
 
 
@@ -89,8 +93,8 @@ class _Call:
     dtype: torch.dtype = torch.float32
     optional: bool = False
 
-    def inputs(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Its random arguments; every floating-point tensor requires gradients."""
+    def inputs(self, op_name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Its random arguments for this op; every floating-point tensor requires gradients."""
         (key_heads, value_heads), (key_width, value_width) = self.heads, self.widths
         tokens = (self.batch, self.length)
         query, value = (
@@ -98,7 +102,8 @@ class _Call:
             for heads, width in ((key_heads, key_width), (value_heads, value_width))
         )
         key = probe.random(*tokens, key_heads, key_width, dtype=self.dtype, scale=key_width**-0.5)
-        g = -probe.random(*tokens, value_heads, scale=self.decay).abs()
+        channels = (key_width,) if op_name == "kda" else ()
+        g = -probe.random(*tokens, value_heads, *channels, scale=self.decay).abs()
         beta = probe.random(*tokens, value_heads).sigmoid().to(self.dtype)
         states = [probe.random(self.batch, value_heads, key_width, value_width)] if self.has_state else []
         for x in (query, key, value, g, beta, *states):
@@ -120,9 +125,8 @@ _CALLS = (
 )
 
 
-def _miss(branches: Branches, function: Function, call: _Call) -> float:
-    contract = CONTRACTS["standard"]
-    args, options = call.inputs()
+def _miss(contract: Contract, branches: Branches, function: Function, call: _Call) -> float:
+    args, options = call.inputs(contract.op_name)
     found, error = probe.attempt(partial(branches.run, partial(function, *args, **options)))
     if error:
         return 0.0 if call.optional else float("inf")

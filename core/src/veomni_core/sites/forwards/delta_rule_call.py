@@ -1,4 +1,4 @@
-"""The function that a bound linear-attention layer calls in place of its model's gated delta rule."""
+"""The function that a bound linear-attention layer calls in place of its model's delta rule."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 def delta_rule_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the arguments of the models' own one, which calls ``kernel`` with those that the op has.
 
-    A model's chunk size changes no result, so it is dropped. So are the arguments that a model passes on unread, such
-    as those for attention kernels. Several rows of packed sequences are computed as one row.
+    Boundaries may come under the name that models have for them, ``cu_seq_lens_q``. A model's chunk size changes no
+    result, so it is dropped. So are the arguments that a model passes on unread, such as those for attention kernels.
+    Several rows of packed sequences are computed as one row.
 
     Raises:
         ValueError: in a call, if ``seq_idx`` says that sequences are packed and no boundaries say where; or if several
             rows of packed sequences come with states, of which there is one for each row.
     """
 
-    def chunk_gated_delta_rule(
+    def delta_rule(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -30,12 +31,14 @@ def delta_rule_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seqlens_of_rows: Tensor | None = None,
         **passed_on: Any,
     ) -> Any:
         inputs: tuple[Tensor, ...] = (query, key, value, g, beta)
         rows = len(query)
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None and cu_seqlens_of_rows is not None:
             if initial_state is not None or output_final_state:
                 raise ValueError(f"linear attention got {rows} rows of packed sequences with states; pass one row")
@@ -54,4 +57,4 @@ def delta_rule_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
         )
         return output.view(rows, -1, *output.shape[2:]), final_state
 
-    return chunk_gated_delta_rule
+    return delta_rule

@@ -1,0 +1,33 @@
+"""Kimi delta attention in plain PyTorch, chunk by chunk."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from veomni_core.ops.kda import check_call
+from veomni_torch.delta_rule import in_chunks
+
+
+def standard(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32 or ``None``.
+
+    Everything between is in float32. Packed sequences don't share a chunk. Gradients of all floating-point inputs, from
+    both results; autograd keeps the inputs and a state per 64 tokens.
+
+    Raises:
+        ValueError: shapes or boundaries don't fit together.
+    """
+    bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
+    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, bounds)
+    return in_chunks(query, key, value, g, beta, *options)
