@@ -49,6 +49,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_core.ops.rms_norm_gated:CONTRACTS",
         description="root-mean-square normalisation with a gate",
+        published={"fla": "veomni-fla"},
     ),
     OpSpec(
         name="rotary_pos_emb",
@@ -108,7 +109,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         reads_boundaries=True,
         description="the depthwise causal convolution of linear-attention and state-space mixers, with its activation",
         follows_autocast=True,
-        published={"torch": "veomni-torch"},
+        published={"torch": "veomni-torch", "fla": "veomni-fla", "causal_conv1d": "veomni-fla"},
     ),
     OpSpec(
         name="cross_entropy_loss",
@@ -143,7 +144,13 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.chunk_gated_delta_rule:CONTRACTS",
         reads_boundaries=True,
         description="the gated delta rule of linear attention, over a whole sequence",
-        published={"chunked_delta": "veomni-torch", "triton": "veomni-triton"},
+        published={
+            "chunked_delta": "veomni-torch",
+            "triton": "veomni-triton",
+            "fla": "veomni-fla",
+            "fla_tilelang": "veomni-fla",
+            "flash_qla": "veomni-fla",
+        },
     ),
     OpSpec(
         name="kda",
@@ -153,7 +160,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.kda:CONTRACTS",
         reads_boundaries=True,
         description="Kimi's delta attention, over a whole sequence",
-        published={"chunked_kda": "veomni-torch"},
+        published={"chunked_kda": "veomni-torch", "fla": "veomni-fla"},
     ),
     OpSpec(
         name="mamba2_scan",
@@ -163,7 +170,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.mamba2_scan:CONTRACTS",
         reads_boundaries=True,
         description="the state-space scan of Mamba 2, over a whole sequence",
-        published={"chunked_scan": "veomni-torch"},
+        published={"chunked_scan": "veomni-torch", "mamba_ssm": "veomni-fla"},
     ),
     OpSpec(
         name="moe_experts",

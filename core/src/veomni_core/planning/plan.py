@@ -12,8 +12,8 @@ from typing import Any
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.descriptions.sharding import WHOLE
+from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import fit, render_table
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_core.ops.chunk_gated_delta_rule import NORM_EPS as _NORM_EPS
+from veomni_core.ops.delta_recurrence import NORM_EPS as _NORM_EPS
 
 NORM_EPS = tl.constexpr(_NORM_EPS)
 
