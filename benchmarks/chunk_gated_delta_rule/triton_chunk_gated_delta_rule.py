@@ -194,17 +194,23 @@ def compare(name: str | None, only: list[str] | None) -> None:
 
 def candidates() -> Iterator[tuple[str, Launches]]:
     """The table's launches with one kernel's changed, by the kernel's name."""
-    grid = {
-        "corrections": itertools.product((32, 64, 128), (4, 8), (1, 2, 3)),
-        "states": itertools.product((16, 32, 64), (2, 4, 8), (1, 2, 3)),
-        "outputs": itertools.product((64, 128), (4, 8), (1, 2)),
-        "correction_gradients": itertools.product((32, 64, 128), (4, 8), (1, 2, 3)),
-        "state_gradients": itertools.product((16, 32, 64), (2, 4, 8), (1, 2, 3)),
-        "gradients": itertools.product((16, 32, 64), (4, 8), (1, 2)),
+    columns = {
+        "corrections": (table.WHOLE,),
+        "states": (16, 32, 64),
+        "outputs": (64, 128),
+        "correction_gradients": (table.WHOLE,),
+        "state_gradients": (32, 64),
+        "product_gradients": (32, 64, 128),
+        "query_gradients": (32, 64, 128),
+        "key_gradients": (16, 32, 64, 128),
     }
     for field in fields(Launches):
-        for columns, warps, stages in grid[field.name]:
-            yield field.name, replace(table.SIXTEEN_BITS, **{field.name: Launch(columns, warps, stages)})
+        warps_and_registers = ((4, None), (4, 168), (8, None), (8, 128))
+        for width, stages, (warps, registers) in itertools.product(columns[field.name], (1, 2, 3), warps_and_registers):
+            if width == table.WHOLE and stages > 1:
+                continue  # nothing is in a loop
+            launch = Launch(width, warps, stages, registers)
+            yield field.name, replace(table.SIXTEEN_BITS, **{field.name: launch})
 
 
 def kernel_milliseconds(what: str, launches: Launches, shape: Shape, repeats: int = 5) -> float:

@@ -15,9 +15,9 @@ from veomni_core.ops import rms_norm as reference
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_triton import rms_norm
+from veomni_triton.partial_sums import sum_partials
 from veomni_triton.plugin import veomni_kernels
 from veomni_triton.rms_norm.launch import backward_launch, fits_whole, forward_launch
-from veomni_triton.rms_norm.partial_sums import sum_partials
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter runs one element after the other.

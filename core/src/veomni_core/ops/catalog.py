@@ -49,7 +49,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_core.ops.rms_norm_gated:CONTRACTS",
         description="root-mean-square normalisation with a gate",
-        published={"fla": "veomni-fla"},
+        published={"torch": "veomni-torch", "triton": "veomni-triton", "fla": "veomni-fla"},
     ),
     OpSpec(
         name="rotary_pos_emb",
@@ -109,7 +109,12 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         reads_boundaries=True,
         description="the depthwise causal convolution of linear-attention and state-space mixers, with its activation",
         follows_autocast=True,
-        published={"torch": "veomni-torch", "fla": "veomni-fla", "causal_conv1d": "veomni-fla"},
+        published={
+            "torch": "veomni-torch",
+            "triton": "veomni-triton",
+            "fla": "veomni-fla",
+            "causal_conv1d": "veomni-fla",
+        },
     ),
     OpSpec(
         name="cross_entropy_loss",

@@ -6,14 +6,16 @@ from veomni_core import Site
 
 # The top k are ranked by integers that hold an expert's number in the 13 bits that a float16 leaves unused in float32.
 MAX_EXPERTS = 2**13
-# A program holds the keys of a chunk as one tile.
-MAX_KEY_WIDTH = 256
+# A program holds the keys, or the values, of a chunk as one tile.
+MAX_HEAD_WIDTH = 256
 
 
 def chunk_gated_delta_rule(site: Site) -> str:
     """Why ``triton`` can't compute the gated delta rule at ``site``; empty if it can."""
-    widest = max(site.sizes.get("key_width", ()), default=0)
-    return "" if widest <= MAX_KEY_WIDTH else f"takes keys of at most {MAX_KEY_WIDTH} columns, this site has {widest}"
+    widest = max((*site.sizes.get("key_width", ()), *site.sizes.get("value_width", ())), default=0)
+    return (
+        "" if widest <= MAX_HEAD_WIDTH else f"takes heads of at most {MAX_HEAD_WIDTH} columns, this site has {widest}"
+    )
 
 
 def load_balancing_loss(site: Site) -> str:

@@ -30,7 +30,7 @@ def _kernels(
         preference=_PREFERENCE,
         can_run=can_run,
         features=("wide_heads",) if op_name == "chunk_gated_delta_rule" else (),
-        batch_invariant=op_name == "rms_norm",
+        batch_invariant=op_name in ("rms_norm", "rms_norm_gated"),
     )
 
 
@@ -61,6 +61,12 @@ def veomni_kernels() -> list[KernelSpec]:
         _asked_for("recompute", "standard_recomputing", "with the pre-activations computed anew in backward"),
         _asked_for("accumulate", "standard_accumulating", "adding the weights' gradients in place to earlier ones"),
         *_kernels("triton", "rms_norm", norms, "batch-invariant: a row's result depends on that row alone"),
+        *_kernels(
+            "triton",
+            "rms_norm_gated",
+            ("standard", "sigmoid", "gate_first"),
+            "one pass each way, whole rows or groups of them; batch-invariant",
+        ),
         *_kernels("triton", "rotary_pos_emb", rotations, "one pass over queries and keys, not in place"),
         *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
         *_kernels(
@@ -76,6 +82,17 @@ def veomni_kernels() -> list[KernelSpec]:
             ("standard",),
             "chunks of 64 tokens on matrix units; saves only its inputs",
             can_run="veomni_triton.limits:chunk_gated_delta_rule",
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="causal_conv1d",
+            variant="standard",
+            factory="veomni_triton.causal_conv1d:standard",
+            hardware=_GPU,
+            description="fused with bias and activation, one pass each way along channels or positions",
+            preference=_PREFERENCE,
+            features=("any_width",),
+            batch_invariant=True,
         ),
         KernelSpec(
             name="triton",

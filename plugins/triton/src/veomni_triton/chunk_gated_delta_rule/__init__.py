@@ -1,4 +1,4 @@
-"""chunk_gated_delta_rule in Triton: matrix products within chunks of 64 tokens, a state from chunk to chunk.
+"""chunk_gated_delta_rule in Triton: matrix products within chunks of tokens, a state from chunk to chunk.
 
 Forward saves its inputs alone. Backward computes the corrections and the states again, then the gradient of the state
 from the last chunk to the first, and then all chunks side by side. Normalising queries and keys takes no pass over
@@ -22,7 +22,7 @@ from veomni_triton.chunk_gated_delta_rule.operators import (
     chunk_gated_delta_rule_forward,
     chunk_gated_delta_rule_gradients,
 )
-from veomni_triton.limits import MAX_KEY_WIDTH
+from veomni_triton.limits import MAX_HEAD_WIDTH
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,18 +41,19 @@ def standard(
 ) -> tuple[Tensor, Tensor | None]:
     """The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32 or ``None``.
 
-    Takes queries, keys and values of one of float32, bfloat16 and float16, with keys of at most 256 columns, and
-    everything else in any floating dtype. Gradients of all floating-point inputs, from both results.
+    Takes queries, keys and values of one of float32, bfloat16 and float16, with heads of at most 256 columns,
+    and everything else in any floating dtype. Gradients of all floating-point inputs, from both results.
 
     Raises:
         TypeError: query, key and value are of different dtypes, or of another one.
-        ValueError: shapes or boundaries don't fit together, or keys are wider.
+        ValueError: shapes or boundaries don't fit together, or heads are wider.
     """
     if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise TypeError(f"query, key and value are {dtypes}; give one of float32, bfloat16 and float16 for all three")
-    if query.shape[-1] > MAX_KEY_WIDTH:
-        raise ValueError(f"keys have {query.shape[-1]} columns; the kernel takes at most {MAX_KEY_WIDTH}")
+    if max(key.shape[-1], value.shape[-1]) > MAX_HEAD_WIDTH:
+        widths = f"keys have {key.shape[-1]} columns and values {value.shape[-1]}"
+        raise ValueError(f"{widths}; the kernel takes at most {MAX_HEAD_WIDTH}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     output, final = _DeltaRule.apply(
         query,

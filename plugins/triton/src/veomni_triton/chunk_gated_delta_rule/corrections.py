@@ -6,7 +6,7 @@ Here ``since`` is the decay from before the chunk to a token, and ``P[i, j]`` th
 
 Keys are multiplied as they are in memory; what normalises them goes into the other factor, which is rounded anyway.
 
-Shape legend: ``C`` tokens of a chunk, ``K`` key width, ``V`` columns of the values in a tile.
+Shape legend: ``C`` tokens of a chunk, ``K`` key width, ``V`` value width.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ def corrections_kernel(
     w_CK = tl.dot(reading_CC, k_CK, input_precision=PRECISION)
     store_tile(w + head * key_width, w_CK, first, count, value_heads * key_width, 0, key_width, C, K)
     written_CC = (inverse_CC * beta_C[None, :]).to(dtype)
-    for start in range(0, value_width, V):
-        v_CV = load_tile(v + head * v_head, first, count, v_token, start, value_width, C, V)
-        u_CV = tl.dot(written_CC, v_CV, input_precision=PRECISION)
-        store_tile(u + head * value_width, u_CV, first, count, value_heads * value_width, start, value_width, C, V)
+    v_CV = load_tile(v + head * v_head, first, count, v_token, 0, value_width, C, V)
+    u_CV = tl.dot(written_CC, v_CV, input_precision=PRECISION)
+    store_tile(u + head * value_width, u_CV, first, count, value_heads * value_width, 0, value_width, C, V)
 
     store_numbers(write_scale + head, to_end_C * factor_C, first, count, value_heads, C)
     total = tl.sum(tl.where(row_C == C - 1, since_C, 0.0), axis=0)  # tokens that are missing don't decay

@@ -1,7 +1,11 @@
 """How large the tiles of the kernels are, and with how many warps they run.
 
-The keys of a token are one tile. A chunk has 64 tokens, or 32 where keys are wider than 128: the tiles of the gradients
-would not fit into registers otherwise.
+The keys of a token are one tile. A chunk has 64 tokens, whose products Hopper's matrix units take whole (wgmma), or 32
+where heads are wider than 128, whose gradients would not fit into registers otherwise.
+
+Chunks have 32 tokens for other widths too. There Triton 3.6 compiled 64 wrongly for an H200: with values of 8 columns,
+``u`` was right for the first 16 tokens of a chunk and read other memory for the rest, though Triton's interpreter and
+the PTX were right. Of 32 rows it makes products of older instructions (mma), which were right for every width.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
+WHOLE = 256  # columns: of values as wide as the kernels take
 SHARED_TILE = 2048  # elements of the gradients of value heads that one program adds up
+_WIDTHS_OF_64 = {64, 128}
 _SMALLEST = 16  # what a product on matrix units takes
 
 
@@ -23,11 +29,13 @@ class Launch:
         columns: the columns of values in a tile, at most.
         warps: warps of a program.
         stages: depth of the software pipeline of its loop.
+        registers: of a thread, at most; ``None`` for as many as the compiler likes.
     """
 
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,25 +47,33 @@ class Launches:
     outputs: Launch
     correction_gradients: Launch
     state_gradients: Launch
-    gradients: Launch
+    product_gradients: Launch
+    query_gradients: Launch
+    key_gradients: Launch
 
 
+# The best that `triton_chunk_gated_delta_rule.py --tune` in `benchmarks/chunk_gated_delta_rule` found on an H200, for
+# 2 x 4096 tokens of 32 value heads of 128 in bfloat16.
 SIXTEEN_BITS = Launches(
-    corrections=Launch(64, 4, 2),
+    corrections=Launch(WHOLE, 4, 1, 168),
     states=Launch(32, 4, 2),
-    outputs=Launch(128, 4, 2),
-    correction_gradients=Launch(64, 4, 2),
-    state_gradients=Launch(32, 4, 2),
-    gradients=Launch(32, 8, 2),
+    outputs=Launch(128, 4, 2, 168),
+    correction_gradients=Launch(WHOLE, 4, 1, 168),
+    state_gradients=Launch(64, 8, 2),
+    product_gradients=Launch(64, 4, 3),
+    query_gradients=Launch(128, 4, 1),
+    key_gradients=Launch(32, 4, 3),
 )
 # A product in float32 is three of TF32, with operands of twice the size.
 FLOAT32 = Launches(
-    corrections=Launch(32, 4, 1),
+    corrections=Launch(WHOLE, 4, 1),
     states=Launch(16, 4, 1),
     outputs=Launch(32, 4, 1),
-    correction_gradients=Launch(32, 4, 1),
+    correction_gradients=Launch(WHOLE, 4, 1),
     state_gradients=Launch(16, 4, 1),
-    gradients=Launch(16, 8, 1),
+    product_gradients=Launch(16, 4, 1),
+    query_gradients=Launch(16, 4, 1),
+    key_gradients=Launch(16, 8, 1),
 )
 
 
@@ -71,9 +87,9 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def chunk_length(key_width: int) -> int:
+def chunk_length(key_width: int, value_width: int) -> int:
     """Tokens of a chunk."""
-    return 64 if key_width <= 128 else 32
+    return 64 if {key_width, value_width} <= _WIDTHS_OF_64 else 32
 
 
 def padded(width: int) -> int:

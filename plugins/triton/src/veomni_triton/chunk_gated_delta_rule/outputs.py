@@ -111,7 +111,6 @@ def correction_gradients_kernel(
     store_numbers(read_scale + head, since_C * query_C, first, count, value_heads, C)
     attention_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * pairwise_CC
     attention_CC = (attention_CC * query_C[:, None] * key_C[None, :]).to(dtype)
-    for start in range(0, value_width, V):
-        dout_CV = load_tile(dout + head * dout_head, first, count, dout_token, start, value_width, C, V)
-        dx_CV = tl.dot(tl.trans(attention_CC), dout_CV, input_precision=PRECISION)
-        store_tile(dx + head * value_width, dx_CV, first, count, value_heads * value_width, start, value_width, C, V)
+    dout_CV = load_tile(dout + head * dout_head, first, count, dout_token, 0, value_width, C, V)
+    dx_CV = tl.dot(tl.trans(attention_CC), dout_CV, input_precision=PRECISION)
+    store_tile(dx + head * value_width, dx_CV, first, count, value_heads * value_width, 0, value_width, C, V)

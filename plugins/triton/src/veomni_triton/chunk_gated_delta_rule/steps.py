@@ -11,7 +11,12 @@ import triton
 from torch import Tensor
 
 from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
-from veomni_triton.chunk_gated_delta_rule.gradients import gradients_kernel, shared_gradients_kernel
+from veomni_triton.chunk_gated_delta_rule.gradients import (
+    key_gradients_kernel,
+    product_gradients_kernel,
+    query_gradients_kernel,
+    shared_gradients_kernel,
+)
 from veomni_triton.chunk_gated_delta_rule.launch import (
     SHARED_TILE,
     Launch,
@@ -79,12 +84,13 @@ class Call:
         key_width, value_width = self.widths
         return {
             "GROUP": self.value_heads // self.heads,
-            "C": chunk_length(key_width),
+            "C": chunk_length(key_width, value_width),
             "K": padded(key_width),
             "V": columns(launch, value_width),
             "PRECISION": precision(self.q.dtype),
             "num_warps": launch.warps,
             "num_stages": launch.stages,
+            "maxnreg": launch.registers,
         }
 
     def per_token(self, *width: int) -> Tensor:
@@ -124,7 +130,7 @@ def token_rows(x: Tensor) -> Tensor:
 def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_inverse: bool) -> Corrections:
     """The corrections of all tokens, and the states before chunks; those after the last are written into ``final``."""
     (key_width, value_width), heads = call.widths, call.value_heads
-    launch, size = launches(call.q.dtype), chunk_length(call.widths[0])
+    launch, size = launches(call.q.dtype), chunk_length(*call.widths)
     x, w, left = call.per_token(value_width), call.per_token(key_width), call.per_chunk()
     inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
     before = call.per_chunk(key_width, value_width)
@@ -253,10 +259,13 @@ def write_gradients(
         **shared,
     )
     if len(call.chunks):
-        dq, dk, *others = gradients
-        is_shared = heads > call.heads
-        parts = [call.per_token(key_width) if is_shared else each for each in (dq, dk)]
-        gradients_kernel[(heads, len(call.chunks))](
+        dq, dk, dv, dg, dbeta = gradients
+        size = chunk_length(key_width, value_width)
+        dscores, dproducts = call.per_chunk(size, size), call.per_chunk(size, size)
+        dg_known, dbeta_known = call.per_token(), call.per_token()
+        places, sizes = (*call.g.stride()[1:], *call.beta.stride()[1:]), (key_width, value_width, heads)
+        grid = (heads, len(call.chunks))
+        product_gradients_kernel[grid](
             call.q,
             call.k,
             call.v,
@@ -264,24 +273,66 @@ def write_gradients(
             call.beta,
             corrections.x,
             corrections.inverse,
-            corrections.before,
-            dafter,
             dout,
             dx,
             call.chunks,
-            *parts,
-            *others,
+            dscores,
+            dproducts,
+            dv,
+            dg_known,
+            dbeta_known,
             call.scale,
             *strides,
             *call.v.stride()[1:3],
-            *call.g.stride()[1:],
-            *call.beta.stride()[1:],
+            *places,
             *dout.stride()[1:3],
-            key_width,
-            value_width,
-            heads,
+            *sizes,
             NORMED=call.normed,
-            **call.shared(launch.gradients),
+            **call.shared(launch.product_gradients),
+        )
+        is_shared = heads > call.heads
+        parts = [call.per_token(key_width) if is_shared else each for each in (dq, dk)]
+        query_gradients_kernel[grid](
+            call.q,
+            call.k,
+            call.g,
+            corrections.before,
+            dout,
+            dscores,
+            call.chunks,
+            parts[0],
+            dg_known,
+            call.scale,
+            *strides,
+            *call.g.stride()[1:],
+            *dout.stride()[1:3],
+            *sizes,
+            NORMED=call.normed,
+            **call.shared(launch.query_gradients),
+        )
+        key_gradients_kernel[grid](
+            call.q,
+            call.k,
+            call.g,
+            call.beta,
+            corrections.x,
+            corrections.before,
+            dafter,
+            dx,
+            dscores,
+            dproducts,
+            dg_known,
+            dbeta_known,
+            call.chunks,
+            parts[1],
+            dg,
+            dbeta,
+            call.scale,
+            *strides,
+            *places,
+            *sizes,
+            NORMED=call.normed,
+            **call.shared(launch.key_gradients),
         )
         if is_shared:
             for each, total in zip(parts, (dq, dk), strict=True):

@@ -73,3 +73,11 @@ def decays(g_C, C: tl.constexpr):
     between_CC = (high_C[:, None] - high_C[None, :]) + (low_C[:, None] - low_C[None, :])
     pairwise_CC = tl.exp(tl.where(row_C[:, None] >= row_C[None, :], between_CC, float("-inf")))
     return tl.exp(high_C), tl.exp((total - sum_C).to(tl.float32)), pairwise_CC
+
+
+@triton.jit
+def decays_of_ends(g_C):
+    """The decays from before the chunk to each token, from each to the chunk's last, and over the chunk."""
+    sum_C = tl.cumsum(g_C.to(tl.float64), axis=0)
+    total = tl.sum(g_C.to(tl.float64), axis=0)
+    return tl.exp(sum_C.to(tl.float32)), tl.exp((total - sum_C).to(tl.float32)), tl.exp(total.to(tl.float32))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, library
 
+from veomni_triton.aligned_rows import aligned_rows, aligned_weight
 from veomni_triton.rms_norm import whole_rows, wide_rows
 from veomni_triton.rms_norm.launch import backward_launch, fits_whole, forward_launch
-from veomni_triton.rms_norm.layout import aligned_rows, aligned_weight
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.aligned_rows import alignment
 from veomni_triton.multiprocessors import multiprocessors
-from veomni_triton.rms_norm.arithmetic import gain, normalised, reciprocal_rms
+from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch
-from veomni_triton.rms_norm.layout import alignment
-from veomni_triton.rms_norm.partial_sums import sum_partials
+from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
 
 
 def forward(
@@ -28,7 +28,7 @@ def forward(
     """Write the normalised rows of ``x`` into ``y``, and ``1 / rms`` of each into ``reciprocal``.
 
     Args:
-        x: ``[T, H]``, from :func:`layout.aligned_rows`.
+        x: ``[T, H]``, from :func:`aligned_rows`.
         weight: ``[H]`` or ``None``.
         y: ``T * H`` contiguous elements, written.
         reciprocal: ``T`` contiguous float32, written.
@@ -72,7 +72,7 @@ def backward(
     """Write the gradient of ``x`` into ``dx``, and the weight's into ``dweight`` unless it is ``None``.
 
     Args:
-        dy: ``[T, H]``, from :func:`layout.aligned_rows`.
+        dy: ``[T, H]``, from :func:`aligned_rows`.
         x: ``[T, H]``, likewise.
         weight: ``[H]`` or ``None``.
         reciprocal: ``T`` float32 values, as forward wrote them.

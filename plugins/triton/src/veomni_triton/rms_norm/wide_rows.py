@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.aligned_rows import alignment
 from veomni_triton.multiprocessors import multiprocessors
-from veomni_triton.rms_norm.arithmetic import gain, normalised, reciprocal_rms
-from veomni_triton.rms_norm.layout import alignment
-from veomni_triton.rms_norm.partial_sums import sum_partials
+from veomni_triton.partial_sums import sum_partials
+from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
 
 PIECE = 4096  # 16 elements for each thread of 8 warps: two vector loads in bfloat16
 WARPS = 8

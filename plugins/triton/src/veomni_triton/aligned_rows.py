@@ -6,6 +6,8 @@ is summed. A tensor at another alignment is therefore copied: read with narrower
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,18 @@ def aligned_rows(x: Tensor) -> Tensor:
     # One stride per row is all that the kernels take, and it is passed in units of the alignment.
     is_spaced = rows.stride(1) == 1 and rows.stride(0) % alignment(width, x.element_size()) == 0
     return rows if is_spaced and rows.data_ptr() % VECTOR_BYTES == 0 else _copy(rows)
+
+
+@overload
+def aligned_weight(weight: Tensor) -> Tensor: ...
+
+
+@overload
+def aligned_weight(weight: None) -> None: ...
+
+
+@overload
+def aligned_weight(weight: Tensor | None) -> Tensor | None: ...
 
 
 def aligned_weight(weight: Tensor | None) -> Tensor | None:

@@ -1,0 +1,84 @@
+"""Launch configurations of the kernels for whole groups: a function of the group's size, never of the number of rows.
+
+The tile and the number of warps decide in which order a group is summed. If they were chosen by the number of rows, a
+row's result would depend on the batch it comes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+# Backward holds x, the gate, dy, the weight and its gradient in float32: 40960 of a multiprocessor's 65536 registers.
+WHOLE_GROUP = 8192
+_REGISTERS = 65536  # of a multiprocessor
+
+
+@dataclass(frozen=True)
+class ForwardLaunch:
+    """One program normalises one group of each of ``rows`` rows with ``warps`` warps."""
+
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class BackwardLaunch:
+    """Persistent programs that loop over tiles of rows, each with one group of them.
+
+    Attributes:
+        rows: Rows of a tile.
+        warps: Warps per program.
+        programs: Programs per multiprocessor.
+        stages: Depth of the software pipeline: ``stages - 1`` tiles are loaded ahead.
+    """
+
+    rows: int
+    warps: int
+    programs: int
+    stages: int
+
+    @property
+    def registers(self) -> int:
+        """The most that a thread may have, so that a multiprocessor can hold all of its programs."""
+        return min(255, _REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
+
+
+# Key: the elements of a group, padded to a power of two. The entries of 128, 1024 and 8192 are the best that
+# `benchmarks/rms_norm_gated/triton_rms_norm_gated.py --tune` found on an H200 in bfloat16; the others follow them.
+FORWARD = {
+    64: ForwardLaunch(32, 4),
+    128: ForwardLaunch(16, 8),
+    256: ForwardLaunch(8, 4),
+    512: ForwardLaunch(4, 4),
+    1024: ForwardLaunch(2, 4),
+    2048: ForwardLaunch(1, 4),
+    4096: ForwardLaunch(1, 8),
+    8192: ForwardLaunch(1, 16),
+}
+BACKWARD = {
+    64: BackwardLaunch(32, 4, 4, 3),
+    128: BackwardLaunch(16, 4, 4, 3),
+    256: BackwardLaunch(8, 4, 4, 3),
+    512: BackwardLaunch(4, 4, 3, 3),
+    1024: BackwardLaunch(2, 4, 3, 3),
+    2048: BackwardLaunch(1, 4, 4, 3),
+    4096: BackwardLaunch(1, 8, 2, 3),
+    8192: BackwardLaunch(1, 8, 1, 3),
+}
+
+
+def forward_launch(width: int) -> ForwardLaunch:
+    """The forward launch for groups of ``width`` elements, at most ``WHOLE_GROUP``."""
+    return FORWARD[_padded(width)]
+
+
+def backward_launch(width: int) -> BackwardLaunch:
+    """The backward launch for groups of ``width`` elements, at most ``WHOLE_GROUP``."""
+    return BACKWARD[_padded(width)]
+
+
+def _padded(width: int) -> int:
+    # Smaller groups share the table's smallest entry.
+    return max(int(triton.next_power_of_2(width)), min(FORWARD))

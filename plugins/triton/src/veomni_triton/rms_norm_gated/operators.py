@@ -1,0 +1,107 @@
+"""The kernels as operators ``veomni_triton::rms_norm_gated_*``, without autograd.
+
+``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
+which puts more Python around each call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, library
+
+from veomni_triton.aligned_rows import aligned_rows, aligned_weight
+from veomni_triton.rms_norm_gated import whole_groups, wide_groups
+from veomni_triton.rms_norm_gated.form import Form
+from veomni_triton.rms_norm_gated.launch import WHOLE_GROUP, backward_launch, forward_launch
+
+_NAMESPACE = "veomni_triton"
+_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
+_FORM = "bool gate_first, bool sigmoid, bool rounded"
+_LIBRARY.define(
+    f"rms_norm_gated_forward(Tensor x, Tensor gate, Tensor weight, float eps, int groups, {_FORM})"
+    " -> (Tensor y, Tensor reciprocal)"
+)
+_LIBRARY.define(
+    f"rms_norm_gated_gradients(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor reciprocal, {_FORM})"
+    " -> (Tensor dx, Tensor dgate, Tensor dweight)"
+)
+_LIBRARY.define(
+    f"rms_norm_gated_input_gradients(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor reciprocal, {_FORM})"
+    " -> (Tensor dx, Tensor dgate)"
+)
+
+
+def _results(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *form: bool) -> tuple[Tensor, Tensor]:
+    # A result that the weight is multiplied with last gets the dtype of that product, as in PyTorch.
+    dtype = torch.promote_types(x.dtype, weight.dtype) if Form(*form).gate_first else x.dtype
+    rows = x.shape[:-1].numel()
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, groups, dtype=torch.float32)
+
+
+def _forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *form: bool) -> tuple[Tensor, Tensor]:
+    y, reciprocal = _results(x, gate, weight, eps, groups, *form)
+    inputs = (aligned_rows(x), aligned_rows(gate), aligned_weight(weight))
+    width = x.shape[-1] // groups
+    with torch.cuda.device_of(x):
+        if width <= WHOLE_GROUP:
+            whole_groups.forward(*inputs, y, reciprocal, eps, Form(*form), forward_launch(width))
+        else:
+            wide_groups.forward(*inputs, y, reciprocal, eps, Form(*form))
+    return y, reciprocal
+
+
+def _write_gradients(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    reciprocal: Tensor,
+    form: Form,
+    dx: Tensor,
+    dgate: Tensor,
+    dweight: Tensor | None,
+) -> None:
+    inputs = (aligned_rows(dy), aligned_rows(x), aligned_rows(gate), aligned_weight(weight), reciprocal)
+    width = x.shape[-1] // reciprocal.shape[1]
+    with torch.cuda.device_of(x):
+        if width <= WHOLE_GROUP:
+            whole_groups.backward(*inputs, form, dx, dgate, dweight, backward_launch(width))
+        else:
+            wide_groups.backward(*inputs, form, dx, dgate, dweight)
+
+
+def _gradients(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, reciprocal: Tensor, *form: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dgate, dweight = _gradients_like(dy, x, gate, weight)
+    _write_gradients(dy, x, gate, weight, reciprocal, Form(*form), dx, dgate, dweight)
+    return dx, dgate, dweight
+
+
+def _input_gradients(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, reciprocal: Tensor, *form: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dgate = _input_gradients_like(dy, x, gate)
+    _write_gradients(dy, x, gate, weight, reciprocal, Form(*form), dx, dgate, None)
+    return dx, dgate
+
+
+def _gradients_like(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+
+
+def _input_gradients_like(dy: Tensor, x: Tensor, gate: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape)
+
+
+for _name, _implementation, _fake in (
+    ("rms_norm_gated_forward", _forward, _results),
+    ("rms_norm_gated_gradients", _gradients, _gradients_like),
+    ("rms_norm_gated_input_gradients", _input_gradients, _input_gradients_like),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+
+rms_norm_gated_forward = torch.ops.veomni_triton.rms_norm_gated_forward.default
+rms_norm_gated_gradients = torch.ops.veomni_triton.rms_norm_gated_gradients.default
+rms_norm_gated_input_gradients = torch.ops.veomni_triton.rms_norm_gated_input_gradients.default
