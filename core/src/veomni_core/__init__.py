@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
     from veomni_core.descriptions.slot import OpSlot
     from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, SiteRule
+    from veomni_core.descriptions.suspicion import Suspicion
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
     from veomni_core.planning.config import OpsConfig
@@ -50,6 +51,7 @@ _HOME = {
     "Shadow": "binding.shadow",
     "Site": "sites.site",
     "SiteRule": "descriptions.spec",
+    "Suspicion": "descriptions.suspicion",
     "TokenLogprobs": "binding.token_logprobs",
     "VariantSpec": "descriptions.op_spec",
     "apply_plan": "binding.bind",
@@ -85,6 +87,7 @@ __all__ = [
     "Shadow",
     "Site",
     "SiteRule",
+    "Suspicion",
     "TokenLogprobs",
     "VariantSpec",
     "apply_plan",

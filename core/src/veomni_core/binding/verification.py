@@ -29,7 +29,7 @@ from veomni_core.testing import check_kernel
 
 
 def refuse_unverified(plan: Plan, registry: Registry) -> None:
-    """Raise if a kernel of foreign code has not passed ``veomni verify`` here.
+    """Raise if a kernel that must pass ``veomni verify`` before it is used has not passed it here.
 
     A plan for this machine has such kernels only where they passed. One for named hardware, or from another machine,
     does not know.
@@ -37,15 +37,19 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
     Raises:
         KernelUnavailableError: a kernel has not passed; the message says how to check it.
     """
-    foreign = [planned for planned in plan.kernels if planned.spec.digest]
-    if not foreign:
+    in_question = [planned for planned in plan.kernels if planned.spec.digest or planned.spec.suspicions]
+    if not in_question:
         return
-    certificates = Certificates(ThisMachine(registry.detect_hardware(plan.hardware.torch_device_type)))
+    hardware = registry.detect_hardware(plan.hardware.torch_device_type)
+    certificates = Certificates(ThisMachine(hardware))
     reasons = []
-    for planned in foreign:
+    for planned in in_question:
+        reason = planned.spec.must_pass_first(hardware)
+        if not reason:
+            continue
         decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
         dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
-        why = not_certified(certificates, planned.spec, registry.plugin_of(planned.spec), dtypes)
+        why = not_certified(certificates, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)
         reasons += [f"{planned.spec} {why}"] if why else []
     if reasons:
         raise KernelUnavailableError("; ".join(reasons))

@@ -17,9 +17,10 @@ from veomni_core.descriptions.field_types import (
     require_reference,
     require_text,
 )
-from veomni_core.descriptions.hardware import HardwareRequirement
+from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption, Value
 from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_mean
 from veomni_core.random_states import random_states_kept
 
@@ -64,6 +65,8 @@ class KernelSpec:
             whose contract says what rows are.
         fullgraph: promises that ``torch.compile`` captures a call whole, with ``fullgraph=True``, and once for all
             numbers of rows.
+        suspicions: the machines on which the kernel was wrong, and how. There it is chosen only where ``veomni verify``
+            has passed it.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -89,6 +92,7 @@ class KernelSpec:
     digest: str = ""
     batch_invariant: bool = False
     fullgraph: bool = False
+    suspicions: tuple[Suspicion, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -110,6 +114,7 @@ class KernelSpec:
         for name in ("dtypes", "features"):
             object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
         object.__setattr__(self, "options", instances_in(owner, "options", self.options, KernelOption))
+        object.__setattr__(self, "suspicions", instances_in(owner, "suspicions", self.suspicions, Suspicion))
         if len({option.name for option in self.options}) < len(self.options):
             raise SpecError(f"{owner}: two of its options have the same name")
         if not self.dtypes:
@@ -122,6 +127,12 @@ class KernelSpec:
     def covers(self) -> tuple[str, ...]:
         """What sites may need of the kernel: its features, and ``expert_parallel``."""
         return (*self.features, EXPERT_PARALLEL) if self.expert_parallel else self.features
+
+    def must_pass_first(self, hardware: Hardware) -> str:
+        """Why the kernel is chosen on ``hardware`` only where ``veomni verify`` passed it, as a phrase; or nothing."""
+        if self.digest:
+            return "its code is not the plugin's own"
+        return "; ".join(suspicion.why for suspicion in self.suspicions if suspicion.covers(hardware))
 
     def __str__(self) -> str:
         return f"{self.op_name}/{self.variant}:{self.label}"

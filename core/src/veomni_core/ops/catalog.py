@@ -49,7 +49,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_core.ops.rms_norm_gated:CONTRACTS",
         description="root-mean-square normalisation with a gate",
-        published={"torch": "veomni-torch", "triton": "veomni-triton"},
+        published={"torch": "veomni-torch", "triton": "veomni-triton", "fla": "veomni-fla"},
     ),
     OpSpec(
         name="rotary_pos_emb",
@@ -109,7 +109,12 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         reads_boundaries=True,
         description="the depthwise causal convolution of linear-attention and state-space mixers, with its activation",
         follows_autocast=True,
-        published={"torch": "veomni-torch", "triton": "veomni-triton"},
+        published={
+            "torch": "veomni-torch",
+            "triton": "veomni-triton",
+            "fla": "veomni-fla",
+            "causal_conv1d": "veomni-fla",
+        },
     ),
     OpSpec(
         name="cross_entropy_loss",
@@ -144,7 +149,13 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.chunk_gated_delta_rule:CONTRACTS",
         reads_boundaries=True,
         description="the gated delta rule of linear attention, over a whole sequence",
-        published={"chunked_delta": "veomni-torch", "triton": "veomni-triton"},
+        published={
+            "chunked_delta": "veomni-torch",
+            "triton": "veomni-triton",
+            "fla": "veomni-fla",
+            "fla_tilelang": "veomni-fla",
+            "flash_qla": "veomni-fla",
+        },
     ),
     OpSpec(
         name="kda",
@@ -154,7 +165,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.kda:CONTRACTS",
         reads_boundaries=True,
         description="Kimi's delta attention, over a whole sequence",
-        published={"chunked_kda": "veomni-torch"},
+        published={"chunked_kda": "veomni-torch", "fla": "veomni-fla"},
     ),
     OpSpec(
         name="mamba2_scan",
@@ -164,7 +175,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         contract="veomni_core.ops.mamba2_scan:CONTRACTS",
         reads_boundaries=True,
         description="the state-space scan of Mamba 2, over a whole sequence",
-        published={"chunked_scan": "veomni-torch"},
+        published={"chunked_scan": "veomni-torch", "mamba_ssm": "veomni-fla"},
     ),
     OpSpec(
         name="moe_experts",

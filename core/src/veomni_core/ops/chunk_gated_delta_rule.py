@@ -4,6 +4,8 @@ The call is that of flash-linear-attention's function of this name, as transform
 ``key_heads``, ``value_heads``, ``key_width`` and ``value_width``, where the model states them. Tokens that are decoded
 one at a time go through the model's own recurrent function, which is not this op.
 
+Keys or values wider than 128 are the feature ``wide_heads``: a kernel may have room for a state of 128 by 128 alone.
+
 Shape suffixes: ``B`` batch, ``S`` sequence, ``H`` heads, ``K`` key width, ``V`` value width, ``N`` sequences.
 """
 

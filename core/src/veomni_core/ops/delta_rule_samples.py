@@ -14,6 +14,8 @@ from torch import Tensor
 
 from veomni_core.ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
 
+# A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
+WIDE_HEADS, WIDEST_HEAD = "wide_heads", 128
 _NORMED: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
 
 
@@ -93,7 +95,8 @@ class DeltaRuleSamples:
         """Wider than a tile of a kernel, and longer than a few chunks."""
         draw = Draw(device, dtype)
         kept = {**_NORMED, "output_final_state": True}
-        yield Sample("past 128 columns", self._problem(draw, 1, 35, (1, 2), (136, 144)), kept)
+        wide = self._problem(draw, 1, 35, (1, 2), (136, 144))
+        yield Sample("past 128 columns", wide, kept, needs=(WIDE_HEADS,))
         bounds, states = _bounds_at(device, 3, 131, 150, 290), _state(draw, 4, 2, 24, 40)
         problem = self._problem(draw, 1, 290, (2, 2), (24, 40), decay=0.05)
         yield Sample("packed, five chunks", problem, {"cu_seqlens": bounds, "initial_state": states, **kept})

@@ -13,6 +13,7 @@ from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
+from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import fit, render_table
 
@@ -39,6 +40,7 @@ class PlannedKernel:
         """The kernel that ``dataclasses.asdict`` turned into ``data``."""
         spec = dict(data["spec"])
         spec["hardware"] = HardwareRequirement.from_dict(spec["hardware"])
+        spec["suspicions"] = tuple(map(Suspicion.from_dict, spec.get("suspicions", ())))
         spec["options"] = tuple(KernelOption(**option) for option in spec.get("options", ()))
         spec["settings"] = tuple((name, value) for name, value in spec.get("settings", ()))
         return cls(KernelSpec(**spec), data["distribution"], data["version"], data.get("standing", ""))

@@ -183,6 +183,6 @@ def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware, certifi
         for kernel in kernels
         for assumption in (
             *kernel.spec.hardware.chosen_for(hardware).packages,
-            *(["has passed veomni verify"] if kernel.spec.digest or certified_only else []),
+            *(["has passed veomni verify"] if kernel.spec.must_pass_first(hardware) or certified_only else []),
         )
     )

@@ -144,10 +144,10 @@ class Selection:
 
     def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
-        if not (spec.digest or self._certified_only) or not self._hardware.detected or self.failures(spec, dtypes):
+        reason = spec.must_pass_first(self._hardware) or ("require: verified asks for that" * self._certified_only)
+        if not reason or not self._hardware.detected or self.failures(spec, dtypes):
             return ()
-        plugin = self._registry.plugin_of(spec)
-        why = not_certified(self.certificates, spec, plugin, dtypes)
+        why = not_certified(self.certificates, spec, self._registry.plugin_of(spec), reason, dtypes)
         return (why,) if why else ()
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
@@ -254,11 +254,11 @@ class Selection:
 
 
 def not_certified(
-    certificates: Certificates, spec: KernelSpec, plugin: PluginRecord, dtypes: tuple[str, ...] = ()
+    certificates: Certificates, spec: KernelSpec, plugin: PluginRecord, reason: str, dtypes: tuple[str, ...] = ()
 ) -> str:
     """Why ``spec`` of ``plugin`` may not be chosen yet, in one of ``dtypes`` or, without any, in any, as a phrase.
 
-    Empty if it is certified in all of them.
+    Empty if it is certified in all of them. ``reason`` is why it must be.
     """
     asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
     missing = [dtype for dtype in asked if certificates.standing(spec, plugin, (dtype,)) != HERE]
@@ -266,9 +266,8 @@ def not_certified(
         return ""
     standing = certificates.standing(spec, plugin, missing)
     elsewhere = "" if standing == NEVER else f", and was {standing}"
-    why = "its code is not the plugin's own" if spec.digest else "require: verified asks for that"
     return (
-        f"has not passed veomni verify in {', '.join(missing)} here{elsewhere}, and {why} "
+        f"has not passed veomni verify in {', '.join(missing)} here{elsewhere}, and {reason} "
         f"(veomni verify {plugin.distribution} --kernel {spec} checks it)"
     )
 

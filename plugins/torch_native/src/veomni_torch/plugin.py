@@ -88,6 +88,7 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_torch.chunk_gated_delta_rule:standard",
             description="64 tokens at a time, and again in backward; saves its inputs and a state per 64 tokens",
             preference=_PREFERENCE,
+            features=("wide_heads",),
         ),
         KernelSpec(
             name="chunked_kda",
@@ -96,6 +97,7 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_torch.kda:standard",
             description="64 tokens at a time, and again in backward; saves its inputs and a state per 64 tokens",
             preference=_PREFERENCE,
+            features=("wide_heads",),
         ),
         KernelSpec(
             name="chunked_scan",

@@ -29,6 +29,7 @@ def _kernels(
         expert_parallel=op_name == "moe_experts",
         preference=_PREFERENCE,
         can_run=can_run,
+        features=("wide_heads",) if op_name == "chunk_gated_delta_rule" else (),
         batch_invariant=op_name in ("rms_norm", "rms_norm_gated"),
     )
 

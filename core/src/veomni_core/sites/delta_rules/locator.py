@@ -18,6 +18,7 @@ from torch import nn
 from veomni_core.changes.change import Change, PropertyChange
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
 from veomni_core.sites.called_functions import callers, replaced
 from veomni_core.sites.delta_rules.proof import chosen, is_layer_of_a_function, prove
 from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
@@ -28,7 +29,7 @@ from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.proofs.reachable_code import instructions, nested_code
 from veomni_core.sites.site import Kernel, Site
 
-_HEADS = ("key_heads", "value_heads")
+_HEADS, _WIDTHS = ("key_heads", "value_heads"), ("key_width", "value_width")
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
 _BOUNDARIES = "cu_seqlens"  # how a package's function is told of them
 
@@ -68,16 +69,18 @@ class DeltaRules:
                 proof = proofs.of(
                     (place.function, home), partial(prove, self.op_name, place.name, place.function, home)
                 )
+            sizes = _sizes(place.module, self.stated_as)
             own = chosen(place.function, home)
             untold = own != EAGER and not _names(current_forward(place.module), _BOUNDARIES)
-            proof = replace(proof, detail={place.held_as: place.name, **({"untold": _BOUNDARIES} if untold else {})})
+            detail = {place.held_as: place.name, **({"untold": _BOUNDARIES} if untold else {})}
+            proof = replace(proof, detail=detail, needs=_needs(sizes))
             yield proof.site(
                 self.op_name,
                 place.path,
                 rule,
                 dtype=probe.parameter_dtype(place.module),
                 own=own,
-                sizes=_sizes(place.module, self.stated_as),
+                sizes=sizes,
             )
 
     def sharded(self, site: Site, layout: EngineLayout) -> Site:
@@ -145,3 +148,8 @@ def _names(function: Any, argument: str) -> bool:
 def _sizes(module: Any, stated_as: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     stated = {size: getattr(module, name, None) for size, name in stated_as.items()}
     return {size: (value,) for size, value in stated.items() if type(value) is int}
+
+
+def _needs(sizes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    widths = [width for name in _WIDTHS for width in sizes.get(name, ())]
+    return (WIDE_HEADS,) if max(widths, default=0) > WIDEST_HEAD else ()

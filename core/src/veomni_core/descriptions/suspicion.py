@@ -1,0 +1,57 @@
+"""Machines on which a kernel is known to have been wrong, and must pass its contract first. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from veomni_core.descriptions.field_types import require_instance, require_name
+from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
+from veomni_core.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """That a kernel was wrong on some machines. There it is chosen only where ``veomni verify`` has passed it.
+
+    A range of versions is where somebody saw the fault, and not where it ends. So it decides who is asked, and the
+    contract, run once on the device, decides what is answered.
+
+    Args:
+        where: the machines in question: device, compute capabilities, and versions of packages such as triton.
+        why: what was wrong there, as a phrase for messages.
+
+    Example:
+        >>> hopper = HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90)
+        >>> suspicion = Suspicion(hopper, "gradients were wrong on Hopper")
+        >>> suspicion.covers(Hardware.named("h200")), suspicion.covers(Hardware.named("a100"))
+        (True, False)
+    """
+
+    where: HardwareRequirement
+    why: str
+
+    def __post_init__(self) -> None:
+        require_instance("Suspicion", "where", self.where, HardwareRequirement)
+        require_name("Suspicion", "why", self.why)
+
+    def covers(self, hardware: Hardware) -> bool:
+        """Whether ``hardware`` is one of the machines. Of hardware that isn't here, versions of packages are unknown.
+
+        Args:
+            hardware: the hardware that a plan is for.
+        """
+        return not self.where.unmet(hardware)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Suspicion:
+        """The suspicion that ``dataclasses.asdict`` turned into ``data``.
+
+        Raises:
+            SpecError: it is no such mapping.
+        """
+        known = [each.name for each in fields(cls)]
+        if not isinstance(data, Mapping) or set(data) != set(known):
+            raise SpecError(f"Suspicion: expected a mapping of {', '.join(known)}, not {data!r}")
+        return cls(**{**data, "where": HardwareRequirement.from_dict(data["where"])})

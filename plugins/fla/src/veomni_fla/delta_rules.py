@@ -1,0 +1,119 @@
+"""What the adapters of delta rules share: it fills in what the libraries' functions of this call don't do.
+
+That is calls without tokens, which would launch empty grids; widths that a library can't load; and boundaries. They are
+copied for every call, since fla keeps what it derived from a tensor of boundaries for the next call with this very
+tensor, and would not see that its values have changed.
+
+Shape suffixes: ``B`` batch, ``S`` sequence, ``H`` heads, ``K`` key width, ``V`` value width, ``N`` sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.ops.autocast import product_operands
+
+Call = Callable[..., tuple[Tensor, Tensor | None]]
+_EXACT = (torch.bfloat16, torch.float16)  # float32 would be multiplied as TF32
+_GRAPH_BREAK = "the library reads boundaries on the host, and chooses its launches there"
+
+
+def even(width: int) -> int:
+    """The next even width: fla asserts even ones where Triton read past the end of odd ones in 16 bits."""
+    return width + width % 2
+
+
+def adapted(
+    name: str, library: Call, check_call: Callable[..., Any], loaded: Callable[[int], int], on_host: bool
+) -> Call:
+    """The kernel of a delta rule by a ``library``'s function.
+
+    Args:
+        name: the kernel's name, for messages.
+        library: ``(q, k, v, g, beta, scale=, initial_state=, output_final_state=, use_qk_l2norm_in_kernel=,
+            cu_seqlens=)``, as fla has it.
+        check_call: the op's check, which returns where packed sequences begin and end.
+        loaded: the width that heads of a width are padded to. Columns of zeros change nothing.
+        on_host: whether the library takes the boundaries on the host too, as ``cu_seqlens_cpu=``. It then doesn't wait
+            a second time for the device that has them.
+    """
+
+    @torch.compiler.disable(reason=_GRAPH_BREAK)  # type: ignore[untyped-decorator]
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
+        q, k, v = product_operands(name, dtypes=_EXACT, query=query, key=key, value=value)
+        key_width, value_width = key.shape[-1], value.shape[-1]
+        wide_key, wide_value = loaded(key_width), loaded(value_width)
+        if not value.numel() or not key_width:
+            sequences = query.shape[0] if bounds is None else len(bounds)
+            return _of_nothing(query, key, value, g, beta, initial_state, sequences, output_final_state)
+        options: dict[str, Any] = {}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = cu_seqlens.to(torch.int32, copy=True)
+            if on_host:
+                options["cu_seqlens_cpu"] = torch.tensor([0, *(last for _, last in bounds)], dtype=torch.int32)
+        output, state = library(
+            _widened(q, wide_key),
+            _widened(k, wide_key),
+            _widened(v, wide_value),
+            g if g.dim() == beta.dim() else _widened(g, wide_key),  # a decay per head, or per column of the keys
+            beta,
+            scale=key_width**-0.5 if scale is None else scale,
+            initial_state=_state_widened(initial_state, wide_key, wide_value),
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **options,
+        )
+        output = output[..., :value_width].to(query.dtype)
+        return output, None if state is None else state[..., :key_width, :value_width]
+
+    return kernel
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """``x[..., W]`` with zeros in further columns, up to ``width``."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _state_widened(state: Tensor | None, key_width: int, value_width: int) -> Tensor | None:
+    """``state[N, HV, K, V]`` in float32, with zeros in further rows and columns."""
+    if state is None:
+        return None
+    missing = (0, value_width - state.shape[3], 0, key_width - state.shape[2])
+    return F.pad(state.float(), missing) if any(missing) else state.float()
+
+
+def _of_nothing(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    sequences: int,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """An empty output ``[B, S, HV, V]``, and the states as they were. Gradients are zeros, and none is missing."""
+    nothing = sum((x[:0].sum() for x in (query, key, value, g, beta)), start=query.new_zeros(()))
+    output = (torch.zeros_like(value) + nothing).to(query.dtype)
+    if not output_final_state:
+        return output, None
+    shape = (sequences, value.shape[2], key.shape[3], value.shape[3])
+    state = value.new_zeros(shape, dtype=torch.float32) if initial_state is None else initial_state.float()
+    return output, state + nothing.float()

@@ -1,0 +1,74 @@
+"""Run in a process of its own, with fla-core first in its path: fla's kernels in Triton's interpreter, on a CPU.
+
+``python in_the_interpreter.py KERNEL-DTYPE ...`` prints a JSON object with the failures of each kernel's contract.
+Triton's interpreter is mended as for other kernels, and for two things that fla's do: they call a method of a loop's
+index, and they are autotuned, which needs a GPU. Here the first configuration runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import TensorHandle
+
+from veomni_core.ops.catalog import BUILTIN_OPS
+from veomni_core.ops.contract import Size
+from veomni_core.testing import check_kernel
+from veomni_core.testing.triton_interpreter import interpret_triton
+from veomni_fla.plugin import veomni_kernels
+
+
+class LoopIndex(int):
+    """An index of a loop, which a GPU has as a number of Triton's."""
+
+    def to(self, dtype):
+        value = np.array([int(self)], dtype=np.int64 if dtype == tl.int64 else np.int32)
+        return tl.tensor(TensorHandle(value, dtype), dtype)
+
+
+def indices(*bounds):
+    return map(LoopIndex, range(*bounds))
+
+
+def make_fla_interpretable():
+    """Import what the kernels need of fla, and mend it."""
+    import fla.modules.causal_conv1d.ops
+    import fla.modules.norm.fused_norm_gate
+    import fla.ops.gated_delta_rule.chunk
+    import fla.ops.kda.chunk  # noqa: F401
+
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] != "fla":
+            continue
+        for kernel in [*vars(module).values()]:
+            while hasattr(kernel, "fn"):
+                if isinstance(kernel, Autotuner):
+                    kernel.configs = kernel.configs[:1]
+                kernel = kernel.fn
+        module.range = indices
+
+
+def main(asked):
+    interpret_triton()
+    make_fla_interpretable()
+    specs = {str(spec): spec for spec in veomni_kernels()}
+    found = {}
+    for each in asked:
+        kernel, _, dtype = each.rpartition("-")
+        op = next(op for op in BUILTIN_OPS if op.name == specs[kernel].op_name)
+        if op.name == "kda":  # minutes of it
+            op = replace(op, contract="few_samples:CONTRACTS")
+        report = check_kernel(specs[kernel], "cpu", dtype, op=op, largest=Size.SMALL, every_form=False)
+        found[each] = {"cases": len(report.cases), "failures": report.failures}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

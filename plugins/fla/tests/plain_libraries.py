@@ -1,0 +1,131 @@
+"""Plain PyTorch in the place of the libraries' functions, with their arguments, and with what they can't take.
+
+They let the adapters be held to the contracts on any machine: boundaries, widths, layouts, empty calls. What the
+libraries themselves compute is tested in Triton's interpreter and on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from veomni_core.ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
+from veomni_fla import causal_conv1d as conv_adapters
+from veomni_fla import mamba2_scan as scan_adapters
+from veomni_fla import rms_norm_gated as norm_adapters
+from veomni_fla.chunk_gated_delta_rule import _one_tile
+from veomni_fla.delta_rules import adapted, even
+
+_FILLED = 32
+
+
+def _delta_rule(reference, widths_taken, takes_host_boundaries):
+    def library(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+        cu_seqlens=None,
+        cu_seqlens_cpu=None,
+    ):
+        assert q.numel() and v.numel(), "an empty grid can't be launched"
+        assert widths_taken(q.shape[-1]) and widths_taken(v.shape[-1])
+        assert q.dtype == k.dtype == v.dtype in (torch.bfloat16, torch.float16)
+        assert initial_state is None or initial_state.dtype == torch.float32
+        if cu_seqlens is not None:
+            assert cu_seqlens.dtype == torch.int32
+            assert takes_host_boundaries == (cu_seqlens_cpu is not None)
+            assert cu_seqlens_cpu is None or cu_seqlens_cpu.tolist() == cu_seqlens.tolist()
+        return reference(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        )
+
+    return library
+
+
+def fla_delta():
+    library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 2 == 0 and width <= 256, True)
+    return adapted("fla", library, chunk_gated_delta_rule.check_call, even, on_host=True)
+
+
+def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
+    """The recurrence on the columns that samples fill: a state of 128 by 128 takes minutes."""
+    inputs, state = (query, key, value), initial_state
+    assert not any(bool(x[..., _FILLED:].any()) for x in inputs)
+    state = None if state is None else state[..., :_FILLED, :_FILLED]
+    narrow = (x[..., :_FILLED] for x in inputs)
+    output, final = chunk_gated_delta_rule.standard(*narrow, g, beta, scale, state, *options)
+    missing = 128 - _FILLED
+    return F.pad(output, (0, missing)), None if final is None else F.pad(final, (0, missing, 0, missing))
+
+
+def flash_qla():
+    library = _delta_rule(_first_columns, lambda width: width == 128, False)
+    return adapted("flash_qla", library, chunk_gated_delta_rule.check_call, _one_tile, on_host=False)
+
+
+def fla_kda():
+    library = _delta_rule(kda.standard, lambda width: width % 2 == 0 and width <= 256, True)
+    return adapted("fla", library, kda.check_call, even, on_host=True)
+
+
+def _conv_by_boundaries(x, weight, bias, residual, initial_state, output_final_state, activation, bounds, on_host):
+    assert x.numel() and residual is initial_state is None and not output_final_state
+    numbers = None
+    if bounds is not None:
+        assert x.shape[0] == 1 and bounds.dtype == torch.int32 and bounds.tolist() == on_host.tolist()
+        numbers = causal_conv1d.numbered(bounds.diff().tolist(), x.device)
+    y = causal_conv1d.standard(x.transpose(1, 2), weight, bias, activation, numbers)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _conv_by_numbers(x, weight, bias=None, seq_idx=None, activation=None):
+    assert x.numel() and weight.shape[1] in (2, 3, 4) and x.data_ptr() % 16 == 0
+    assert bias is None or bias.dtype == weight.dtype
+    channels_last = x.stride(1) == 1 and x.stride(2) > 1
+    assert channels_last or x.is_contiguous()
+    if channels_last:
+        assert not any(size % 8 for size in (x.shape[1], x.stride(0), x.stride(2)))
+    if seq_idx is not None:
+        assert (channels_last or x.shape[2] == 1) and seq_idx.dtype == torch.int32 and seq_idx.is_contiguous()
+        assert not bool((seq_idx < 0).any()), "negative numbers are padding"
+    return causal_conv1d.standard(x, weight, bias, activation, seq_idx)
+
+
+def fla_conv():
+    return conv_adapters.by_boundaries(_conv_by_boundaries)
+
+
+def package_conv():
+    return conv_adapters.by_numbers(_conv_by_numbers)
+
+
+def _norm(x, gate, weight, bias, activation, residual, eps, prenorm, residual_in_fp32, is_rms_norm):
+    assert x.numel() and bias is residual is None and (activation, prenorm, is_rms_norm) == ("sigmoid", False, True)
+    assert weight.shape == x.shape[-1:]
+    return rms_norm_gated.sigmoid(x, gate, weight, eps)
+
+
+def fla_norm():
+    return norm_adapters.adapted(_norm)
+
+
+def _scan(x, dt, A, B, C, chunk_size, D, dt_bias, initial_states, seq_idx, dt_softplus, dt_limit, return_final_states):
+    """As the package does: it compares numbers of two tokens wherever they stand, and states before 0 alone count."""
+    assert x.numel() and A.dtype == torch.float32 and x.dtype == B.dtype == C.dtype
+    if seq_idx is not None:
+        assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and not bool(seq_idx[:, 0].any())
+        assert bool((seq_idx.diff(dim=1) >= 0).all())
+    assert len(dt_limit) == 2 and all(isinstance(limit, float) for limit in dt_limit)
+    options = (D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, seq_idx)
+    output, states = mamba2_scan.standard(x, dt, A, B, C, *options)
+    return (output.to(x.dtype), states) if return_final_states else output.to(x.dtype)
+
+
+def mamba_ssm():
+    return scan_adapters.adapted(_scan)

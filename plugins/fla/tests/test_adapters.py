@@ -1,0 +1,117 @@
+"""What the adapters do around the libraries' calls: the contracts, with plain PyTorch in the libraries' place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import plain_libraries
+import pytest
+import torch
+
+from veomni_core.ops.contract import Size
+from veomni_core.testing import check_kernel
+from veomni_fla.causal_conv1d import _boundaries, _laid_out
+from veomni_fla.plugin import veomni_kernels
+
+SPECS = {str(spec): spec for spec in veomni_kernels()}
+PLAIN = {
+    "chunk_gated_delta_rule/standard:fla": "fla_delta",
+    "chunk_gated_delta_rule/standard:flash_qla": "flash_qla",
+    "kda/standard:fla": "fla_kda",
+    "causal_conv1d/standard:fla": "fla_conv",
+    "causal_conv1d/standard:causal_conv1d": "package_conv",
+    "rms_norm_gated/sigmoid:fla": "fla_norm",
+    "mamba2_scan/standard:mamba_ssm": "mamba_ssm",
+}
+
+
+def test_every_kernel_has_a_plain_library_in_its_place():
+    assert {*PLAIN, "chunk_gated_delta_rule/standard:fla_tilelang"} == {*SPECS}
+
+
+SLOW = "chunk_gated_delta_rule/standard:flash_qla"  # its heads are padded to 128
+
+
+@pytest.mark.parametrize(
+    "kernel, dtype",
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * (name == SLOW))
+        for name in PLAIN
+        for dtype in SPECS[name].dtypes
+        if dtype != "float16"
+    ],
+)
+def test_the_contract(kernel, dtype):
+    spec = replace(SPECS[kernel], factory=f"plain_libraries:{PLAIN[kernel]}")
+    check_kernel(spec, "cpu", dtype, largest=Size.SMALL, every_form=False).raise_if_failed()
+
+
+@pytest.mark.parametrize("kernel", ["fla_delta", "flash_qla"])
+def test_float32_is_refused_since_the_libraries_multiply_in_tf32(kernel):
+    q, g = torch.ones(1, 4, 2, 8), torch.zeros(1, 4, 2)
+    with pytest.raises(TypeError, match="computes bfloat16 or float16, not float32"):
+        getattr(plain_libraries, kernel)()(q, q, q, g, g)
+
+
+def test_heads_that_flash_qla_has_no_room_for_are_refused():
+    q, g = torch.ones(1, 4, 2, 136).bfloat16(), torch.zeros(1, 4, 2)
+    with pytest.raises(ValueError, match="does not compute wide_heads: it takes heads of up to 128, not 136"):
+        plain_libraries.flash_qla()(q, q, q, g, g)
+
+
+def test_boundaries_are_copied_for_every_call():
+    """fla remembers what it derived from a tensor by the tensor's identity, and a buffer may have other values then."""
+    seen = []
+
+    def library(q, k, v, g, beta, cu_seqlens, **options):
+        seen.append(cu_seqlens)
+        return torch.zeros_like(v), None
+
+    kernel = plain_libraries.adapted(
+        "fla", library, plain_libraries.chunk_gated_delta_rule.check_call, plain_libraries.even, on_host=True
+    )
+    q, g, bounds = torch.ones(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2), torch.tensor([0, 1, 4], dtype=torch.int32)
+    kernel(q, q, q, g, g, cu_seqlens=bounds)
+    bounds[1] = 3
+    kernel(q, q, q, g, g, cu_seqlens=bounds)
+    assert [each.tolist() for each in seen] == [[0, 1, 4], [0, 3, 4]]
+
+
+def test_lengths_that_do_not_add_up_are_refused_before_the_library_is_called():
+    q, g = torch.ones(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2)
+    with pytest.raises(ValueError, match="cu_seqlens goes from 0 to 3, expected from 0 to 4"):
+        plain_libraries.fla_delta()(q, q, q, g, g, cu_seqlens=torch.tensor([0, 3]))
+
+
+def test_numbers_of_several_rows_become_boundaries_of_one():
+    numbers = torch.tensor([[3, 3, 5], [0, 1, 1]])
+    assert _boundaries(numbers).tolist() == [0, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 6, 16).transpose(1, 2),
+        torch.randn(2, 16, 6),
+        torch.randn(2, 6, 24)[..., 8:].transpose(1, 2),
+        torch.randn(2, 6, 20)[..., :16].transpose(1, 2),
+        torch.randn(2 * 6 * 16 + 1)[1:].view(2, 6, 16).transpose(1, 2),
+        torch.randn(1, 1, 16).expand(2, 6, 16).transpose(1, 2),
+    ],
+    ids=["channels last", "positions last", "a part", "odd strides", "an odd address", "expanded"],
+)
+def test_what_the_package_can_not_read_is_copied(x, channels_last):
+    found = _laid_out(x, channels_last)
+    assert torch.equal(found, x) and found.data_ptr() % 16 == 0
+    if channels_last:
+        assert found.stride(1) == 1 and found.stride(2) >= 16 and not any(size % 8 for size in found.stride()[::2])
+    else:
+        assert found.is_contiguous()
+
+
+def test_what_the_package_can_read_is_not_copied():
+    rows = torch.randn(2, 6, 24).transpose(1, 2)
+    assert _laid_out(rows, True).data_ptr() == rows.data_ptr()
+    part = rows[:, 8:]
+    assert _laid_out(part, True).data_ptr() == part.data_ptr()
