@@ -58,8 +58,8 @@ class Launch:
         return x.new_empty(runs, weight.shape[1] + 1, channels, dtype=torch.float32)
 
 
-# Where channels are adjacent, a thread has 4 of them, and where positions are, 8 positions of 16 bits. Of a few launches
-# around these, they were the best on an H200 in bfloat16, plain and packed: 16384 positions of 8192 channels.
+# Where channels are adjacent, a thread has 4 of them, and where positions are, 8 positions of 16 bits. Of a few
+# launches around these, they were the best on an H200 in bfloat16, plain and packed: 16384 positions of 8192 channels.
 CHANNELS_FORWARD = Launch(channels=512, step=4, warps=4, programs=6, stages=3)
 CHANNELS_BACKWARD = Launch(channels=512, step=4, warps=4, programs=4, stages=3)
 POSITIONS_FORWARD = Launch(channels=8, step=128, warps=4, programs=6)

@@ -1,9 +1,9 @@
 """The gradients of queries, keys, values and both gates: programs for each chunk and value head.
 
 :func:`product_gradients_kernel` needs no state, and ends with the gradients of the products of queries and keys.
-:func:`query_gradients_kernel` and :func:`key_gradients_kernel` add what reads and writes the state. One kernel for all of
-it had more values than registers: it spilled 1.4 KB a thread, and took 1.57 ms on an H200 for what three do in 0.77 (2 x
-4096 tokens, 32 value heads of 128). Value heads that share a key head have a gradient of it each, which
+:func:`query_gradients_kernel` and :func:`key_gradients_kernel` add what reads and writes the state. One kernel for all
+of it had more values than registers: it spilled 1.4 KB a thread, and took 1.57 ms on an H200 for what three do in 0.77
+(2 x 4096 tokens, 32 value heads of 128). Value heads that share a key head have a gradient of it each, which
 :func:`shared_gradients_kernel` adds up.
 
 Shape legend: ``C`` tokens of a chunk, ``K`` key width, ``V`` columns of the values in a tile, ``R`` rows.
