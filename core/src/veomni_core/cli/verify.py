@@ -22,7 +22,7 @@ from veomni_core.cli.completion import (
 )
 from veomni_core.cli.names import check_device, find_op, nvidia_gpu
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row, compile_kernel, verify_kernel
+from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Checks, Row
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.asked_device import device_here
@@ -33,6 +33,8 @@ from veomni_core.planning.certificates import Certificate, keep, write_certifica
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.tables import render_table
+
+_SLOWEST = 10
 
 
 def verify(
@@ -106,9 +108,9 @@ def verify(
             return progress.done([Row(str(spec), "-", SKIPPED, unmet)])
         if not dtypes:
             return progress.done([Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))])
-        return progress.done(where.check(record.name, spec, dtypes, timeout))
+        return progress.done(checks.rows(record.name, spec, where.asked, dtypes, timeout))
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with where.checks() as checks, ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(rows_of, asked))
     rows = [row for each in found for row in each]
     if compile_for is None:
@@ -126,6 +128,7 @@ def verify(
         print_json({"plugin": name, "device": where.name, "results": results, "nothing_ran": nothing})
     else:
         show_results(rows, f"{name} {where}")
+        show_slowest(rows)
         show_functions(rows)
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
@@ -159,11 +162,20 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Where:
-    """Where kernels are checked, or for what they are compiled, and how."""
+    """Where kernels are checked, or for what they are compiled, and how.
+
+    Attributes:
+        hardware: what kernels ask for.
+        name: in words.
+        checks: starts the processes that check.
+        asked: the device, or the compute capability, as these processes take it.
+        compiles: whether nothing is run.
+    """
 
     hardware: Hardware
     name: str
-    check: Callable[[str, KernelSpec, tuple[str, ...], float], list[Row]]
+    checks: Callable[[], Checks]
+    asked: str
     compiles: bool = False
 
     def __str__(self) -> str:
@@ -174,19 +186,12 @@ def _device(registry: Registry, asked: str | None) -> _Where:
     if asked is not None:
         check_device(registry, asked)
     hardware, name = device_here(registry.detect_hardware(), asked, "--device")
-    return _Where(
-        hardware, name, lambda plugin, spec, dtypes, timeout: verify_kernel(plugin, spec, name, dtypes, timeout)
-    )
+    return _Where(hardware, name, Checks.running, name)
 
 
 def _target(registry: Registry, asked: str) -> _Where:
     hardware = nvidia_gpu(registry, asked)
-    capability = hardware.compute_capability or 0
-
-    def compiled(plugin: str, spec: KernelSpec, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
-        return compile_kernel(plugin, spec, capability, dtypes, timeout)
-
-    return _Where(hardware, hardware.describe(), compiled, compiles=True)
+    return _Where(hardware, hardware.describe(), Checks.compiling, f"{hardware.compute_capability or 0}", compiles=True)
 
 
 def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
@@ -223,6 +228,20 @@ def show_results(rows: Iterable[Row], title: str) -> None:
     """Print a line per kernel and dtype."""
     table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
     print(render_table(("kernel", "dtype", "result", "detail"), table, title))
+
+
+def show_slowest(rows: Iterable[Row]) -> None:
+    """Print what the time of the slowest checks was spent on, if there are some that ran."""
+    ran = sorted((row for row in rows if row.spent), key=lambda row: -row.seconds)
+    if ran:
+        parts = list(ran[0].spent)
+        table = [
+            (row.kernel, row.dtype, f"{row.seconds:.1f}", *(f"{row.spent[part]:.1f}" for part in parts))
+            for row in ran[:_SLOWEST]
+        ]
+        total = sum(row.seconds for row in ran)
+        title = f"The slowest of {len(ran)}, in seconds; {total:,.0f} together"
+        print(render_table(("kernel", "dtype", "seconds", *parts), table, title))
 
 
 def show_functions(rows: Iterable[Row]) -> None:

@@ -42,6 +42,7 @@ from veomni_core.testing.rank_check import check_on_ranks
 from veomni_core.testing.report import CaseResult, ConformanceReport
 from veomni_core.testing.second_derivatives import check_second_derivatives
 from veomni_core.testing.subject import Position, Subject
+from veomni_core.testing.time_spent import TimeSpent, compilers_counted
 from veomni_core.testing.values import check_values
 
 
@@ -67,7 +68,7 @@ def check_kernel(
             for kernels in an interpreter.
 
     Returns:
-        The report, with one case per sample. Its ``skipped`` lists what was left out.
+        The report, with one case per sample. Its ``skipped`` lists what was left out, its ``seconds`` what took how long.
 
     Raises:
         SpecError: the spec doesn't declare ``dtype``.
@@ -93,13 +94,15 @@ def check_kernel(
         return ConformanceReport(str(spec), str(device), dtype, tuple(check_on_ranks(spec, op, device, dtype)))
     if largest is None:
         largest = Size.BEYOND_A_TILE if device.type == "cpu" else Size.LARGE
+    spent = TimeSpent()
     before = ProcessState()
     kernel = spec.load()
     imported = tuple(f"importing it changes {change}" for change in before.changes() if change not in _OF_IMPORTS)
     before.restore()
-    subject = Subject(spec, kernel, contract, device, getattr(torch, dtype))
+    subject = Subject(spec, kernel, contract, device, getattr(torch, dtype), spent)
     try:
-        cases = tuple(_cases(subject, largest, every_form))
+        with compilers_counted(spent):
+            cases = tuple(_cases(subject, largest, every_form))
     finally:
         before.restore()
     if imported:
@@ -110,7 +113,7 @@ def check_kernel(
         skipped = ("what training does with all but one sample", *skipped)
     if not hypothesis_is_installed():
         skipped = (*skipped, MISSING)
-    return ConformanceReport(str(spec), str(device), dtype, cases, skipped)
+    return ConformanceReport(str(spec), str(device), dtype, cases, skipped, spent.rounded())
 
 
 # Not reported: libraries add warning filters when they are imported.
