@@ -37,8 +37,8 @@ def probe(plugin: str, kernel: str, capability: int, dtypes: list[str]) -> Itera
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Append the rows to a file: the kernel's plugin, the kernel, the compute capability, the dtypes, the file."""
-    plugin, kernel, capability, dtypes, file = arguments
+    """Append the rows to a file: the plugin, the kernel, the compute capability, the dtypes, ``0/1``, the file."""
+    plugin, kernel, capability, dtypes, _, file = arguments
     for row in probe(plugin, kernel, int(capability), dtypes.split(",")):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(row) + "\n")

@@ -22,7 +22,7 @@ from veomni_core.cli.completion import (
 )
 from veomni_core.cli.names import check_device, find_op, nvidia_gpu
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Checks, Row
+from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Checks, Row, joined
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.asked_device import device_here
@@ -77,6 +77,9 @@ def verify(
             autocompletion=complete_hardware,
         ),
     ] = None,
+    slow: Annotated[
+        bool, typer.Option("--slow", help="Also check kernels whose check takes many minutes, each by several jobs.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none ran.
@@ -94,30 +97,36 @@ def verify(
     where = _device(registry, device) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
     asked = [
-        (record, spec, dtypes)
+        _Asked(record, spec, dtypes, part)
         for record in records
         for spec in record.kernels
         if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
         for dtypes in _checked_together(spec, dtype, 1 if spec.hardware.unmet(where.hardware) else jobs)
+        for part in _parts(spec, jobs, where.compiles or not (slow or kernel))
     ]
     progress = _Progress(len(asked))
 
-    def rows_of(asked: tuple[PluginRecord, KernelSpec, tuple[str, ...]]) -> list[Row]:
-        record, spec, dtypes = asked
+    def rows_of(each: _Asked) -> list[Row]:
+        spec, dtypes = each.spec, each.dtypes
         if unmet := spec.hardware.unmet(where.hardware):
             return progress.done([Row(str(spec), "-", SKIPPED, unmet)])
         if not dtypes:
             return progress.done([Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))])
-        return progress.done(checks.rows(record.name, spec, where.asked, dtypes, timeout))
+        if spec.slow_check and not (slow or kernel or where.compiles):
+            why = f"slow to check, --slow checks it too: {spec.slow_check}"
+            return progress.done([Row(str(spec), name, SKIPPED, (why,)) for name in dtypes])
+        return progress.done(checks.rows(each.record.name, spec, where.asked, dtypes, timeout, each.part))
 
     with where.checks() as checks, ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(rows_of, asked))
-    rows = [row for each in found for row in each]
+    by_plugin: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for each, its_rows in zip(asked, found, strict=True):
+        for row in its_rows:
+            by_plugin.setdefault(each.record.name, {}).setdefault((row.kernel, row.dtype), []).append(row)
+    joined_rows = {name: [joined(parts) for parts in cases.values()] for name, cases in by_plugin.items()}
+    rows = [row for of_it in joined_rows.values() for row in of_it]
     if compile_for is None:
-        by_plugin: dict[str, list[Row]] = {}
-        for (record, *_), each in zip(asked, found, strict=True):
-            by_plugin.setdefault(record.name, []).extend(each)
-        plugins = [(registry.plugin(name), of_it) for name, of_it in by_plugin.items()]
+        plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
         passed = [each for record, of_it in plugins for each in _remember(of_it, record, where.hardware)]
         if certify is not None:
             write_certificates(certify, passed)
@@ -134,6 +143,22 @@ def verify(
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one process is asked: a kernel in some dtypes, and one of so many parts of its check."""
+
+    record: PluginRecord
+    spec: KernelSpec
+    dtypes: tuple[str, ...]
+    part: tuple[int, int]
+
+
+def _parts(spec: KernelSpec, jobs: int, whole: bool) -> list[tuple[int, int]]:
+    """The parts in which a kernel is checked: one, but where a slow check can have several jobs."""
+    count = 1 if whole or not spec.slow_check else max(1, jobs // len(spec.dtypes))
+    return [(index, count) for index in range(count)]
 
 
 def _checked_together(spec: KernelSpec, dtype: str | None, jobs: int) -> list[tuple[str, ...]]:

@@ -45,6 +45,22 @@ class Row:
         return asdict(self)
 
 
+def joined(parts: list[Row]) -> Row:
+    """The row of one kernel and dtype out of those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    results = [row.result for row in parts]
+    result = next((each for each in (CONTRACT, FAILED) if each in results), OK)
+    detail = tuple(dict.fromkeys(words for row in parts for words in row.detail))
+    cases = {name: errors for row in parts for name, errors in row.cases.items()}
+    if result == OK and not cases:
+        result, detail = FAILED, ("its contract has no samples",)
+    names = dict.fromkeys(name for row in parts for name in row.spent)
+    spent = {name: round(sum(row.spent.get(name, 0.0) for row in parts), 2) for name in names}
+    seconds = round(sum(row.seconds for row in parts), 2)
+    return replace(parts[0], result=result, detail=detail, seconds=seconds, cases=cases, spent=spent)
+
+
 class Checks:
     """Runs checks of kernels, several at a time if several threads ask. Each has a process of its own.
 
@@ -78,7 +94,15 @@ class Checks:
             while True:
                 self._idle.get_nowait().end()
 
-    def rows(self, plugin: str, spec: KernelSpec, where: str, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
+    def rows(
+        self,
+        plugin: str,
+        spec: KernelSpec,
+        where: str,
+        dtypes: tuple[str, ...],
+        timeout: float,
+        part: tuple[int, int] = (0, 1),
+    ) -> list[Row]:
         """Check one kernel; one row per dtype. If its process ends early, the dtype that it was at and the rest fail.
 
         Args:
@@ -87,11 +111,13 @@ class Checks:
             where: a device, or the compute capability to compile for.
             dtypes: in which it is checked, one after the other.
             timeout: seconds for all of them.
+            part: ``(index, count)``: only this one of ``count`` parts of the check.
         """
         with tempfile.TemporaryDirectory() as folder:
             written, errors = Path(folder) / "rows", Path(folder) / "errors"
             # Results go through a file, since kernels may print to standard output.
-            problem = self._run([plugin, str(spec), where, ",".join(dtypes), str(written)], errors, timeout)
+            arguments = [plugin, str(spec), where, ",".join(dtypes), f"{part[0]}/{part[1]}", str(written)]
+            problem = self._run(arguments, errors, timeout)
             lines = written.read_text().splitlines() if written.exists() else []
         rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
         rows = [replace(row, detail=tuple(row.detail), functions=tuple(row.functions)) for row in rows]
@@ -99,7 +125,10 @@ class Checks:
         if not missing:
             return rows
         sentences = [f"{problem}, at {missing[0]}", *(["not reached: its process was gone"] * (len(missing) - 1))]
-        return [*rows, *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True))]
+        return [
+            *rows,
+            *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True)),
+        ]
 
     def _run(self, arguments: list[str], errors: Path, timeout: float) -> str:
         """Run one check and describe how its process ended, for the case that it did not write all results."""
@@ -133,7 +162,7 @@ class _Worker:
     """A process that forks one check after the other."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
         self._process = subprocess.Popen(
             command,
             env=environment,

@@ -64,6 +64,8 @@ class KernelSpec:
             whose contract says what rows are.
         fullgraph: promises that ``torch.compile`` captures a call whole, with ``fullgraph=True``, and once for all
             numbers of rows.
+        slow_check: why its conformance check takes many minutes; empty if it does not. ``veomni verify`` then leaves it
+            out, and says so, unless the kernel is named or ``--slow`` is given.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -89,6 +91,7 @@ class KernelSpec:
     digest: str = ""
     batch_invariant: bool = False
     fullgraph: bool = False
+    slow_check: str = ""
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -104,6 +107,7 @@ class KernelSpec:
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
         require_text(owner, "digest", self.digest)
+        require_text(owner, "slow_check", self.slow_check)
         require_integer(owner, "preference", self.preference)
         for name in ("deterministic", "backward", "expert_parallel", "batch_invariant", "fullgraph"):
             require_boolean(owner, name, getattr(self, name))

@@ -118,8 +118,8 @@ def standard(
 def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     """Call the compiled ``flex_attention`` in as few ways as there are, since torch compiles it anew for each.
 
-    Whichever of the three want gradients, all do: one kernel computes their gradients together, and those of the others
-    are dropped. Their memory order is transformers' or the contiguous one. Autocast is off, since they are cast already.
+    Whichever of the three want gradients, all do: one kernel computes their gradients together, and those of the
+    others are dropped. Their memory order is transformers' or the contiguous one. Autocast is off: they are cast.
     """
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)
@@ -147,7 +147,7 @@ class _WantsAsWell(torch.autograd.Function):
 
 def _laid_out(heads: Tensor) -> Tensor:
     """``heads[B, H, S, D]`` as transformers' transposed projections lie in memory, or else contiguous."""
-    batch, count, length, width = heads.shape
+    _, count, length, width = heads.shape
     orders = ((count * length * width, length * width, width, 1), (length * count * width, width, count * width, 1))
     return heads if heads.stride() in orders else heads.clone(memory_format=torch.contiguous_format)
 
