@@ -91,8 +91,8 @@ def to_float64(sample: Sample, device: torch.device | str = "cpu") -> Sample:
 
 def upstream_of(result: Tensor) -> Tensor:
     """The incoming gradient: fixed random values, the same for a kernel, the reference and the oracle."""
-    drawn = (_drawn_once if result.numel() <= _SMALL else _drawn)(result.shape, result.device)
-    return drawn.to(result.dtype, copy=True)
+    draw = _drawn_once if result.numel() <= _SMALL else _drawn_lately if result.numel() <= MANY else _drawn
+    return draw(result.shape, result.device).to(result.dtype, copy=True)
 
 
 _SMALL = 2**16  # elements; a check asks for the same few small shapes thousands of times
@@ -108,3 +108,4 @@ def _drawn(shape: torch.Size, device: torch.device) -> Tensor:
 
 # Kept where they are asked for: each copy from the CPU would wait for the GPU.
 _drawn_once = functools.cache(_drawn)
+_drawn_lately = functools.lru_cache(maxsize=4)(_drawn)
