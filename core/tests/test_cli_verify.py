@@ -180,7 +180,8 @@ SLOW = """
 
     @hookimpl
     def veomni_kernels():
-        right = dict(op_name="rms_norm", variant="offset", factory="veomni_core.ops.rms_norm:offset", dtypes=("float32",))
+        factory = "veomni_core.ops.rms_norm:offset"
+        right = dict(op_name="rms_norm", variant="offset", factory=factory, dtypes=("float32",))
         return [KernelSpec("quick", **right), KernelSpec("slow", slow_check="it is compiled for each call", **right)]
 """
 

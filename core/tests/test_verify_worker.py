@@ -54,7 +54,9 @@ PLUGIN = """
 def check(install, tmp_path, monkeypatch):
     """Checks one of the plugin's kernels, in the worker that checked the one before."""
     install("forked-plugin", PLUGIN.replace("{folder}", str(tmp_path)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")])
+    )
     specs = {spec.name: spec for spec in discover().plugin("forked-plugin").kernels}
     with Checks.running() as checks:
 
@@ -145,7 +147,7 @@ def test_where_the_fork_has_lost_the_device_a_new_interpreter_checks(tmp_path, m
 
 def test_rows_of_parts_are_joined():
     def row(result, detail=(), **cases):
-        return Row("k", "float32", result, detail, 1.0, {name: (0.5, 0.5) for name in cases}, {"kernel": 0.25})
+        return Row("k", "float32", result, detail, 1.0, dict.fromkeys(cases, (0.5, 0.5)), {"kernel": 0.25})
 
     both = joined([row(OK, ("not run: x",), a=1), row(OK, ("not run: x",), b=1)])
     assert both == Row("k", "float32", OK, ("not run: x",), 2.0, {"a": (0.5, 0.5), "b": (0.5, 0.5)}, {"kernel": 0.5})

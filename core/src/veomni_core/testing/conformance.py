@@ -137,21 +137,24 @@ def _cases(subject: Subject, largest: Size, every_form: bool, part: tuple[int, i
     alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
     passes, (index, count) = True, part
+
+    def is_asked(position: Position) -> bool:
+        if alone or position not in computed:
+            return position == alone
+        return subject.is_asked_more(position) and _form(subject, position) not in forms
+
     for turn, position in enumerate(positions):
-        form = _form(subject, position)
-        asked = position == alone if alone else form not in forms and subject.is_asked_more(position)
-        asked = asked and position in computed
         # What is asked more takes most of the time, so its samples are dealt out by themselves.
-        if (len(forms) if asked else -turn) % count != index:
-            forms.update([form] if asked else [])
+        if count > 1 and (len(forms) if is_asked(position) else -turn) % count != index:
+            forms.update([_form(subject, position)] if is_asked(position) else [])
             continue
         if position not in computed:
             yield _refusal(subject, position)
             continue
         case = _guarded(subject, position)
-        if not case.failures and asked:
+        if not case.failures and is_asked(position):
             first = not forms
-            forms.add(form)
+            forms.add(_form(subject, position))
             case = case.with_failures(_uses(subject, position, _neighbour(position, computed), first))
         subject.forget(position)
         passes = passes and not case.failures
