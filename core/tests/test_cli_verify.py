@@ -208,3 +208,38 @@ def test_verify_ends_with_what_took_longest(veomni, install):
     _, _, slowest = text.partition("The slowest of 2, in seconds")
     for words in ("compiling", "reference", "comparing", "rms_norm/offset:quick", "rms_norm/offset:slow"):
         assert words in slowest
+
+
+ORDERED = """
+    from pathlib import Path
+    from veomni_core import KernelSpec, hookimpl
+    from veomni_core.ops import moe_experts, rms_norm
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def note(name):
+        with Path("{folder}", "order").open("a") as order:
+            order.write(name + "\\n")
+
+    def quick():
+        note("rms_norm")
+        return rms_norm.offset
+
+    def long():
+        note("moe_experts")
+        return moe_experts.standard
+
+    @hookimpl
+    def veomni_kernels():
+        dtypes = ("float32",)
+        return [
+            KernelSpec("quick", "rms_norm", "offset", "{module}:quick", dtypes=dtypes),
+            KernelSpec("long", "moe_experts", "standard", "{module}:long", dtypes=dtypes, features=()),
+        ]
+"""
+
+
+def test_verify_begins_with_the_longest_and_answers_in_the_plugin_s_order(veomni, install, tmp_path):
+    install("ordered-plugin", ORDERED.replace("{folder}", str(tmp_path)))
+    data = json.loads(veomni("verify", "ordered-plugin", "--device", "cpu", "--json", code=1))
+    assert [row["kernel"] for row in data["results"]] == ["rms_norm/offset:quick", "moe_experts/standard:long"]
+    assert (tmp_path / "order").read_text().split() == ["moe_experts", "rms_norm"]
