@@ -102,7 +102,7 @@ def test_doctor(monkeypatch, capsys):
 def test_verify(monkeypatch, capsys):
     record = discover().plugin("veomni-torch")
     (spec,) = [spec for spec in record.kernels if str(spec) == "rms_norm/unweighted_rounded_scale:torch"]
-    with Checks.running() as checks:
+    with Checks.running(1) as checks:
         rows = checks.rows(record.name, spec, "cpu", ("float32",), 600)
 
     def show() -> str:

@@ -58,7 +58,7 @@ def check(install, tmp_path, monkeypatch):
         "PYTHONPATH", os.pathsep.join([str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")])
     )
     specs = {spec.name: spec for spec in discover().plugin("forked-plugin").kernels}
-    with Checks.running() as checks:
+    with Checks.running(1) as checks:
 
         def run(name, timeout=120.0):
             (row,) = checks.rows("forked-plugin", specs[name], "cpu", ("float32",), timeout)
@@ -100,7 +100,7 @@ def test_a_check_that_takes_its_worker_along_fails_and_the_next_one_runs(check):
 
 
 def test_a_worker_that_cannot_start_says_why():
-    checks = Checks("veomni_core.cli.no_such_probe", {})
+    checks = Checks("veomni_core.cli.no_such_probe", 1, {})
     (spec,) = [spec for spec in discover().plugin("veomni-torch").kernels if str(spec) == "swiglu_mlp/gelu:torch"]
     row, *_ = checks.rows("veomni-torch", spec, "cpu", ("float32",), 60.0)
     assert row.result == FAILED and "No module named 'veomni_core.cli.no_such_probe'" in row.detail[0]
@@ -154,3 +154,19 @@ def test_rows_of_parts_are_joined():
     assert joined([row(OK, a=1), row(FAILED, ("off",))]).result == FAILED
     assert joined([row(FAILED, ("off",)), row(CONTRACT, ("raises",))]).result == CONTRACT
     assert joined([row(OK), row(OK)]).detail == ("its contract has no samples",)
+
+
+@pytest.mark.parametrize("jobs, threads", [(1, "2"), (2, "1")])
+def test_several_jobs_have_one_thread_each_unless_the_user_says_otherwise(monkeypatch, tmp_path, jobs, threads):
+    """Two threads in each of as many processes as there are cores wait for each other."""
+    (tmp_path / "thread_probe.py").write_text(
+        "import os\ndef main(arguments): open(arguments[-1], 'w').write(str(os.environ['OMP_NUM_THREADS']))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    for set_to, wanted in ((None, threads), ("3", "3")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if set_to:
+            monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+        with Checks("thread_probe", jobs, {}) as checks:
+            assert checks._run([str(tmp_path / "answer")], tmp_path / "errors", 60.0)
+        assert (tmp_path / "answer").read_text() == wanted

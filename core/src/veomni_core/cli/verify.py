@@ -119,7 +119,7 @@ def verify(
             return progress.done([Row(str(spec), name, SKIPPED, (why,)) for name in dtypes])
         return progress.done(checks.rows(each.record.name, spec, where.asked, dtypes, timeout, each.part))
 
-    with where.checks() as checks, ThreadPoolExecutor(jobs) as pool:
+    with where.checks(jobs) as checks, ThreadPoolExecutor(jobs) as pool:
         # The longest first, so that none of them is the last one, alone.
         running = {index: pool.submit(rows_of, asked[index]) for index in _longest_first(asked)}
         found = [running[index].result() for index in range(len(asked))]
@@ -204,14 +204,14 @@ class _Where:
     Attributes:
         hardware: what kernels ask for.
         name: in words.
-        checks: starts the processes that check.
+        checks: starts the processes that check, for so many jobs.
         asked: the device, or the compute capability, as these processes take it.
         compiles: whether nothing is run.
     """
 
     hardware: Hardware
     name: str
-    checks: Callable[[], Checks]
+    checks: Callable[[int], Checks]
     asked: str
     compiles: bool = False
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 
-# By default each process has a thread per core, and torch.compile starts as many compilers beside it.
-_FEW_THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 
 
@@ -68,23 +66,27 @@ class Checks:
 
     Args:
         probe: the module whose ``main`` runs one check.
+        jobs: how many checks will run at a time.
         environment: what its processes have in their environment besides ours.
     """
 
-    def __init__(self, probe: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, probe: str, jobs: int, environment: Mapping[str, str]) -> None:
         self._command = [sys.executable, "-X", "faulthandler", "-m", "veomni_core.cli.verify_worker", probe]
-        self._environment = {**_FEW_THREADS, **os.environ, **environment}
+        # By default each process has a thread per core, and torch.compile starts as many compilers beside it. Two
+        # threads in each of as many processes as there are cores wait for each other: a check took five times as long.
+        threads = {"OMP_NUM_THREADS": "2" if jobs == 1 else "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        self._environment = {**threads, **os.environ, **environment}
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
 
     @classmethod
-    def running(cls) -> Checks:
+    def running(cls, jobs: int) -> Checks:
         """Checks that run kernels through their contracts."""
-        return cls("veomni_core.cli.verify_probe", {})
+        return cls("veomni_core.cli.verify_probe", jobs, {})
 
     @classmethod
-    def compiling(cls) -> Checks:
+    def compiling(cls, jobs: int) -> Checks:
         """Checks that compile what kernels launch by Triton, and run nothing."""
-        return cls("veomni_core.cli.compile_probe", {"TRITON_INTERPRET": "0"})
+        return cls("veomni_core.cli.compile_probe", jobs, {"TRITON_INTERPRET": "0"})
 
     def __enter__(self) -> Checks:
         return self
