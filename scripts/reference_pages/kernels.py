@@ -21,10 +21,10 @@ or head sizes as well, which the plan says.
 *Device* is the compute capability for NVIDIA's GPUs. Under *limits*: `no backward` can only evaluate; `may differ`
 does not promise the same bits on every run; `one rank's experts` runs under expert parallelism.
 
-Below each op is what its kernels took in one shape of each page of measurements: the median of forward and backward, for
-rotary embeddings, gated norms, convolutions, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer* is the
-fastest contender of the same run that isn't a kernel of this repository; *of its time* is our time divided by its. The
-pages have the other shapes, dtypes, the spread, memory, versions, and how it was measured.
+Below each op is what its kernels took in one shape of each page of measurements: the median of forward and backward,
+for rotary embeddings, gated norms, convolutions, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer*
+is the fastest contender of the same run that isn't a kernel of this repository; *of its time* is our time divided by
+its. The pages have the other shapes, dtypes, the spread, memory, versions, and how it was measured.
 """
 # The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
 MEASURED = {
