@@ -53,14 +53,18 @@ def test_loss_and_gradients_are_those_of_the_cpu(model_type, registry):
         assert off <= 1e-4 * gradient.norm() + 1e-6, name
 
 
-def test_packed_documents_stay_apart(registry):
-    model, ids = tiny_model("qwen3_next", torch.float32).eval().to("npu"), draw(1, sum(LENGTHS)).to("npu")
-    ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
-    longest = {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens on the host"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_packed_documents_stay_apart(model_type, told_by, registry):
+    model, ids = tiny_model(model_type, torch.float32).eval().to("npu"), draw(1, sum(LENGTHS)).to("npu")
+    boundaries = {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None].to("npu")}
+    if told_by != "position_ids":
+        ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+        longest = {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+        boundaries |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **longest}
     with bind(model, {"preset": "auto"}, registry=registry), torch.no_grad():
-        positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to("npu")
-        packed = model(ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **longest).logits
-        apart = torch.cat([model(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+        packed = model(ids, **boundaries, use_cache=False).logits
+        apart = torch.cat([model(part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
     torch.testing.assert_close(packed.cpu(), apart.cpu(), rtol=1e-4, atol=1e-5)
 
 

@@ -1,8 +1,8 @@
 """rms_norm_gated by ``npu_rms_norm`` and ``npu_rms_norm_backward``, with the gate in PyTorch's own operators.
 
 ``npu_rms_norm`` rounds to the dtype of what it is given. ``standard`` rounds there too, so ``x`` goes in as it is; the
-other variants don't, so they hand it float32. Its ``gamma`` is ones: a weight has another value for each group of a row,
-and two variants round before they multiply by it.
+other variants don't, so they hand it float32. Its ``gamma`` is ones: all groups of a row would share it, and two
+variants round before they multiply by the weight.
 
 Saved are the inputs and ``1 / rms`` of each group. ``x`` has up to 7 dimensions and any strides.
 
