@@ -108,6 +108,8 @@ def test_a_page_begins_with_what_its_figures_give(page, shared, tmp_path, monkey
     (script,) = re.findall(r"Script: `(.*?)`", wanted)
     if "moe" in page:
         shared("moe_experts.moe").write(page, data)
+    elif "delta_rule" in page:
+        shared("chunk_gated_delta_rule.triton_chunk_gated_delta_rule").write(page, data)
     else:
         title = wanted.splitlines()[0].removeprefix("# ")
         shared("shared.memory_bound").write_page(page, title, data, str(ROOT / script))

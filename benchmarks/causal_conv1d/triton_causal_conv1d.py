@@ -96,7 +96,8 @@ def contenders(case: Case, seq_idx: Tensor | None) -> dict[str, Convolution]:
     except ImportError as error:
         print(f"fla is left out: {error}")
     try:
-        package = import_module("causal_conv1d").causal_conv1d_fn
+        # Its submodule, since a script beside this one has the package's name.
+        package = import_module("causal_conv1d.causal_conv1d_interface").causal_conv1d_fn
         if not (case.packed and case.channels_first):
             found["causal-conv1d"] = lambda x, weight: package(x, weight, None, seq_idx=seq_idx, activation="silu")
     except ImportError as error:

@@ -177,26 +177,30 @@ def compare(name: str | None, only: list[str] | None) -> None:
             print(f"{shape} {each}", flush=True)
             figures.append(measure(each, rule, shape))
             torch.cuda.empty_cache()
-    wrong = {each: max(off[each].values()) for each in off if each not in right}
     if name:
-        data = {"machine": machine(), "errors": off, "refused": refused, "figures": figures}
-        note = "Off by most, of outputs and gradients, against float64: " + ", ".join(
-            f"{each} {max(found.values()):.1e}" for each, found in off.items()
-        )
-        for each, reason in refused.items():
-            note += f". {each} is not timed: {reason}"
-        if wrong:
-            note += f". More than {ALLOWED} is wrong, and was not timed: {', '.join(wrong)}"
-        columns = ("shape", "kernel", "forward ms", "forward+backward ms (20 to 80 %)", "as a CUDA graph, ms")
-        write_results(
-            name,
-            f"The gated delta rule, bf16, {data['machine']['gpu'].split()[1]}",
-            data,
-            (*columns, "saved MiB", "peak MiB"),
-            [row(found) for found in figures],
-            note + ". Heads of 128; memory is beyond the inputs.",
-            script=__file__,
-        )
+        write(name, {"machine": machine(), "errors": off, "refused": refused, "figures": figures})
+
+
+def write(name: str, data: dict[str, Any]) -> None:
+    """The page of what was measured."""
+    worst = {each: max(found.values()) for each, found in data["errors"].items()}
+    wrong = [each for each, error in worst.items() if error > ALLOWED]
+    notes = [
+        "Heads of 128; memory is beyond the inputs. Off by most, of outputs and gradients, against float64: "
+        f"{', '.join(f'{each} {error:.1e}' for each, error in worst.items())}.",
+        *(f"{each} raises here, and is not timed: {reason}." for each, reason in data["refused"].items()),
+        *([f"More than {ALLOWED} is wrong, and was not timed: {', '.join(wrong)}."] if wrong else []),
+    ]
+    columns = ("shape", "kernel", "forward ms", "forward+backward ms (20 to 80 %)", "as a CUDA graph, ms")
+    write_results(
+        name,
+        f"The gated delta rule, bf16, {data['machine']['gpu'].split()[1]}",
+        data,
+        (*columns, "saved MiB", "peak MiB"),
+        [row(found) for found in data["figures"]],
+        "\n\n".join(notes),
+        script=__file__,
+    )
 
 
 def candidates() -> Iterator[tuple[str, Launches]]:

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama-1b": lambda: LlamaConfig(
@@ -35,6 +42,9 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         output_router_logits=True,
         max_position_embeddings=32768,
     ),
+    # Three layers of linear attention, and one of full attention.
+    "qwen3-next": lambda: Qwen3NextConfig(num_hidden_layers=4, output_router_logits=True),
+    "qwen3.5": lambda: Qwen3_5TextConfig(num_hidden_layers=4),
 }
 THEIRS = "transformers"
 

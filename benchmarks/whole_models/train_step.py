@@ -2,12 +2,15 @@
 
     python benchmarks/whole_models/train_step.py llama-1b --name train_step_llama_1b_h200
     python benchmarks/whole_models/train_step.py qwen3-moe --name train_step_qwen3_moe_h200
+    python benchmarks/whole_models/train_step.py qwen3-next --name train_step_qwen3_next_h200 --batches 2x4096 1x16384 \
+        --only transformers "preset: auto"
 
-A Llama of the 1B shape, or a Qwen3-MoE of the released model's widths with 4 of its layers; random bf16 weights, 16384
-tokens as 4 sequences of 4096 and as one of 16384. Each contender runs in a process of its own, since Liger's patch and
-``torch.compile`` change the whole process. One more step is profiled: how long the GPU spends in matrix products,
-attention and all else. Then the same process trains 50 steps on Python's own sources, from weights drawn with one seed,
-and the losses are compared. Writes ``docs/benchmarks/<name>.json``, ``.md`` and, for the losses, ``.svg``.
+A Llama of the 1B shape, or a Qwen3-MoE, a Qwen3-Next or a Qwen3.5 of the released model's widths with 4 of its layers;
+random bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each contender runs in a
+process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more step is profiled: how
+long the GPU spends in matrix products, attention and all else. Then the same process trains 50 steps on Python's own
+sources, from weights drawn with one seed, and the losses are compared. Writes ``docs/benchmarks/<name>.json``, ``.md``
+and, for the losses, ``.svg``.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from benchmarks.whole_models.contenders import CONTENDERS, MODELS, build, conten
 from benchmarks.whole_models.kernel_kinds import by_kind
 from benchmarks.whole_models.page import write
 
-TOKENS, SEQUENCES = 16384, (4096, 16384)
+BATCHES = ("4x4096", "1x16384")
 LOSS_SEQUENCE, LOSS_BATCH, LOSS_STEPS = 1024, 4, 50
 
 
@@ -50,14 +53,14 @@ def step(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return loss.detach()
 
 
-def token_ids(model: PreTrainedModel, sequence: int) -> Tensor:
-    """Random ones, in sequences of one length."""
-    return torch.randint(0, model.config.vocab_size, (TOKENS // sequence, sequence), device="cuda")
+def token_ids(model: PreTrainedModel, batch: str) -> Tensor:
+    """Random ones; a batch is the number of sequences and their length, as ``4x4096``."""
+    return torch.randint(0, model.config.vocab_size, tuple(map(int, batch.split("x"))), device="cuda")
 
 
-def timed(model: PreTrainedModel, sequence: int, repeats: int = 8) -> dict[str, Any]:
+def timed(model: PreTrainedModel, batch: str, repeats: int = 8) -> dict[str, Any]:
     """The median of ``repeats`` steps after three, with the peak of the allocator's memory, weights included."""
-    ids = token_ids(model, sequence)
+    ids = token_ids(model, batch)
     call = partial(step, model, ids)
     warm_up(call)
     torch.cuda.reset_peak_memory_stats()
@@ -66,7 +69,7 @@ def timed(model: PreTrainedModel, sequence: int, repeats: int = 8) -> dict[str, 
         "ms": statistics.median(times),
         "low ms": min(times),
         "high ms": max(times),
-        "tokens/s": 1e3 * TOKENS / statistics.median(times),
+        "tokens/s": 1e3 * ids.numel() / statistics.median(times),
         "peak GB": torch.cuda.max_memory_allocated() / 1e9,
     }
 
@@ -90,23 +93,23 @@ def losses(model: PreTrainedModel) -> list[float]:
     return [float(loss) for loss in found]
 
 
-def measure(model_name: str, contender: str, sequences: list[int]) -> dict[str, Any]:
+def measure(model_name: str, contender: str, batches: list[str]) -> dict[str, Any]:
     """Everything that is said of one contender, in this process."""
     transformers.logging.set_verbosity_error()
     model = build(model_name)
     CONTENDERS[contender](model)
-    batches = {f"{TOKENS // sequence}x{sequence}": timed(model, sequence) for sequence in sequences}
-    ids = token_ids(model, sequences[0])
+    times = {batch: timed(model, batch) for batch in batches}
+    ids = token_ids(model, batches[0])
     kernels = by_kind(kernel_times(lambda: step(model, ids)))
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
-    return {"batches": batches, "kernels ms": kernels, "losses": losses(model)}
+    return {"batches": times, "kernels ms": kernels, "losses": losses(model)}
 
 
-def measure_in_a_process(model: str, contender: str, sequences: list[int], limit: int) -> dict[str, Any]:
+def measure_in_a_process(model: str, contender: str, batches: list[str], limit: int) -> dict[str, Any]:
     """:func:`measure` in a process of its own; what went wrong instead, where something did."""
-    command = [sys.executable, __file__, model, "--once", contender, "--sequences", *map(str, sequences)]
+    command = [sys.executable, __file__, model, "--once", contender, "--batches", *batches]
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit)
     except subprocess.TimeoutExpired:
@@ -121,19 +124,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
-    parser.add_argument("--sequences", nargs="+", type=int, default=list(SEQUENCES))
+    parser.add_argument("--only", nargs="*", default=[], help="contenders to measure, by their names; all without it")
+    parser.add_argument("--batches", nargs="+", default=list(BATCHES), metavar="SEQUENCESxLENGTH")
     parser.add_argument("--limit", type=int, default=400, help="seconds for one contender")
     parser.add_argument("--name", default="train_step")
     parser.add_argument("--once", metavar="CONTENDER", help="print one's figures as JSON")
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(measure(options.model, options.once, options.sequences)))
+        print(json.dumps(measure(options.model, options.once, options.batches)))
         return
     contenders: dict[str, Any] = {}
-    for contender in contenders_of(options.model, options.skip):
+    for contender in options.only or contenders_of(options.model, options.skip):
         # Compiling takes a minute per length, so it is done for the first alone.
-        sequences = options.sequences[:1] if contender.endswith("compiled") else options.sequences
-        found = contenders[contender] = measure_in_a_process(options.model, contender, sequences, options.limit)
+        batches = options.batches[:1] if contender.endswith("compiled") else options.batches
+        found = contenders[contender] = measure_in_a_process(options.model, contender, batches, options.limit)
         print(f"{contender}: { {key: value for key, value in found.items() if key != 'losses'} }", flush=True)
         write(options.name, {"machine": machine(), "model": options.model, "contenders": contenders}, __file__)
 

@@ -172,3 +172,74 @@ def test_verify_checks_dtypes_side_by_side_where_it_may(veomni, install, tmp_pat
     rows = [(row["kernel"].partition(":")[2], row["dtype"], row["result"]) for row in data["results"]]
     assert rows == [("counted", "float32", "ok"), ("counted", "bfloat16", "ok"), ("elsewhere", "-", "skipped")]
     assert len({path.name.split()[0] for path in tmp_path.glob("* torch.*")}) == processes
+
+
+SLOW = """
+    from veomni_core import KernelSpec, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    @hookimpl
+    def veomni_kernels():
+        factory = "veomni_core.ops.rms_norm:offset"
+        right = dict(op_name="rms_norm", variant="offset", factory=factory, dtypes=("float32",))
+        return [KernelSpec("quick", **right), KernelSpec("slow", slow_check="it is compiled for each call", **right)]
+"""
+
+
+def test_verify_says_what_it_leaves_out_as_slow_and_checks_it_where_asked(veomni, install):
+    install("slow-plugin", SLOW)
+
+    def results(*arguments):
+        rows = json.loads(veomni("verify", "slow-plugin", "--json", *arguments))["results"]
+        return {row["kernel"].partition(":")[2]: row for row in rows}
+
+    found = results()
+    assert found["quick"]["result"] == "ok"
+    assert found["slow"]["result"] == "skipped" and found["slow"]["dtype"] == "float32"
+    assert found["slow"]["detail"] == ["slow to check, --slow checks it too: it is compiled for each call"]
+    alone, shared = results("--kernel", "slow")["slow"], results("--slow", "--jobs", "2")["slow"]
+    assert alone["result"] == shared["result"] == "ok"
+    assert alone["cases"] == shared["cases"] and len(alone["cases"]) > 5
+
+
+def test_verify_ends_with_what_took_longest(veomni, install):
+    install("slow-plugin", SLOW)
+    text = veomni("verify", "slow-plugin", "--slow")
+    _, _, slowest = text.partition("The slowest of 2, in seconds")
+    for words in ("compiling", "reference", "comparing", "rms_norm/offset:quick", "rms_norm/offset:slow"):
+        assert words in slowest
+
+
+ORDERED = """
+    from pathlib import Path
+    from veomni_core import KernelSpec, hookimpl
+    from veomni_core.ops import moe_experts, rms_norm
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def note(name):
+        with Path("{folder}", "order").open("a") as order:
+            order.write(name + "\\n")
+
+    def quick():
+        note("rms_norm")
+        return rms_norm.offset
+
+    def long():
+        note("moe_experts")
+        return moe_experts.standard
+
+    @hookimpl
+    def veomni_kernels():
+        dtypes = ("float32",)
+        return [
+            KernelSpec("quick", "rms_norm", "offset", "{module}:quick", dtypes=dtypes),
+            KernelSpec("long", "moe_experts", "standard", "{module}:long", dtypes=dtypes, features=()),
+        ]
+"""
+
+
+def test_verify_begins_with_the_longest_and_answers_in_the_plugin_s_order(veomni, install, tmp_path):
+    install("ordered-plugin", ORDERED.replace("{folder}", str(tmp_path)))
+    data = json.loads(veomni("verify", "ordered-plugin", "--device", "cpu", "--json", code=1))
+    assert [row["kernel"] for row in data["results"]] == ["rms_norm/offset:quick", "moe_experts/standard:long"]
+    assert (tmp_path / "order").read_text().split() == ["moe_experts", "rms_norm"]

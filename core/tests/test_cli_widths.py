@@ -15,7 +15,7 @@ from veomni_core.cli.app import build_app
 from veomni_core.cli.coverage import show_coverage
 from veomni_core.cli.doctor import examine, show_examination
 from veomni_core.cli.verify import show_results
-from veomni_core.cli.verify_processes import verify_kernel
+from veomni_core.cli.verify_processes import Checks
 from veomni_core.coverage import cover, model_types
 
 WIDTHS = (60, 80, 120, 200)
@@ -102,7 +102,8 @@ def test_doctor(monkeypatch, capsys):
 def test_verify(monkeypatch, capsys):
     record = discover().plugin("veomni-torch")
     (spec,) = [spec for spec in record.kernels if str(spec) == "rms_norm/unweighted_rounded_scale:torch"]
-    rows = verify_kernel(record.name, spec, "cpu", ("float32",), 600)
+    with Checks.running(1) as checks:
+        rows = checks.rows(record.name, spec, "cpu", ("float32",), 600)
 
     def show() -> str:
         show_results(rows, "veomni-torch on cpu")

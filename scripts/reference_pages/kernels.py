@@ -22,9 +22,9 @@ or head sizes as well, which the plan says.
 does not promise the same bits on every run; `one rank's experts` runs under expert parallelism.
 
 Below each op is what its kernels took in one shape of each page of measurements: the median of forward and backward,
-for rotary embeddings, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer* is the fastest contender of
-the same run that isn't a kernel of this repository; *of its time* is our time divided by its. The pages have the other
-shapes, dtypes, the spread, memory, versions, and how it was measured.
+for rotary embeddings, gated norms, convolutions, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer*
+is the fastest contender of the same run that isn't a kernel of this repository; *of its time* is our time divided by
+its. The pages have the other shapes, dtypes, the spread, memory, versions, and how it was measured.
 """
 # The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
 MEASURED = {
@@ -41,6 +41,11 @@ MEASURED = {
     "moe_experts": ("moe_h200", "moe_2048_tokens_h200", "liger_adapters_h200", "cpu_kernels"),
     "load_balancing_loss": ("triton_load_balancing_loss_h200", "cpu_kernels"),
     "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
+    "rms_norm_gated": ("triton_rms_norm_gated_h200",),
+    "causal_conv1d": ("triton_causal_conv1d_h200", "causal_conv1d"),
+    "chunk_gated_delta_rule": ("triton_chunk_gated_delta_rule_h200", "chunk_gated_delta_rule"),
+    "kda": ("kda",),
+    "mamba2_scan": ("mamba2_scan",),
 }
 
 

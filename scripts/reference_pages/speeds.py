@@ -137,6 +137,12 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
             no_peers=("our experts, alltoall_dedup, max_tokens 16384",),
         ),
     ),
+    "rms_norm_gated": (
+        Headline("triton_rms_norm_gated_h200", {"ours": "triton"}, "standard, 16384x8192", timed="graph"),
+    ),
+    "causal_conv1d": (
+        Headline("triton_causal_conv1d_h200", {"ours": "triton"}, "16384 positions of 8192 channels", timed="graph"),
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,3 +121,75 @@ def test_its_compiled_graph_can_be_gone_through_twice(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(result.sum(), (x, w)), first)
     assert functorch_config.donated_buffer
     flex_attention._compiled.cache_clear()
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """What `flex_attention` is called with, which decides how often torch compiles it."""
+    seen = set()
+
+    def attend(query, key, value, **options):
+        given = (query, key, value)
+        grad = {each.requires_grad for each in given}, torch.is_grad_enabled()
+        seen.add((str(grad), *(each.stride() for each in given), torch.is_autocast_enabled("cpu")))
+        key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+        return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
+
+    def compiled(function):
+        return attend if function is flex_attention.flex_attention else function
+
+    monkeypatch.setattr(flex_attention, "_compiled", compiled)
+    return seen
+
+
+def test_every_subset_of_frozen_inputs_is_one_form(forms):
+    exact = heads(dtype=torch.float32)
+    wanted = torch.autograd.grad(standard(AttentionModule(2), *exact, None)[0].square().sum(), exact)
+    for wants in itertools.product((True, False), repeat=3):
+        given = [each.detach().requires_grad_(on) for each, on in zip(exact, wants, strict=True)]
+        output, _ = flex_attention.standard(AttentionModule(2), *given, None)
+        assert output.requires_grad == any(wants)
+        if any(wants):
+            output.square().sum().backward()
+        for each, on, gradient in zip(given, wants, wanted, strict=True):
+            if on:
+                torch.testing.assert_close(each.grad, gradient, rtol=1e-4, atol=1e-5)
+            else:
+                assert each.grad is None and not each.requires_grad
+    assert {form[0] for form in forms} == {"({True}, True)", "({False}, False)"} and len(forms) == 2
+
+
+def test_autocast_and_calls_without_gradients_are_one_form_each(forms):
+    query, key, value = heads(dtype=torch.float32)
+    for context in (torch.no_grad, lambda: torch.autocast("cpu", torch.float32, enabled=False)):
+        with context():
+            flex_attention.standard(AttentionModule(2), query, key, value, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention.standard(AttentionModule(2), query, key, value, None)[0].dtype == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")
+    assert {form[-1] for form in forms} == {False} and {form[0] for form in forms} == {
+        "({True}, True)",
+        "({False}, False)",
+    }
+
+
+def test_heads_keep_transformers_memory_order_and_others_are_copied(forms):
+    contiguous = [each.detach() for each in heads(dtype=torch.float32)]
+    query, key, value = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in contiguous)
+    usual = query.stride()
+    flex_attention.standard(AttentionModule(2), query, key, value, None)
+    assert {form[1] for form in forms} == {usual}
+    odd = [torch.stack((each, each), -1)[..., 0] for each in (query, key, value)]  # every second element
+    odd += [each.transpose(0, -1).contiguous().transpose(0, -1) for each in (query, key, value)]
+    for given in (odd[:3], odd[3:], contiguous):
+        found, _ = flex_attention.standard(AttentionModule(2), *given, None)
+        torch.testing.assert_close(found, standard(AttentionModule(2), *given, None)[0], rtol=1e-4, atol=1e-5)
+    assert {form[1] for form in forms} == {usual, contiguous[0].stride()}
+
+
+def test_heads_of_two_dtypes_are_refused():
+    query, key, value = (each.detach() for each in heads(dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"flex_attention wants one dtype, but got torch\.float32, torch\.bfloat16"):
+        flex_attention.standard(AttentionModule(2), query, key.bfloat16(), value, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,8 +36,13 @@ def probe(plugin: str, kernel: str, capability: int, dtypes: list[str]) -> Itera
         yield {**row, "seconds": round(time.perf_counter() - start, 2)}
 
 
-if __name__ == "__main__":
-    plugin_name, kernel_name, capability_asked, listed, file = sys.argv[1:]
-    for row in probe(plugin_name, kernel_name, int(capability_asked), listed.split(",")):
+def main(arguments: Sequence[str]) -> None:
+    """Append the rows to a file: the plugin, the kernel, the compute capability, the dtypes, ``0/1``, the file."""
+    plugin, kernel, capability, dtypes, _, file = arguments
+    for row in probe(plugin, kernel, int(capability), dtypes.split(",")):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -22,7 +22,7 @@ from veomni_core.cli.completion import (
 )
 from veomni_core.cli.names import check_device, find_op, nvidia_gpu
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row, compile_kernel, verify_kernel
+from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Checks, Row, joined
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.asked_device import device_here
@@ -33,6 +33,10 @@ from veomni_core.planning.certificates import Certificate, keep, write_certifica
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.tables import render_table
+
+_SLOWEST = 10
+# Ops whose contracts take longest, on a CPU: four ranks, recurrences by the token, many samples.
+_LONG = ("token_dispatch", "chunk_gated_delta_rule", "mamba2_scan", "moe_experts", "attention", "token_logprobs")
 
 
 def verify(
@@ -75,6 +79,9 @@ def verify(
             autocompletion=complete_hardware,
         ),
     ] = None,
+    slow: Annotated[
+        bool, typer.Option("--slow", help="Also check kernels whose check takes many minutes, each by several jobs.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none ran.
@@ -92,30 +99,38 @@ def verify(
     where = _device(registry, device) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
     asked = [
-        (record, spec, dtypes)
+        _Asked(record, spec, dtypes, part)
         for record in records
         for spec in record.kernels
         if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
         for dtypes in _checked_together(spec, dtype, 1 if spec.hardware.unmet(where.hardware) else jobs)
+        for part in _parts(spec, jobs, where.compiles or not (slow or kernel))
     ]
     progress = _Progress(len(asked))
 
-    def rows_of(asked: tuple[PluginRecord, KernelSpec, tuple[str, ...]]) -> list[Row]:
-        record, spec, dtypes = asked
+    def rows_of(each: _Asked) -> list[Row]:
+        spec, dtypes = each.spec, each.dtypes
         if unmet := spec.hardware.unmet(where.hardware):
             return progress.done([Row(str(spec), "-", SKIPPED, unmet)])
         if not dtypes:
             return progress.done([Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))])
-        return progress.done(where.check(record.name, spec, dtypes, timeout))
+        if spec.slow_check and not (slow or kernel or where.compiles):
+            why = f"slow to check, --slow checks it too: {spec.slow_check}"
+            return progress.done([Row(str(spec), name, SKIPPED, (why,)) for name in dtypes])
+        return progress.done(checks.rows(each.record.name, spec, where.asked, dtypes, timeout, each.part))
 
-    with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(rows_of, asked))
-    rows = [row for each in found for row in each]
+    with where.checks(jobs) as checks, ThreadPoolExecutor(jobs) as pool:
+        # The longest first, so that none of them is the last one, alone.
+        running = {index: pool.submit(rows_of, asked[index]) for index in _longest_first(asked)}
+        found = [running[index].result() for index in range(len(asked))]
+    by_plugin: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for each, its_rows in zip(asked, found, strict=True):
+        for row in its_rows:
+            by_plugin.setdefault(each.record.name, {}).setdefault((row.kernel, row.dtype), []).append(row)
+    joined_rows = {name: [joined(parts) for parts in cases.values()] for name, cases in by_plugin.items()}
+    rows = [row for of_it in joined_rows.values() for row in of_it]
     if compile_for is None:
-        by_plugin: dict[str, list[Row]] = {}
-        for (record, *_), each in zip(asked, found, strict=True):
-            by_plugin.setdefault(record.name, []).extend(each)
-        plugins = [(registry.plugin(name), of_it) for name, of_it in by_plugin.items()]
+        plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
         passed = [each for record, of_it in plugins for each in _remember(of_it, record, where.hardware)]
         if certify is not None:
             write_certificates(certify, passed)
@@ -126,11 +141,36 @@ def verify(
         print_json({"plugin": name, "device": where.name, "results": results, "nothing_ran": nothing})
     else:
         show_results(rows, f"{name} {where}")
+        show_slowest(rows)
         show_functions(rows)
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one process is asked: a kernel in some dtypes, and one of so many parts of its check."""
+
+    record: PluginRecord
+    spec: KernelSpec
+    dtypes: tuple[str, ...]
+    part: tuple[int, int]
+
+
+def _longest_first(asked: list[_Asked]) -> list[int]:
+    ranks = {op: rank for rank, op in enumerate(_LONG)}
+    return sorted(
+        range(len(asked)),
+        key=lambda index: (not asked[index].spec.slow_check, ranks.get(asked[index].spec.op_name, 99)),
+    )
+
+
+def _parts(spec: KernelSpec, jobs: int, whole: bool) -> list[tuple[int, int]]:
+    """The parts in which a kernel is checked: one, but where a slow check can have several jobs."""
+    count = 1 if whole or not spec.slow_check else max(1, jobs // len(spec.dtypes))
+    return [(index, count) for index in range(count)]
 
 
 def _checked_together(spec: KernelSpec, dtype: str | None, jobs: int) -> list[tuple[str, ...]]:
@@ -159,11 +199,20 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Where:
-    """Where kernels are checked, or for what they are compiled, and how."""
+    """Where kernels are checked, or for what they are compiled, and how.
+
+    Attributes:
+        hardware: what kernels ask for.
+        name: in words.
+        checks: starts the processes that check, for so many jobs.
+        asked: the device, or the compute capability, as these processes take it.
+        compiles: whether nothing is run.
+    """
 
     hardware: Hardware
     name: str
-    check: Callable[[str, KernelSpec, tuple[str, ...], float], list[Row]]
+    checks: Callable[[int], Checks]
+    asked: str
     compiles: bool = False
 
     def __str__(self) -> str:
@@ -174,19 +223,12 @@ def _device(registry: Registry, asked: str | None) -> _Where:
     if asked is not None:
         check_device(registry, asked)
     hardware, name = device_here(registry.detect_hardware(), asked, "--device")
-    return _Where(
-        hardware, name, lambda plugin, spec, dtypes, timeout: verify_kernel(plugin, spec, name, dtypes, timeout)
-    )
+    return _Where(hardware, name, Checks.running, name)
 
 
 def _target(registry: Registry, asked: str) -> _Where:
     hardware = nvidia_gpu(registry, asked)
-    capability = hardware.compute_capability or 0
-
-    def compiled(plugin: str, spec: KernelSpec, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
-        return compile_kernel(plugin, spec, capability, dtypes, timeout)
-
-    return _Where(hardware, hardware.describe(), compiled, compiles=True)
+    return _Where(hardware, hardware.describe(), Checks.compiling, f"{hardware.compute_capability or 0}", compiles=True)
 
 
 def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
@@ -223,6 +265,20 @@ def show_results(rows: Iterable[Row], title: str) -> None:
     """Print a line per kernel and dtype."""
     table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
     print(render_table(("kernel", "dtype", "result", "detail"), table, title))
+
+
+def show_slowest(rows: Iterable[Row]) -> None:
+    """Print what the time of the slowest checks was spent on, if there are some that ran."""
+    ran = sorted((row for row in rows if row.spent), key=lambda row: -row.seconds)
+    if ran:
+        parts = list(ran[0].spent)
+        table = [
+            (row.kernel, row.dtype, f"{row.seconds:.1f}", *(f"{row.spent[part]:.1f}" for part in parts))
+            for row in ran[:_SLOWEST]
+        ]
+        total = sum(row.seconds for row in ran)
+        title = f"The slowest of {len(ran)}, in seconds; {total:,.0f} together"
+        print(render_table(("kernel", "dtype", "seconds", *parts), table, title))
 
 
 def show_functions(rows: Iterable[Row]) -> None:

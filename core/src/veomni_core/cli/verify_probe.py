@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from veomni_core.discovery.discover import discover
@@ -13,28 +13,39 @@ from veomni_core.errors import ContractError
 from veomni_core.testing import check_kernel
 
 
-def probe(plugin: str, kernel: str, device: str, dtypes: list[str]) -> Iterator[dict[str, object]]:
-    """Check ``kernel`` of ``plugin`` in each dtype, and yield one row each."""
+def probe(
+    plugin: str, kernel: str, device: str, dtypes: list[str], part: tuple[int, int]
+) -> Iterator[dict[str, object]]:
+    """Check ``kernel`` of ``plugin`` in each dtype, or one part of what is asked, and yield one row each."""
     registry = discover()
     (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
     for dtype in dtypes:
-        start, cases = time.perf_counter(), {}
+        start, cases, spent = time.perf_counter(), {}, {}
         try:
-            report = check_kernel(spec, device, dtype, op=registry.ops.get(spec.op_name))
-            result, detail = ("ok" if report.ok else "FAILED"), list(report.failures)
-            detail = detail or ([] if report.ok else ["its contract has no samples"])
+            report = check_kernel(spec, device, dtype, op=registry.ops.get(spec.op_name), part=part)
+            passes = report.ok or (part[1] > 1 and not report.cases)  # fewer samples than parts
+            result, detail = ("ok" if passes else "FAILED"), list(report.failures)
+            detail = detail or ([] if passes else ["its contract has no samples"])
             detail += [f"not run: {words}" for words in report.skipped]
+            spent = dict(report.seconds)
             cases = {case.sample: (case.worst_value, case.worst_gradient) for case in report.cases}
         except ContractError as error:
             result, detail = "CONTRACT FAILED", [str(error)]
         except Exception as error:
             result, detail = "FAILED", [f"{type(error).__name__}: {error}"]
         seconds = round(time.perf_counter() - start, 2)
-        yield {"dtype": dtype, "result": result, "detail": detail, "seconds": seconds, "cases": cases}
+        row = {"dtype": dtype, "result": result, "detail": detail, "seconds": seconds, "cases": cases}
+        yield {**row, "spent": spent}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Append the rows to a file: the kernel's plugin, the kernel, the device, the dtypes, the part, the file."""
+    plugin, kernel, device, dtypes, part, file = arguments
+    index, count = map(int, part.split("/"))
+    for row in probe(plugin, kernel, device, dtypes.split(","), (index, count)):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
-    plugin_name, kernel_name, device_name, listed, file = sys.argv[1:]
-    for row in probe(plugin_name, kernel_name, device_name, listed.split(",")):
-        with Path(file).open("a") as lines:
-            lines.write(json.dumps(row) + "\n")
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Checks one kernel in a separate process, so that a kernel that exits, crashes or hangs is reported as failed."""
+"""Checks each kernel in a process of its own, so that one that exits, crashes or hangs is reported as failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 
-# By default each process has a thread per core, and torch.compile starts as many compilers beside it.
-_FEW_THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 
 
@@ -25,8 +24,9 @@ OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 class Row:
     """One kernel in one dtype: ``result`` is ``OK``, ``FAILED``, ``SKIPPED`` or ``CONTRACT``, ``detail`` says why.
 
-    ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance. ``functions`` has
-    what was compiled ahead, as :class:`~veomni_core.testing.triton_ahead.CompiledFunction`.
+    ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance. ``spent`` has the
+    ``seconds`` by what they were spent on, as a :class:`~veomni_core.testing.ConformanceReport`. ``functions`` has what
+    was compiled ahead, as :class:`~veomni_core.testing.triton_ahead.CompiledFunction`.
     """
 
     kernel: str
@@ -35,6 +35,7 @@ class Row:
     detail: tuple[str, ...] = ()
     seconds: float = 0.0
     cases: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    spent: Mapping[str, float] = field(default_factory=dict)
     functions: tuple[Mapping[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,69 +43,158 @@ class Row:
         return asdict(self)
 
 
-def verify_kernel(plugin: str, spec: KernelSpec, device: str, dtypes: tuple[str, ...], timeout: float) -> list[Row]:
-    """Check the kernel; one row per dtype. If the process ends early, the dtype it was checking and the rest fail."""
-    return _rows("veomni_core.cli.verify_probe", plugin, spec, device, dtypes, timeout, {})
+def joined(parts: list[Row]) -> Row:
+    """The row of one kernel and dtype out of those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    results = [row.result for row in parts]
+    result = next((each for each in (CONTRACT, FAILED) if each in results), OK)
+    detail = tuple(dict.fromkeys(words for row in parts for words in row.detail))
+    cases = {name: errors for row in parts for name, errors in row.cases.items()}
+    if result == OK and not cases:
+        result, detail = FAILED, ("its contract has no samples",)
+    names = dict.fromkeys(name for row in parts for name in row.spent)
+    spent = {name: round(sum(row.spent.get(name, 0.0) for row in parts), 2) for name in names}
+    seconds = round(sum(row.seconds for row in parts), 2)
+    return replace(parts[0], result=result, detail=detail, seconds=seconds, cases=cases, spent=spent)
 
 
-def compile_kernel(
-    plugin: str, spec: KernelSpec, capability: int, dtypes: tuple[str, ...], timeout: float
-) -> list[Row]:
-    """Compile what the kernel launches by Triton for a compute capability; one row per dtype, as above."""
-    compiles = {"TRITON_INTERPRET": "0"}
-    return _rows("veomni_core.cli.compile_probe", plugin, spec, f"{capability}", dtypes, timeout, compiles)
+class Checks:
+    """Runs checks of kernels, several at a time if several threads ask. Each has a process of its own.
 
+    The processes are forks of :mod:`~veomni_core.cli.verify_worker`, one of which is started for each thread.
 
-def _rows(
-    module: str,
-    plugin: str,
-    spec: KernelSpec,
-    where: str,
-    dtypes: tuple[str, ...],
-    timeout: float,
-    environment: Mapping[str, str],
-) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "rows"
-        # Results go through a file, since kernels may print to standard output.
-        command = [sys.executable, "-X", "faulthandler", "-m", module]
-        problem = _run([*command, plugin, str(spec), where, ",".join(dtypes), str(written)], timeout, environment)
-        lines = written.read_text().splitlines() if written.exists() else []
-    rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
-    rows = [replace(row, detail=tuple(row.detail), functions=tuple(row.functions)) for row in rows]
-    missing = dtypes[len(rows) :]
-    if not missing:
-        return rows
-    sentences = [f"{problem}, at {missing[0]}", *(["not reached: its process was gone"] * (len(missing) - 1))]
-    return [*rows, *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True))]
+    Args:
+        probe: the module whose ``main`` runs one check.
+        jobs: how many checks will run at a time.
+        environment: what its processes have in their environment besides ours.
+    """
 
+    def __init__(self, probe: str, jobs: int, environment: Mapping[str, str]) -> None:
+        self._command = [sys.executable, "-X", "faulthandler", "-m", "veomni_core.cli.verify_worker", probe]
+        # By default each process has a thread per core, and torch.compile starts as many compilers beside it. Two
+        # threads in each of as many processes as there are cores wait for each other: a check took five times as long.
+        threads = {"OMP_NUM_THREADS": "2" if jobs == 1 else "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        self._environment = {**threads, **os.environ, **environment}
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
 
-def _run(command: list[str], timeout: float, environment: Mapping[str, str]) -> str:
-    """Run ``command`` and describe how it ended, for the case that it did not write all results."""
-    with tempfile.TemporaryFile("w+") as errors:
-        # In a separate session, so that compilers that it started are killed with it.
-        process = subprocess.Popen(
-            command,
-            env={**_FEW_THREADS, **os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+    @classmethod
+    def running(cls, jobs: int) -> Checks:
+        """Checks that run kernels through their contracts."""
+        return cls("veomni_core.cli.verify_probe", jobs, {})
+
+    @classmethod
+    def compiling(cls, jobs: int) -> Checks:
+        """Checks that compile what kernels launch by Triton, and run nothing."""
+        return cls("veomni_core.cli.compile_probe", jobs, {"TRITON_INTERPRET": "0"})
+
+    def __enter__(self) -> Checks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._idle.get_nowait().end()
+
+    def rows(
+        self,
+        plugin: str,
+        spec: KernelSpec,
+        where: str,
+        dtypes: tuple[str, ...],
+        timeout: float,
+        part: tuple[int, int] = (0, 1),
+    ) -> list[Row]:
+        """Check one kernel; one row per dtype. If its process ends early, the dtype that it was at and the rest fail.
+
+        Args:
+            plugin: the kernel's.
+            spec: the kernel.
+            where: a device, or the compute capability to compile for.
+            dtypes: in which it is checked, one after the other.
+            timeout: seconds for all of them.
+            part: ``(index, count)``: only this one of ``count`` parts of the check.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            written, errors = Path(folder) / "rows", Path(folder) / "errors"
+            # Results go through a file, since kernels may print to standard output.
+            arguments = [plugin, str(spec), where, ",".join(dtypes), f"{part[0]}/{part[1]}", str(written)]
+            problem = self._run(arguments, errors, timeout)
+            lines = written.read_text().splitlines() if written.exists() else []
+        rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
+        rows = [replace(row, detail=tuple(row.detail), functions=tuple(row.functions)) for row in rows]
+        missing = dtypes[len(rows) :]
+        if not missing:
+            return rows
+        sentences = [f"{problem}, at {missing[0]}", *(["not reached: its process was gone"] * (len(missing) - 1))]
+        return [
+            *rows,
+            *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True)),
+        ]
+
+    def _run(self, arguments: list[str], errors: Path, timeout: float) -> str:
+        """Run one check and describe how its process ended, for the case that it did not write all results."""
+        worker = self._worker()
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
+            answer = worker.answer({"arguments": arguments, "errors": str(errors), "timeout": timeout})
+        except BaseException:  # an interrupt: nobody waits for the check any more
+            worker.end()
+            raise
+        if answer is None:  # the worker itself is gone
+            code = worker.end()
+            errors.write_text(worker.last_words())
+        else:
+            code = answer["code"]
+            self._idle.put(worker)
+        if code is None:
             return f"did not end within {timeout:g} s (--timeout gives it longer)"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        errors.seek(0)
-        text = errors.read()
-    if code < 0:
-        return f"its process was killed by {_signal_name(-code)}"
-    last = (text.strip().splitlines() or ["no message"])[-1]
-    return f"its process ended with code {code} before the check was over ({last})"
+        if code < 0:
+            return f"its process was killed by {_signal_name(-code)}"
+        text = errors.read_text() if errors.exists() else ""
+        last = (text.strip().splitlines() or ["no message"])[-1]
+        return f"its process ended with code {code} before the check was over ({last})"
+
+    def _worker(self) -> _Worker:
+        with contextlib.suppress(Empty):
+            return self._idle.get_nowait()
+        return _Worker(self._command, self._environment)
+
+
+class _Worker:
+    """A process that forks one check after the other."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,  # an interrupt in the terminal is ours to pass on
+        )
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Wait for its answer; ``None`` if it is gone."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def end(self) -> int:
+        """End it, with a check that it runs, and give its exit code."""
+        self._process.terminate()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        return self._process.returncode
+
+    def last_words(self) -> str:
+        """What it wrote on standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
 
 
 def _signal_name(number: int) -> str:

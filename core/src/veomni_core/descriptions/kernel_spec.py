@@ -67,6 +67,8 @@ class KernelSpec:
             numbers of rows.
         suspicions: the machines on which the kernel was wrong, and how. There it is chosen only where ``veomni verify``
             has passed it.
+        slow_check: why its conformance check takes many minutes; empty if it does not. ``veomni verify`` then leaves it
+            out, and says so, unless the kernel is named or ``--slow`` is given.
 
     Example:
         >>> str(KernelSpec("acme", "rms_norm", "standard", factory="acme_norm.rms_norm:rms_norm"))
@@ -93,6 +95,7 @@ class KernelSpec:
     batch_invariant: bool = False
     fullgraph: bool = False
     suspicions: tuple[Suspicion, ...] = ()
+    slow_check: str = ""
 
     def __post_init__(self) -> None:
         for name in ("name", "op_name", "variant"):
@@ -108,6 +111,7 @@ class KernelSpec:
         require_instance(owner, "hardware", self.hardware, HardwareRequirement)
         require_text(owner, "description", self.description)
         require_text(owner, "digest", self.digest)
+        require_text(owner, "slow_check", self.slow_check)
         require_integer(owner, "preference", self.preference)
         for name in ("deterministic", "backward", "expert_parallel", "batch_invariant", "fullgraph"):
             require_boolean(owner, name, getattr(self, name))

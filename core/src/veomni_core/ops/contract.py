@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from torch import Tensor
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.errors import ContractError, did_you_mean
+from veomni_core.ops.many_values import MANY, spread, table
 
 SampleMaker = Callable[[torch.device, torch.dtype], Iterator["Sample"]]
 _seed_shift: ContextVar[int] = ContextVar("seed_shift", default=0)
@@ -281,7 +283,12 @@ class Draw:
         self._generator = torch.Generator().manual_seed(seed + 7919 * _seed_shift.get())
 
     def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        """Normally distributed values. They don't require gradients; see :func:`leaf`."""
+        """Normally distributed values. They don't require gradients; see :func:`leaf`.
+
+        Of more than four million, each is one of a million drawn numbers: all of them would take a CPU seconds.
+        """
+        if math.prod(shape) > MANY:
+            return spread((table(self._generator) * scale + shift).to(self.device, self.dtype), shape)
         values = torch.randn(*shape, generator=self._generator, dtype=torch.float64) * scale + shift
         return values.to(self.device, self.dtype)
 

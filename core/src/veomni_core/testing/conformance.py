@@ -42,6 +42,7 @@ from veomni_core.testing.rank_check import check_on_ranks
 from veomni_core.testing.report import CaseResult, ConformanceReport
 from veomni_core.testing.second_derivatives import check_second_derivatives
 from veomni_core.testing.subject import Position, Subject
+from veomni_core.testing.time_spent import TimeSpent, compilers_counted
 from veomni_core.testing.values import check_values
 
 
@@ -53,6 +54,7 @@ def check_kernel(
     op: OpSpec | None = None,
     largest: Size | None = None,
     every_form: bool = True,
+    part: tuple[int, int] = (0, 1),
 ) -> ConformanceReport:
     """Check a kernel against its op's contract.
 
@@ -65,9 +67,12 @@ def check_kernel(
             samples on any other device.
         every_form: check the situations of training on one sample of each form. False checks them on a single sample,
             for kernels in an interpreter.
+        part: ``(index, count)``: only this one of ``count`` parts. Processes that have a part each check everything
+            together, and each case is in one report.
 
     Returns:
-        The report, with one case per sample. Its ``skipped`` lists what was left out.
+        The report, with one case per sample. Its ``skipped`` lists what was left out, and its ``seconds`` says what
+        took how long.
 
     Raises:
         SpecError: the spec doesn't declare ``dtype``.
@@ -87,19 +92,21 @@ def check_kernel(
     for what, tolerances in (("values", contract.values), ("gradients", contract.gradients)):
         if dtype not in tolerances:
             raise ContractError(f"the contract of {spec.op_name}/{spec.variant} has no tolerance of {what} in {dtype}")
-    device = torch.device(device)
+    device, spent = torch.device(device), TimeSpent()
     if isinstance(contract, RankContract):
         spec.load()  # raises here, rather than in a rank
-        return ConformanceReport(str(spec), str(device), dtype, tuple(check_on_ranks(spec, op, device, dtype)))
+        cases = () if part[0] else tuple(check_on_ranks(spec, op, device, dtype))
+        return ConformanceReport(str(spec), str(device), dtype, cases, seconds=spent.rounded())
     if largest is None:
         largest = Size.BEYOND_A_TILE if device.type == "cpu" else Size.LARGE
     before = ProcessState()
     kernel = spec.load()
     imported = tuple(f"importing it changes {change}" for change in before.changes() if change not in _OF_IMPORTS)
     before.restore()
-    subject = Subject(spec, kernel, contract, device, getattr(torch, dtype))
+    subject = Subject(spec, kernel, contract, device, getattr(torch, dtype), spent)
     try:
-        cases = tuple(_cases(subject, largest, every_form))
+        with compilers_counted(spent):
+            cases = tuple(_cases(subject, largest, every_form, part))
     finally:
         before.restore()
     if imported:
@@ -110,7 +117,7 @@ def check_kernel(
         skipped = ("what training does with all but one sample", *skipped)
     if not hypothesis_is_installed():
         skipped = (*skipped, MISSING)
-    return ConformanceReport(str(spec), str(device), dtype, cases, skipped)
+    return ConformanceReport(str(spec), str(device), dtype, cases, skipped, spent.rounded())
 
 
 # Not reported: libraries add warning filters when they are imported.
@@ -124,29 +131,38 @@ def _builtin_op(name: str) -> OpSpec:
     raise ContractError(f"op {name!r} is not one of the core's: pass check_kernel(..., op=its OpSpec)")
 
 
-def _cases(subject: Subject, largest: Size, every_form: bool) -> Iterator[CaseResult]:
+def _cases(subject: Subject, largest: Size, every_form: bool, part: tuple[int, int]) -> Iterator[CaseResult]:
     positions = [position for size in Size if size <= largest for position in subject.positions(size)]
     computed = [position for position in positions if not subject.undeclared(position)]
     alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
-    passes = True
-    for position in positions:
+    passes, (index, count) = True, part
+
+    def is_asked(position: Position) -> bool:
+        if alone or position not in computed:
+            return position == alone
+        return subject.is_asked_more(position) and _form(subject, position) not in forms
+
+    for turn, position in enumerate(positions):
+        # What is asked more takes most of the time, so its samples are dealt out by themselves.
+        if count > 1 and (len(forms) if is_asked(position) else -turn) % count != index:
+            forms.update([_form(subject, position)] if is_asked(position) else [])
+            continue
         if position not in computed:
             yield _refusal(subject, position)
             continue
         case = _guarded(subject, position)
-        form = _form(subject, position)
-        asked = position == alone if alone else form not in forms and subject.is_asked_more(position)
-        if not case.failures and asked:
-            forms.add(form)
-            first = len(forms) == 1
+        if not case.failures and is_asked(position):
+            first = not forms
+            forms.add(_form(subject, position))
             case = case.with_failures(_uses(subject, position, _neighbour(position, computed), first))
         subject.forget(position)
         passes = passes and not case.failures
         yield case
-    if subject.spec.backward and computed:
+    if subject.spec.backward and computed and not index:
         yield check_second_derivatives(subject, computed[0])
-    if passes and computed:  # a fault that is known already would only be found again, in other words
+    # A fault that is known already would only be found again, in other words.
+    if passes and computed and index == count - 1:
         yield from _of_the_kernel(subject, computed, every_form)
 
 

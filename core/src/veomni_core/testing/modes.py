@@ -70,12 +70,8 @@ def _inside(subject: Subject, position: Position, context: Callable[[], Abstract
     exact, sample = subject.exact(position), subject.draw(position)
     with context():
         found = subject.outcome(sample)
-    wrong = [result.dtype for result in found.results if result.dtype not in _dtypes(subject, position)]
+    wrong = [result.dtype for result in found.results if result.dtype not in subject.result_dtypes(position)]
     return f"it gives dtype {plain(wrong[0])}" if wrong else subject.problem(found, exact)
-
-
-def _dtypes(subject: Subject, position: Position) -> set[torch.dtype]:
-    return {result.dtype for result in subject.reference(subject.draw(position)).results}
 
 
 @contextmanager

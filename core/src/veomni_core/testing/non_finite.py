@@ -105,20 +105,22 @@ def _in_an_input(subject: Subject, position: Position, name: str, value: float, 
             place.copy_(place + _SHIFT if to is None else torch.full_like(place, to))
         return sample
 
+    found = subject.outcome(changed(value))
+    finite = all(bool(result.isfinite().all()) for result in found.results)
+    # A reference's backward takes longer than its forward, and is not asked where the loss is not finite.
+    reference = subject.reference if finite else subject.reference_forward
     outcomes = _Outcomes(
-        subject.outcome(changed(value)),
+        found,
         exact=subject.exact(position),
-        moved=subject.reference(to_float64(changed(None))),
-        broken=subject.reference(to_float64(changed(value))),
-        eager=subject.reference(changed(value)),
+        moved=reference(to_float64(changed(None))),
+        broken=reference(to_float64(changed(value))),
+        eager=reference(changed(value)),
     )
     tensor = subject.inputs(subject.sample(position))[name]
     own_row = (tensor.shape[0], element % tensor.shape[0]) if tensor.dim() else (1, 0)
     if problem := _hidden(outcomes, "results") or _spread(subject, outcomes, own_row):
         return problem
-    if all(bool(result.isfinite().all()) for result in outcomes.found.results):
-        return _hidden(outcomes, "gradients")
-    return None
+    return _hidden(outcomes, "gradients") if finite else None
 
 
 def _in_the_upstream(subject: Subject, position: Position, value: float, element: int) -> str | None:

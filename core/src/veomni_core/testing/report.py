@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from veomni_core.errors import ConformanceError
@@ -43,6 +43,7 @@ class ConformanceReport:
         device, dtype: where and in which dtype it ran.
         cases: the results.
         skipped: in words, which kinds of samples did not run.
+        seconds: what the time went to: ``compiling``, the ``kernel``, the ``reference``, ``comparing``, and ``other``.
 
     Example:
         >>> cases = (CaseResult("odd width", ()), CaseResult("no rows", ("raised ZeroDivisionError",)))
@@ -61,6 +62,7 @@ class ConformanceReport:
     dtype: str
     cases: tuple[CaseResult, ...]
     skipped: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.ops.contract import Sample
+from veomni_core.ops.many_values import MANY, spread, table
 
 
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -90,17 +91,21 @@ def to_float64(sample: Sample, device: torch.device | str = "cpu") -> Sample:
 
 def upstream_of(result: Tensor) -> Tensor:
     """The incoming gradient: fixed random values, the same for a kernel, the reference and the oracle."""
-    drawn = _drawn_once(result.shape) if result.numel() <= _SMALL else _drawn(result.shape)
-    return drawn.to(result.device, result.dtype, copy=True)
+    draw = _drawn_once if result.numel() <= _SMALL else _drawn_lately if result.numel() <= MANY else _drawn
+    return draw(result.shape, result.device).to(result.dtype, copy=True)
 
 
 _SMALL = 2**16  # elements; a check asks for the same few small shapes thousands of times
 
 
-def _drawn(shape: torch.Size) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
+def _drawn(shape: torch.Size, device: torch.device) -> Tensor:
     # Rounded to bf16 first, so that it has exactly the same values in every dtype.
-    return torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16()
+    generator = torch.Generator().manual_seed(1)
+    if shape.numel() > MANY:
+        return spread(table(generator).bfloat16().to(device), shape)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16().to(device)
 
 
-_drawn_once = functools.lru_cache(maxsize=16)(_drawn)
+# Kept where they are asked for: each copy from the CPU would wait for the GPU.
+_drawn_once = functools.cache(_drawn)
+_drawn_lately = functools.lru_cache(maxsize=4)(_drawn)

@@ -16,6 +16,7 @@ from veomni_core.errors import ContractError
 from veomni_core.ops.contract import Contract, Sample, Size, dtype_name, other_values
 from veomni_core.testing.comparison import distance, one_line
 from veomni_core.testing.sample_tensors import copy_of, map_tensors, tensors_of, to_float64, upstream_of
+from veomni_core.testing.time_spent import COMPARING, KERNEL, REFERENCE, TimeSpent
 
 Kernel = Callable[..., Any]
 Upstream = Callable[[Tensor], Tensor]
@@ -45,19 +46,27 @@ class Subject:
     """
 
     def __init__(
-        self, spec: KernelSpec, kernel: Kernel, contract: Contract, device: torch.device, dtype: torch.dtype
+        self,
+        spec: KernelSpec,
+        kernel: Kernel,
+        contract: Contract,
+        device: torch.device,
+        dtype: torch.dtype,
+        spent: TimeSpent | None = None,
     ) -> None:
         self.spec, self.kernel, self.contract = spec, kernel, contract
         self.device, self.dtype, self.dtype_name = device, dtype, dtype_name(dtype)
+        self.spent = spent or TimeSpent()
         self.parameters = list(inspect.signature(contract.reference).parameters)
         self._drawn: dict[tuple[Size, bool], list[Sample]] = {}
         self._exact: dict[tuple[Position, bool], Outcome] = {}
+        self._result_dtypes: dict[Position, list[torch.dtype]] = {}
         self._others: dict[torch.dtype, Subject] = {}
 
     def in_dtype(self, dtype: torch.dtype) -> Subject:
         """The same kernel with the contract's samples in another dtype."""
         if dtype not in self._others:
-            self._others[dtype] = Subject(self.spec, self.kernel, self.contract, self.device, dtype)
+            self._others[dtype] = Subject(self.spec, self.kernel, self.contract, self.device, dtype, self.spent)
         return self._others[dtype]
 
     def has(self, position: Position) -> bool:
@@ -130,7 +139,8 @@ class Subject:
             raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
 
     def _compute(self, function: Kernel, sample: Sample) -> tuple[Tensor, ...]:
-        results = self.contract.primary(function(*sample.args, **sample.kwargs))
+        with self.spent.on(KERNEL if function is self.kernel else REFERENCE):
+            results = self.contract.primary(function(*sample.args, **sample.kwargs))
         strangers = [type(result).__name__ for result in results if not isinstance(result, Tensor)]
         if strangers:
             raise TypeError(f"gives a {strangers[0]} where a tensor is expected")
@@ -158,7 +168,8 @@ class Subject:
         if not reached or not wanted:
             return dict.fromkeys(wanted)
         upstreams = [upstream(result) for result in reached]
-        found = torch.autograd.grad(reached, list(wanted.values()), upstreams, allow_unused=True, **options)
+        with self.spent.on(REFERENCE if self.spent.now == REFERENCE else KERNEL):
+            found = torch.autograd.grad(reached, list(wanted.values()), upstreams, allow_unused=True, **options)
         return dict(zip(wanted, found, strict=True))
 
     def outcome(self, sample: Sample, upstream: Upstream = upstream_of) -> Outcome:
@@ -173,9 +184,19 @@ class Subject:
         Raises:
             ContractError: the reference fails on it.
         """
-        results = self.reference_results(sample)
-        gradients = self.gradients(results, sample, upstream)
+        with self.spent.on(REFERENCE):
+            results = self.reference_results(sample)
+            gradients = self.gradients(results, sample, upstream)
         return Outcome(tuple(result.detach() for result in results), gradients)
+
+    def reference_forward(self, sample: Sample) -> Outcome:
+        """The reference's results on ``sample``, without gradients.
+
+        Raises:
+            ContractError: the reference fails on it.
+        """
+        with torch.no_grad():
+            return Outcome(self.reference_results(sample))
 
     def reference_results(self, sample: Sample) -> tuple[Tensor, ...]:
         """The reference's results on ``sample``, with their autograd graph.
@@ -189,6 +210,13 @@ class Subject:
             raise ContractError(
                 f"{self._contract}: the reference fails on its own sample {sample.name!r}: {one_line(error)}"
             ) from error
+
+    def result_dtypes(self, position: Position) -> list[torch.dtype]:
+        """The dtypes that the reference's results have on one sample, in the sample's own dtype."""
+        if position not in self._result_dtypes:
+            results = self.reference_results(self.draw(position))
+            self._result_dtypes[position] = [result.dtype for result in results]
+        return self._result_dtypes[position]
 
     def exact(self, position: Position, other: bool = False) -> Outcome:
         """The oracle for one sample: the reference on float64 copies of it."""
@@ -206,7 +234,10 @@ class Subject:
 
         ``tolerances_of`` names the dtype whose tolerances apply; the check's dtype without it.
         """
-        name = tolerances_of or self.dtype_name
+        with self.spent.on(COMPARING):
+            return self._problem(found, exact, tolerances_of or self.dtype_name)
+
+    def _problem(self, found: Outcome, exact: Outcome, name: str) -> str | None:
         if len(found.results) != len(exact.results):
             return f"it gives {len(found.results)} tensors, expected {len(exact.results)}"
         for index, (result, wanted) in enumerate(zip(found.results, exact.results, strict=True)):

@@ -63,6 +63,8 @@ def standard(
         raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
     refuse("flex_attention", others)
     query, key, value = map(cast_as_autocast, (query, key, value))
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"flex_attention wants one dtype, but got {query.dtype}, {key.dtype} and {value.dtype}")
     bounds = packing(query, cu_seq_lens_q, cu_seq_lens_k)
     causal = module.is_causal if is_causal is None else is_causal
     padding = added = None
@@ -89,7 +91,7 @@ def standard(
         else:
             added = attention_mask
         blocks = _blocks(keeps, batch, heads, query, key) if keeps else None
-    output, aux = _compiled(flex_attention)(
+    output, aux = _attend(
         query,
         key,
         value,
@@ -111,6 +113,48 @@ def standard(
     if padding is not None and causal:  # zeros for padded queries, as FlashAttention gives
         output = output * padding[:, -output.shape[1] :, None, None]
     return output.contiguous(), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """Call the compiled ``flex_attention`` in as few ways as there are, since torch compiles it anew for each.
+
+    Whichever of the three want gradients, all do: one kernel computes their gradients together, and those of the
+    others are dropped. Their memory order is transformers' or the contiguous one. Autocast is off: they are cast.
+    """
+    if torch.compiler.is_compiling():
+        return flex_attention(query, key, value, **options)
+    heads = [_laid_out(each) for each in (query, key, value)]
+    wanting = [each for each in heads if each.requires_grad] if torch.is_grad_enabled() else []
+    if wanting:
+        heads = [each if each.requires_grad else _WantsAsWell.apply(each, wanting[0]) for each in heads]
+    else:
+        heads = [each.detach() for each in heads]
+    with torch.set_grad_enabled(bool(wanting)), _without_autocast(query.device):
+        return _compiled(flex_attention)(*heads, **options)
+
+
+class _WantsAsWell(torch.autograd.Function):
+    """A frozen tensor that wants a gradient, as another one does. Its gradient is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, frozen: Tensor, wanting: Tensor) -> Tensor:
+        return frozen.view_as(frozen)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _laid_out(heads: Tensor) -> Tensor:
+    """``heads[B, H, S, D]`` as transformers' transposed projections lie in memory, or else contiguous."""
+    _, count, length, width = heads.shape
+    orders = ((count * length * width, length * width, width, 1), (length * count * width, width, count * width, 1))
+    return heads if heads.stride() in orders else heads.clone(memory_format=torch.contiguous_format)
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Autocast that is off. Its dtype is always the same, since torch compiles anew for another one."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=False)
 
 
 @functools.cache
@@ -158,7 +202,10 @@ def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tens
         return result
 
     make = _compiled(create_block_mask)
-    return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)
+    if torch.compiler.is_compiling():
+        return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)
+    with torch.no_grad(), _without_autocast(query.device):
+        return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)
 
 
 def _by_position(causal: bool, window: int | None, query: Tensor, key: Tensor) -> Keeps:

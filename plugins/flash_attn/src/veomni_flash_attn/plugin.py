@@ -49,6 +49,7 @@ def veomni_kernels() -> list[KernelSpec]:
                 *("wide_heads", "odd_heads", "flex_attention_mask"),
             ),
             can_run="veomni_flash_attn.limits:flex_attention",
+            slow_check="torch compiles it anew for each kind of mask and of call, some seconds each time",
         ),
     ]
 
@@ -61,6 +62,7 @@ def _kernel(
     features: tuple[str, ...],
     dtypes: tuple[str, ...] = _HALVES,
     can_run: str = "veomni_flash_attn.limits:flash_attention",
+    slow_check: str = "",
 ) -> KernelSpec:
     return KernelSpec(
         name=name,
@@ -74,4 +76,5 @@ def _kernel(
         dtypes=dtypes,
         features=features,
         can_run=can_run,
+        slow_check=slow_check,
     )

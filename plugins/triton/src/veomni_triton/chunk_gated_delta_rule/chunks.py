@@ -47,6 +47,6 @@ def tables(
         spans.append((len(chunks), len(chunks) + -(-(end - begin) // chunk)))
         chunks += [(first, min(chunk, end - first)) for first in range(begin, end, chunk)]
     chunks += [(0, 0)] * (padded_to - len(chunks))
-    # One copy to the device for both.
-    table = torch.tensor([*chunks, *spans], dtype=torch.int32).reshape(-1, 2).to(device, non_blocking=True)
+    # One copy to the device for both, which is over on return: a table that is kept serves other streams too.
+    table = torch.tensor([*chunks, *spans], dtype=torch.int32).reshape(-1, 2).to(device)
     return table[: len(chunks)], table[len(chunks) :]

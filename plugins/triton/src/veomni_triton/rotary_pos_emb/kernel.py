@@ -15,7 +15,8 @@ import triton.language as tl
 # are padded, and masked.
 
 
-@triton.jit
+# Positions only mask: a number of them that is a multiple of 16 needs no kernel of its own.
+@triton.jit(do_not_specialize=["positions"])
 def rotate_kernel(
     q,  # [B, S, Hq, D] by its strides, whichever of S and Hq comes first in memory
     k,  # [B, S, Hk, D] likewise; not read if Hk is 0
@@ -30,6 +31,7 @@ def rotate_kernel(
     q_out_strides,
     k_out_strides,
     positions,  # S
+    direction,  # 1.0, or -1.0 to rotate by the negative angle
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -38,7 +40,6 @@ def rotate_kernel(
     READS_NEIGHBOURS: tl.constexpr,  # pairs are read from neighbours, else from both halves
     WRITES_NEIGHBOURS: tl.constexpr,  # and written to them
     LAST: tl.constexpr,  # the last R dimensions of a head are rotated, else the first R
-    BACKWARDS: tl.constexpr,  # by the negative angle
 ):
     """Rotate all heads of queries and keys at ``POSITIONS`` consecutive positions of one sequence."""
     # int64, since a tensor can have more than 2**31 elements.
@@ -47,9 +48,7 @@ def rotate_kernel(
     inside = position < positions
     # [POSITIONS, 1, HALF] each: loaded once, and broadcast over the heads of both q and k.
     cosine = _angles(cos, cos_strides, batch, position, inside, HALF)
-    sine = _angles(sin, sin_strides, batch, position, inside, HALF)
-    if BACKWARDS:
-        sine = -sine
+    sine = direction * _angles(sin, sin_strides, batch, position, inside, HALF)
     # The dtype is handed on, since the angles are float32 from here on, and it decides where results are rounded.
     angles: tl.constexpr = cos.dtype.element_ty
     _rotate_heads(

@@ -64,6 +64,7 @@ def rotate(
         if angles.shape[0] not in (1, batch):
             raise ValueError(f"{name} is for {angles.shape[0]} sequences, but q has {batch}: expected as many, or 1")
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q, k, cos, sin = map(_loadable, (q, k, cos, sin))
     with torch.cuda.device_of(q):
         rotate_kernel[triton.cdiv(positions, launch.positions), batch](
             q,
@@ -79,6 +80,7 @@ def rotate(
             _strides(q_out, unsqueeze_dim),
             _strides(k_out, unsqueeze_dim),
             positions,
+            -1.0 if form.backwards else 1.0,
             Q_HEADS=q.shape[unsqueeze_dim],
             K_HEADS=k.shape[unsqueeze_dim],
             HALF=pairs,
@@ -87,11 +89,20 @@ def rotate(
             READS_NEIGHBOURS=form.reads_neighbours,
             WRITES_NEIGHBOURS=form.writes_neighbours,
             LAST=form.last,
-            BACKWARDS=form.backwards,
             num_warps=launch.num_warps,
             enable_fp_fusion=False,  # a fused multiply-add would not round the product, which the reference does
         )
     return q_out, k_out
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """``x`` as it is, or a copy if its last dimension can't be loaded 16 bytes at a time: no model lays it so.
+
+    Triton would compile the kernel anew for each combination of such tensors.
+    """
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
