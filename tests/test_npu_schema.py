@@ -69,6 +69,22 @@ def test_every_operator_that_the_plugin_calls_is_checked():
     assert called <= set(SCHEMAS)
 
 
+FOR_LINEAR_ATTENTION = re.compile(r"npu_\w*(causal_conv|gated_delta_rule)\w*")
+
+
+def test_no_operator_for_linear_attention_trains_a_model_of_today():
+    """What docs/how-to/ascend.md says of them. Where this fails, one of them may be what a kernel can call."""
+    names = {name for name in torch_npu_wheel.registered_schemas() if FOR_LINEAR_ATTENTION.fullmatch(name)}
+    assert {name for name in names if name.endswith("_backward")} == {"npu_masked_causal_conv1d_backward"}
+    for name in ("npu_fused_causal_conv1d", "npu_masked_causal_conv1d"):
+        documented = torch_npu_wheel.documentation(name)
+        assert re.findall(r"支持的型号.\s*(.*)", documented) == ["昇腾950 AI处理器"]  # its products
+        assert "固定为3" in documented  # the width
+        assert "float16、bfloat16" in documented and "float32" not in documented
+    masked = torch_npu_wheel.registered_schemas()["npu_masked_causal_conv1d"]
+    assert {each.name for each in torch._C.parse_schema(masked).arguments} == {"input", "weight", "mask"}
+
+
 def meta_function(name: str):
     """The library's meta registration of the operator ``name``, without the library."""
     tree = ast.parse(torch_npu_wheel.meta_registrations())

@@ -77,6 +77,14 @@ def declared_schemas() -> dict[str, str]:
     return {schema.partition("(")[0]: schema for schema in schemas}
 
 
+def documentation(name: str) -> str:
+    """What the library says of the operator ``name``, in its own language."""
+    text = (unpacked() / "torch_npu/_op_plugin_docs.py").read_text()
+    found = re.search(rf'_add_torch_npu_docstr\(\s*"{name}",\s*"""(.*?)"""', text, re.DOTALL)
+    assert found, name
+    return found[1]
+
+
 @functools.cache
 def meta_registrations() -> str:
     """The source of the functions that give the shapes and dtypes of results."""

@@ -7,7 +7,7 @@ import torch
 
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
-from veomni_npu import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
+from veomni_npu import cross_entropy_loss, moe_experts, rms_norm, rms_norm_gated, rotary_pos_emb, swiglu_mlp
 from veomni_npu.plugin import veomni_kernels
 
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in veomni_kernels() for dtype in spec.dtypes]
@@ -25,6 +25,11 @@ def _leaf(device, *shape):
 CALLS = {
     "rms_norm": (lambda x, w: rms_norm.standard(x, w, 1e-6), [(5, 16), (16,)]),
     "rms_norm offset": (lambda x, w: rms_norm.offset(x, w, 1e-6), [(5, 16), (16,)]),
+    "rms_norm_gated": (lambda x, g, w: rms_norm_gated.sigmoid(x, g, w, 1e-6), [(5, 16), (5, 16), (16,)]),
+    "rms_norm_gated gate_first": (
+        lambda x, g, w: rms_norm_gated.gate_first(x, g, w, 1e-6, group_size=8),
+        [(5, 16), (5, 16), (16,)],
+    ),
     "swiglu_mlp": (swiglu_mlp.standard, [(5, 16), (5, 16)]),
     "rotary_pos_emb": (
         lambda q, k: torch.cat(rotary_pos_emb.full(q, k, *torch.ones(2, 2, 5, 16, device=q.device)), dim=1),
@@ -59,6 +64,15 @@ def test_a_rotation_keeps_only_cos_and_sin(npu):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         rotary_pos_emb.full(q, k, angles.cos(), angles.sin())
     assert set(kept) == {(2, 1, 5, 16)}
+
+
+@pytest.mark.parametrize("variant", ["standard", "sigmoid", "gate_first"])
+def test_a_gated_norm_keeps_its_inputs_and_a_number_for_each_group(npu, variant):
+    x, gate, weight = (_leaf(npu, *shape).to(torch.bfloat16) for shape in ((5, 16), (5, 16), (16,)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.shape, t.dtype)) or t, lambda t: t):
+        getattr(rms_norm_gated, variant)(x, gate, weight, 1e-6, group_size=8)
+    assert kept == [*((t.shape, t.dtype) for t in (x, gate, weight)), ((5, 2, 1), torch.float32)]
 
 
 def test_frozen_experts_get_no_gradient_and_the_router_still_does(npu):

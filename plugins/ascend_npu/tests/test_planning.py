@@ -22,6 +22,7 @@ REGISTRY = build_registry(
 VARIANTS = {
     "attention": "standard",
     "rms_norm": "standard",
+    "rms_norm_gated": "standard",
     "rotary_pos_emb": "full",
     "rotary_pos_emb_vision": "full",
     "swiglu_mlp": "standard",

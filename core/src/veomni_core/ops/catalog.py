@@ -49,7 +49,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_core.ops.rms_norm_gated:CONTRACTS",
         description="root-mean-square normalisation with a gate",
-        published={"torch": "veomni-torch", "triton": "veomni-triton", "fla": "veomni-fla"},
+        published={"torch": "veomni-torch", "triton": "veomni-triton", "fla": "veomni-fla", "npu": "veomni-npu"},
     ),
     OpSpec(
         name="rotary_pos_emb",

@@ -13,6 +13,7 @@ _PRESET = {
     "attn_implementation": "npu_fusion_attention",
     "cross_entropy_loss_implementation": "npu",
     "moe_implementation": "fused_npu",
+    "rms_norm_gated_implementation": "npu",
     "rms_norm_implementation": "npu",
     "rotary_pos_emb_implementation": "npu",
     "rotary_pos_emb_vision_implementation": "npu",
@@ -37,6 +38,13 @@ def veomni_kernels() -> list[KernelSpec]:
     return [
         # CANN documents aclnnRmsNormGrad as not deterministic by default. For attention it promises nothing.
         *_kernels("npu", "rms_norm", norms, "npu_rms_norm", deterministic=False),
+        *_kernels(
+            "npu",
+            "rms_norm_gated",
+            ("standard", "sigmoid", "gate_first"),
+            "npu_rms_norm each way; saves its inputs and one number per group",
+            deterministic=False,
+        ),
         *_kernels("npu", "rotary_pos_emb", ("full", "partial"), "npu_rotary_mul; saves only cos and sin"),
         *_kernels("npu", "rotary_pos_emb_vision", ("full",), "npu_rotary_mul in float32; saves only cos and sin"),
         *_kernels("npu", "swiglu_mlp", ("standard",), "npu_swiglu, after a copy of gate and up into one tensor"),

@@ -68,8 +68,8 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
         inputs: the arguments of a model's forward, by name.
 
     Returns:
-        ``seq_idx``, int32 ``[B, S]``: the number of each position's sequence in its row. For one row, also
-        ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 ``[N + 1]``: 0, and where each sequence ends; and
+        ``seq_idx``, int32 ``[B, S]``, on the input's device: the number of each position's sequence in its row. For one
+        row, also ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 ``[N + 1]``: 0, and where each sequence ends; and
         ``max_length_q`` and ``max_length_k``, the longest one's length. For several rows, ``cu_seqlens_of_rows``: the
         same ends of all rows, put one after the other. What ``inputs`` have already stays as it is.
 
@@ -103,7 +103,8 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
         return {}  # one sequence in each row
     bounds = torch.cat([begins, begins.new_tensor([rows * length])])
     ends = bounds.to(torch.int32)
-    found: dict[str, Any] = {"seq_idx": numbers_BS.to(torch.int32)}
+    # Boundaries may be the host's, as attention takes them on some devices; numbers are compared on the device.
+    found: dict[str, Any] = {"seq_idx": numbers_BS.to(tokens.device, torch.int32)}
     if rows > 1:
         found[BOUNDS_OF_ROWS] = ends
     else:
