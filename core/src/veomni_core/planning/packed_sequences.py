@@ -47,7 +47,8 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
 
 
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
-    told, convolved = set(), set()
+    told: set[str] = set()  # of where sequences begin, for their states too
+    convolved: set[str] = set()
     for op in ops:
         for decision in op.sites:
             path = decision.site.path
@@ -58,24 +59,29 @@ def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
                     f"{named(model, path)} would mix them: its {op.op_name} {why} ({decision.reason}). Pass each "
                     f"sequence alone, or choose a kernel for it ({op.config_field})"
                 )
-            for layer, child in links_without_boundaries(model, path):
-                if not takes_boundaries(model.get_submodule(layer)) or not takes_boundaries(
-                    model.get_submodule(f"{layer}.{child}".strip("."))
-                ):
-                    return (
-                        f"{named(model, path)} would mix them: {named(model, layer)} calls its {child} without a word on "
-                        "where a sequence begins. Pass each sequence alone"
-                    )
+            if why := _out_of_earshot(model, path):
+                return why
             (convolved if op.op_name == _WITHOUT_STATE else told).add(path)
     for below, module in model.get_submodule(inside).named_modules():
         path = f"{inside}.{below}".strip(".")
         around = _itself_and_around(path)
-        if (carries_state(module) and not told & around) or (
-            carries_inputs(module) and not (told | convolved) & around
-        ):
+        state_runs_on = carries_state(module) and not told & around
+        if state_runs_on or (carries_inputs(module) and not (told | convolved) & around):
             return (
                 f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
                 "which isn't told where a sequence begins. Pass each sequence alone"
+            )
+    return ""
+
+
+def _out_of_earshot(model: nn.Module, path: str) -> str:
+    """Why the kernel at ``path`` can't be told of boundaries; empty if it can."""
+    for layer, child in links_without_boundaries(model, path):
+        both = model.get_submodule(layer), model.get_submodule(f"{layer}.{child}".strip("."))
+        if not all(takes_boundaries(each) for each in both):
+            return (
+                f"{named(model, path)} would mix them: {named(model, layer)} calls its {child} without saying where a "
+                "sequence begins. Pass each sequence alone"
             )
     return ""
 
