@@ -92,3 +92,15 @@ def test_the_step_after_one_that_failed_is_told_of_nothing():
         model(ROW, position_ids=POSITIONS)
     handle.remove()
     assert torch.equal(model(ROW).logits, wanted)
+
+
+def test_a_compiled_layer_is_told_in_the_steps_that_pack_alone():
+    torch._dynamo.reset()
+    model = inkling()
+    bind(model, KERNELS)
+    plain, packed = model(ROW).logits, model(ROW, position_ids=POSITIONS).logits
+    convolving = model.model.layers[0].self_attn
+    convolving.compile(backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(model(ROW).logits, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(ROW, position_ids=POSITIONS).logits, packed, rtol=1e-4, atol=1e-5)

@@ -34,14 +34,14 @@ def handing_on(forward: Forward, children: Iterable[str]) -> Forward:
         told = {name: kwargs[name] for name in BOUNDARIES if kwargs.get(name) is not None}
         if not told:
             return forward(self, *args, **kwargs)
-        places = [vars(getattr(self, name)) for name in children]
-        for place in places:
-            place[_HANDED] = told
+        called = [getattr(self, name) for name in children]
+        for child in called:  # by setattr, which torch.compile follows
+            setattr(child, _HANDED, told)
         try:
             return forward(self, *args, **kwargs)
         finally:
-            for place in places:
-                place.pop(_HANDED, None)
+            for child in called:
+                delattr(child, _HANDED)
 
     return in_layer
 
@@ -57,7 +57,7 @@ def receiving(forward: Forward, takes: Iterable[str]) -> Forward:
 
     @wraps(forward)
     def in_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        told = vars(self).get(_HANDED)
+        told = getattr(self, _HANDED, None)
         if told is None:
             return forward(self, *args, **kwargs)
         return forward(self, *args, **{**{name: told[name] for name in told.keys() & takes}, **kwargs})
