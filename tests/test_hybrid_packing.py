@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import DataCollatorWithFlattening
 
+from hybrid_models import LENGTHS, TYPES, hybrid, tokens
 from models import step
-from test_hybrid_convolutions import LENGTHS, TYPES, hybrid, tokens
 from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.errors import ConfigError, PackedSequencesError
@@ -22,18 +25,41 @@ KERNELS = {
     "kda_implementation": "auto",
     "mamba2_scan_implementation": "auto",
 }
-# Beside attention, only convolutions, delta rules and scans of Mamba 2 mix along the sequence here. The others have a
-# scan of Mamba's first version, for which there is no kernel that reads boundaries. Mamba2's causal model hands its
-# mixers nothing that says where a document ends.
+# Beside attention, only convolutions, delta rules and scans of Mamba 2 mix along the sequence here.
 RIGHT = {
     *("bailing_hybrid", "kimi_linear"),
-    *("lfm2", "lfm2_moe", "lfm3"),
-    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("inkling_text", "inkling2_text of sliding layers"),
+    *("lfm2", "lfm2_moe", "lfm3", "lfm3_vl"),
+    *("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("qwen4_exp", "qwen4_exp_text"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
 }
+STATE = "what it carries along the sequence is computed by its own code"
+# What mixes along the sequence in the others, and no kernel is told of.
+REFUSED = {
+    "falcon_mamba": rf"mixer \(FalconMambaMixer\) would mix them: {STATE}",
+    "glm5_next": r"\(Glm5NextTextModel\) would mix them: the masks that it gives to its attention",
+    "inkling2_text": rf"k_sconv \(Inkling2DynamicShortConvolution\) would mix them: {STATE}",
+    "jamba": rf"mamba \(JambaMambaMixer\) would mix them: {STATE}",
+    "mamba": rf"mixer \(MambaMixer\) would mix them: {STATE}",
+    "mamba2": r"\(Mamba2ForCausalLM\) takes no position_ids",
+    "qwen4_exp_text with n-grams": rf"ple \(Qwen4ExpTextPLELayer\) would mix them: {STATE}",
+    "zamba": rf"mamba \(ZambaMambaMixer\) would mix them: {STATE}",
+    "zaya": rf"qkv_proj \(ZayaCCAProjection\) would mix them: {STATE}",
+}
+ALL = (*TYPES, "zaya")  # whose convolutions no site knows
+# What layers of transformers that mix positions by other means than attention have in their code.
+MIXERS = re.compile(r"update_conv_state|update_recurrent_state|A_log|causal_conv1d_fn")
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+def test_every_type_of_transformers_with_such_layers_is_listed():
+    folder = Path(transformers.models.__file__).parent
+    found = {path.parent.name for path in folder.glob("*/modeling_*.py") if MIXERS.search(path.read_text("utf-8"))}
+    assert found <= {type(hybrid(name)).__module__.split(".")[-2] for name in ALL}
+    assert {*ALL} == RIGHT | REFUSED.keys() and not RIGHT & REFUSED.keys()
+
+
+@pytest.mark.parametrize("model_type", ALL)
 def test_a_type_may_be_packed_if_kernels_read_its_boundaries(model_type):
     model = hybrid(model_type)
     with pytest.raises(ConfigError, match=r"data\.packing: "):
@@ -107,13 +133,11 @@ def test_rows_of_a_batch_are_packed_each_by_its_positions(model_type):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", sorted({*TYPES} - RIGHT))
+@pytest.mark.parametrize("model_type", REFUSED)
 def test_what_no_kernel_keeps_apart_is_refused_by_name(model_type, way):
     model = hybrid(model_type)
     bind(model, KERNELS)
-    with pytest.raises(
-        PackedSequencesError, match=r"\.\w+ \(\w+\) would mix them: |Mamba2ForCausalLM\) takes no position"
-    ):
+    with pytest.raises(PackedSequencesError, match=REFUSED[model_type]):
         model(tokens(1, sum(LENGTHS)), **WAYS[way])
 
 

@@ -12,8 +12,9 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from transformers.models.bamba import modeling_bamba
 
 from counting_kernels import calls, counting_registry
+from hybrid_models import LENGTHS, hybrid, tokens
 from models import step
-from test_hybrid_convolutions import LENGTHS, distance, hybrid, packed_inputs, tokens
+from test_hybrid_convolutions import distance, packed_inputs
 from veomni_core import bind, find_sites
 
 OP = "mamba2_scan"

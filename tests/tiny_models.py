@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -131,4 +132,14 @@ def tiny_model(model_type: str, dtype: torch.dtype, seed: int = 0) -> PreTrained
         for parameter in model.parameters():
             spread = 0.1 if parameter.dim() < 2 else 0.5 * parameter.shape[-1] ** -0.5
             parameter.add_(torch.randn_like(parameter), alpha=spread)
-    return model.to(dtype).train()
+    return in_dtype(model, dtype).train()
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """``model`` in ``dtype``, but for what transformers keeps in float32 when it loads a checkpoint."""
+    kept = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in model._keep_in_fp32_modules_strict or ()) or "$^")
+    exact = {name: each.data for name, each in model.named_parameters() if kept.search(name)}
+    model.to(dtype)
+    for name, value in exact.items():
+        model.get_parameter(name).data = value.float()
+    return model

@@ -202,6 +202,29 @@ def centred(hidden_states, weight, bias=None, activation=None, **kwargs):
     return out if activation is None else F.silu(out)
 
 
+def dilated(hidden_states, weight, bias=None, activation=None, **kwargs):
+    reach = 2 * (weight.shape[1] - 1)
+    out = F.conv1d(hidden_states, weight[:, None], bias, padding=reach, dilation=2, groups=len(weight))
+    out = out[..., : hidden_states.shape[2]]
+    return out if activation is None else F.silu(out)
+
+
+def mixing_channels(hidden_states, weight, bias=None, activation=None, **kwargs):
+    every = weight[:, None].expand(-1, len(weight), -1)
+    out = F.conv1d(hidden_states, every, bias, padding=weight.shape[1] - 1)[..., : hidden_states.shape[2]]
+    return out if activation is None else F.silu(out)
+
+
+def repeating_the_first(hidden_states, weight, bias=None, activation=None, **kwargs):
+    x = F.pad(hidden_states, (weight.shape[1] - 1, 0), mode="replicate")
+    out = F.conv1d(x, weight[:, None], bias, groups=len(weight))
+    return out if activation is None else F.silu(out)
+
+
+def with_the_residual(hidden_states, weight, bias=None, activation=None, **kwargs):
+    return RIGHT(hidden_states, weight, bias, activation) + hidden_states
+
+
 def activated_twice(hidden_states, weight, bias=None, activation=None, **kwargs):
     return F.silu(RIGHT(hidden_states, weight, bias, activation))
 
@@ -243,10 +266,31 @@ def test_a_mixer_of_ones_own_is_found():
     assert site.evidence.endswith("unbound, the model runs it")
 
 
+class WithoutALinear(nn.Module):
+    """Convolves what it is given, beside itself, as Inkling's short convolutions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1d = nn.Conv1d(6, 6, 4, groups=6, padding=3, bias=False)
+
+    def forward(self, hidden_states):
+        x = hidden_states.float().transpose(1, 2)
+        return causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias).transpose(1, 2) + hidden_states
+
+
+def test_a_module_without_a_linear_is_given_what_its_convolution_takes():
+    site = site_of(WithoutALinear())
+    assert site.variant == "standard" and site.sizes == {"channels": (6,), "width": (4,)}
+
+
 @pytest.mark.parametrize(
     "function, words",
     [
         (centred, "misses by"),
+        (dilated, "misses by"),
+        (mixing_channels, "misses by"),
+        (repeating_the_first, "misses by"),
+        (with_the_residual, "misses by"),
         (activated_twice, "misses by"),
         (without_its_bias, "misses by"),
         (detached, "misses by"),
@@ -327,6 +371,23 @@ def test_a_centred_convolution_is_no_site():
             self.conv1d = nn.Conv1d(6, 6, 3, groups=6, padding=1)
 
     assert "causal_conv1d" not in {site.op_name for site in find_sites(nn.Sequential(Centred()))}
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [nn.Conv1d(6, 6, 4, groups=2, padding=3), nn.Conv1d(6, 12, 4, groups=6, padding=3)],
+    ids=["groups of several channels", "more channels out than in"],
+)
+def test_a_convolution_that_is_not_depthwise_is_no_site(convolution):
+    mixer = CallsItsConvolution()
+    mixer.conv1d = convolution
+    assert "causal_conv1d" not in {site.op_name for site in find_sites(nn.Sequential(mixer))}
+
+
+def test_a_dilated_convolution_is_no_site():
+    mixer = CallsItsConvolution()
+    mixer.conv1d = nn.Conv1d(6, 6, 4, groups=6, padding=3, dilation=2)
+    assert "causal_conv1d" not in {site.op_name for site in find_sites(nn.Sequential(mixer))}
 
 
 def test_a_width_beyond_the_packages_needs_a_feature():

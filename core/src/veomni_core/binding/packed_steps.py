@@ -14,16 +14,19 @@ from transformers import PreTrainedModel
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.packed_sequences import mask_functions, mixing_layers, named
+from veomni_core.planning.packed_sequences import links_without_boundaries, mask_functions, mixing_layers, named
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.forwards.boundaries import with_boundaries
+from veomni_core.sites.forwards.handed_boundaries import handing_on, receiving
 from veomni_core.sites.functions import current_forward
+from veomni_core.sites.handed_on import takes_boundaries
 
 OWNER = "packed steps"
 
 
 def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
     """The changes, each as ``(module path, owner, change)``; none for a model without layers that mix positions."""
+    yield from _handed_on(model, plan, registry)
     for inner, mixing in mixing_layers(model, plan.ops, registry).items():
         yield _change(model, inner, mixing)
         for path, module in model.named_modules():
@@ -38,6 +41,25 @@ def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[t
                 why = mixing or f"{none}. Pass each sequence alone"
             if has_none or mask_functions(module):
                 yield _change(model, path, why)
+
+
+def _handed_on(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
+    """The changes by which bound layers are told of boundaries that the layers around them keep."""
+    reading = [op for op in plan.ops if registry.op(op.op_name).reads_boundaries]
+    bound = {decision.site.path for op in reading for decision in op.sites if decision.bound}
+    links = {link: None for path in sorted(bound) for link in links_without_boundaries(model, path)}
+    children: dict[str, list[str]] = {}
+    for layer, child in links:
+        children.setdefault(layer, []).append(child)
+    for layer, names in children.items():
+        outer = model.get_submodule(layer)
+        if not takes_boundaries(outer):
+            continue  # which the model refuses to be packed for
+        for name in names:
+            inner = outer.get_submodule(name)
+            forward = receiving(current_forward(inner), takes_boundaries(inner))
+            yield f"{layer}.{name}".strip("."), OWNER, ForwardChange(inner, forward)
+        yield layer, OWNER, ForwardChange(outer, handing_on(current_forward(outer), names))
 
 
 def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, str, Change]:

@@ -1,25 +1,25 @@
 """Which models have layers that mix positions outside of attention, and whether a plan keeps packed sequences apart.
 
 An op whose kernels are told where packed sequences begin says so (``OpSpec.reads_boundaries``). Sequences stay apart
-if all sites of such ops get a kernel, and nothing else carries a state along the sequence.
+if all sites of such ops get a kernel and can be told, and nothing else carries a state or inputs along the sequence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
+from veomni_core.planning.carried_states import carries_inputs, carries_state
 from veomni_core.planning.decisions import OpDecision
 from veomni_core.sites.functions import current_forward, global_functions
+from veomni_core.sites.handed_on import keeps_boundaries, takes_boundaries
 from veomni_core.sites.site import Site
 
-# Mixers with a state that runs along the sequence have a parameter of this name: Mamba's, gated delta rules, Kimi's.
-_DECAY = "A_log"
 _WITHOUT_STATE = "causal_conv1d"
 _ATTENTION = "attention"
 # transformers' functions that build masks. That of recurrent layers knows of padding, and nothing of positions.
@@ -35,6 +35,8 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
     ops = list(ops)
     reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
     paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
+    carrying = [path for path, module in model.named_modules() if carries_state(module) or carries_inputs(module)]
+    paths |= {_model_around(model, path) for path in carrying}
     attending = {
         _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
     }
@@ -45,7 +47,8 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
 
 
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
-    told = set()
+    told: set[str] = set()  # of where sequences begin, for their states too
+    convolved: set[str] = set()
     for op in ops:
         for decision in op.sites:
             path = decision.site.path
@@ -56,16 +59,43 @@ def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
                     f"{named(model, path)} would mix them: its {op.op_name} {why} ({decision.reason}). Pass each "
                     f"sequence alone, or choose a kernel for it ({op.config_field})"
                 )
-            if op.op_name != _WITHOUT_STATE:
-                told.add(path)
+            if why := _out_of_earshot(model, path):
+                return why
+            (convolved if op.op_name == _WITHOUT_STATE else told).add(path)
     for below, module in model.get_submodule(inside).named_modules():
         path = f"{inside}.{below}".strip(".")
-        if _DECAY in vars(module)["_parameters"] and not told.intersection(_itself_and_around(path)):
+        around = _itself_and_around(path)
+        state_runs_on = carries_state(module) and not told & around
+        if state_runs_on or (carries_inputs(module) and not (told | convolved) & around):
             return (
                 f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
                 "which isn't told where a sequence begins. Pass each sequence alone"
             )
     return ""
+
+
+def _out_of_earshot(model: nn.Module, path: str) -> str:
+    """Why the kernel at ``path`` can't be told of boundaries; empty if it can."""
+    for layer, child in links_without_boundaries(model, path):
+        both = model.get_submodule(layer), model.get_submodule(f"{layer}.{child}".strip("."))
+        if not all(takes_boundaries(each) for each in both):
+            return (
+                f"{named(model, path)} would mix them: {named(model, layer)} calls its {child} without saying where a "
+                "sequence begins. Pass each sequence alone"
+            )
+    return ""
+
+
+def links_without_boundaries(model: nn.Module, path: str) -> Iterator[tuple[str, str]]:
+    """The layers around the module at ``path`` whose code keeps from a child what it is told of boundaries.
+
+    Each comes as its own path and the child's name; those outside the innermost model of transformers are left out.
+    """
+    inside = _model_around(model, path)
+    while path != inside:
+        path, _, child = path.rpartition(".")
+        if keeps_boundaries(model.get_submodule(path), child):
+            yield path, child
 
 
 def _untold(site: Site) -> str:

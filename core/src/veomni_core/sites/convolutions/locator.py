@@ -71,4 +71,5 @@ def _is_causal(module: Any) -> bool:
     if not isinstance(module, nn.Conv1d):
         return False
     depthwise = 1 < module.groups == module.in_channels == module.out_channels
-    return depthwise and module.kernel_size[0] > 1 and module.padding == (module.kernel_size[0] - 1,)
+    plain = module.stride == module.dilation == (1,)
+    return depthwise and plain and module.kernel_size[0] > 1 and module.padding == (module.kernel_size[0] - 1,)

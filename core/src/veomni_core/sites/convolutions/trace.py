@@ -15,7 +15,7 @@ from veomni_core.sites.functions import with_globals
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, ZERO, hollow_twin
 
-_WIDTH = 16  # of hidden states where no attribute and no linear says how wide they are
+_WIDTH = 16  # of hidden states where no attribute, linear or convolution says how wide they are
 Function = Callable[..., Any]
 
 
@@ -88,3 +88,5 @@ def _sizes(module: nn.Module) -> Iterator[Any]:
     yield vars(module).get("hidden_size")
     yield getattr(vars(module).get("config"), "hidden_size", None)
     yield from (getattr(child, "in_features", None) for child in module.children())
+    # A module without a linear of its own, as Inkling's, convolves what it is given.
+    yield from (getattr(child, "in_channels", None) for child in module.children())
