@@ -78,7 +78,9 @@ def _problem_of_veomni(words: list[str]) -> str:
     unknown = [word for word in rest if word.startswith("--") and word.strip("[]").partition("=")[0] not in options]
     if unknown:
         return f"veomni {verb} has no option {unknown}"
-    named = [word for word in rest[:1] if verb == "verify" and not word.isupper() and word not in PLUGINS | IMAGINED]
+    # A plugin comes first, or none is named; NAME stands for one.
+    first = [word for word in rest[:1] if verb == "verify" and not word.startswith("-") and not word.isupper()]
+    named = [word for word in first if word not in PLUGINS | IMAGINED]
     return f"no plugin {named}" if named else ""
 
 
