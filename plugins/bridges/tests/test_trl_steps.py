@@ -36,6 +36,15 @@ def dpo(model: Any, folder: Any, callbacks: list[Any]) -> DPOTrainer:
     return DPOTrainer(model, ref_model=reference, args=args, callbacks=callbacks, **data)
 
 
+def reward(completion: str) -> float:
+    """A number of its own for almost every text.
+
+    Equal rewards of a group leave the divergence's gradient alone. It is thousands of times smaller, and its rounding is
+    not.
+    """
+    return float(sum(place * ord(letter) for place, letter in enumerate(completion, start=1)) % 1009)
+
+
 def grpo(model: Any, folder: Any, callbacks: list[Any]) -> GRPOTrainer:
     model.save_pretrained(folder / "start")
     model.config._name_or_path = str(folder / "start")  # from which the trainer loads its reference model
@@ -44,7 +53,7 @@ def grpo(model: Any, folder: Any, callbacks: list[Any]) -> GRPOTrainer:
     )
     return GRPOTrainer(
         model,
-        reward_funcs=lambda completions, **_: [float(len(set(each.split()))) for each in completions],
+        reward_funcs=lambda completions, **_: [reward(each) for each in completions],
         args=args,
         train_dataset=PROMPTS,
         processing_class=make_tokenizer(),
@@ -75,13 +84,11 @@ def test_fifty_steps_are_those_of_the_unbound_run(tmp_path, make, make_model):
     eager_trainer.train()
     assert {spec.spec.op_name for spec in kernels.binding.plan.kernels} >= {"token_logprobs", "rms_norm"}
     assert len(bound.steps) == len(eager.steps) == STEPS
-    sizes = [torch.stack([gradient.norm() for gradient in wanted.values()]).norm() for wanted in eager.steps]
     for step, (found, wanted) in enumerate(zip(bound.steps, eager.steps, strict=True)):
         assert found.keys() == wanted.keys()
-        # Where a group's advantages nearly cancel, what is left of a gradient has the rounding of its terms.
-        allowed = max(1e-4 * sizes[step], 1e-6 * max(sizes))
+        size = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
         for name, gradient in wanted.items():
-            assert (found[name] - gradient).norm() <= allowed, (step, name)
+            assert (found[name] - gradient).norm() <= 1e-4 * size, (step, name)
     rows = list(zip(_metrics(bound_trainer), _metrics(eager_trainer), strict=True))
     assert len(rows) == STEPS
     for found_row, wanted_row in rows:
