@@ -39,7 +39,7 @@ def dpo(model: Any, folder: Any, callbacks: list[Any]) -> DPOTrainer:
 def reward(completion: str) -> float:
     """A number of its own for almost every text.
 
-    Equal rewards of a group leave the divergence's gradient alone. It is thousands of times smaller, and its rounding is
+    Equal rewards of a group leave the divergence's gradient alone, which is thousands of times smaller; its rounding is
     not.
     """
     return float(sum(place * ord(letter) for place, letter in enumerate(completion, start=1)) % 1009)

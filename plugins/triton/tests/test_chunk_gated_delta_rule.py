@@ -15,9 +15,9 @@ from veomni_core import Site
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_triton import chunk_gated_delta_rule as kernels
+from veomni_triton.chunk_gated_delta_rule.call import token_rows
 from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows
 from veomni_triton.chunk_gated_delta_rule.inverse import unit_lower_inverse
-from veomni_triton.chunk_gated_delta_rule.steps import token_rows
 from veomni_triton.chunk_gated_delta_rule.tiles import decays
 from veomni_triton.limits import MAX_HEAD_WIDTH, chunk_gated_delta_rule
 from veomni_triton.plugin import veomni_kernels

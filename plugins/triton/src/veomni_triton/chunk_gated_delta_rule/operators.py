@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, library
 
 from veomni_core.ops.chunk_gated_delta_rule import check_call
+from veomni_triton.chunk_gated_delta_rule.backward import write_gradients
+from veomni_triton.chunk_gated_delta_rule.call import Call, token_rows
 from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows
+from veomni_triton.chunk_gated_delta_rule.forward import corrected, write_outputs
 from veomni_triton.chunk_gated_delta_rule.launch import chunk_length
-from veomni_triton.chunk_gated_delta_rule.steps import Call, corrected, token_rows, write_gradients, write_outputs
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")

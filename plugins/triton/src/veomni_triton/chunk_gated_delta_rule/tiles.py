@@ -66,8 +66,7 @@ def decays(g_C, C: tl.constexpr):
     float32 numbers: the difference of two single ones would lose the small decays that come after a large one.
     """
     row_C = tl.arange(0, C)
-    sum_C = tl.cumsum(g_C.to(tl.float64), axis=0)
-    total = tl.sum(g_C.to(tl.float64), axis=0)
+    sum_C, total = _cumulated(g_C)
     high_C = sum_C.to(tl.float32)
     low_C = (sum_C - high_C.to(tl.float64)).to(tl.float32)
     between_CC = (high_C[:, None] - high_C[None, :]) + (low_C[:, None] - low_C[None, :])
@@ -78,6 +77,11 @@ def decays(g_C, C: tl.constexpr):
 @triton.jit
 def decays_of_ends(g_C):
     """The decays from before the chunk to each token, from each to the chunk's last, and over the chunk."""
-    sum_C = tl.cumsum(g_C.to(tl.float64), axis=0)
-    total = tl.sum(g_C.to(tl.float64), axis=0)
+    sum_C, total = _cumulated(g_C)
     return tl.exp(sum_C.to(tl.float32)), tl.exp((total - sum_C).to(tl.float32)), tl.exp(total.to(tl.float32))
+
+
+@triton.jit
+def _cumulated(g_C):
+    """The log-decays up to each token, and all of them, in float64."""
+    return tl.cumsum(g_C.to(tl.float64), axis=0), tl.sum(g_C.to(tl.float64), axis=0)

@@ -1,0 +1,107 @@
+"""One call: its inputs as the kernels read them, and what follows from their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_triton.chunk_gated_delta_rule.launch import Launch, chunk_length, columns, padded, precision
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of a call, laid out by :func:`token_rows`.
+
+    Attributes:
+        q, k: ``[B, S, H, K]``.
+        v: ``[B, S, HV, V]``.
+        g, beta: ``[B, S, HV]``.
+        chunks, spans: of :mod:`veomni_triton.chunk_gated_delta_rule.chunks`.
+        scale: multiplies the queries.
+        normed: whether queries and keys are divided by their norms.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    chunks: Tensor
+    spans: Tensor
+    scale: float
+    normed: bool
+
+    @classmethod
+    def of(cls, inputs: Iterable[Tensor], chunks: Tensor, spans: Tensor, scale: float, normed: bool) -> Call:
+        """That of the ``inputs`` q, k, v, g and beta."""
+        q, k, v, g, beta = (token_rows(x) for x in inputs)
+        return cls(q, k, v, g, beta, chunks, spans, scale, normed)
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries and keys."""
+        return self.q.shape[2]
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of values."""
+        return self.v.shape[2]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.q.shape[3], self.v.shape[3]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """What kernels are told of sizes at run time: both widths, and the heads of values."""
+        return *self.widths, self.value_heads
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return chunk_length(*self.widths)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self.spans)
+
+    def shared(self, launch: Launch) -> dict[str, Any]:
+        """What every kernel is launched with."""
+        key_width, value_width = self.widths
+        return {
+            "GROUP": self.value_heads // self.heads,
+            "C": self.chunk,
+            "K": padded(key_width),
+            "V": columns(launch, value_width),
+            "PRECISION": precision(self.q.dtype),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+            "maxnreg": launch.registers,
+        }
+
+    def per_token(self, *width: int) -> Tensor:
+        """A new tensor with numbers for each token and value head."""
+        batch, length = self.q.shape[:2]
+        return self._empty((batch, length, self.value_heads), width)
+
+    def per_chunk(self, *shape: int) -> Tensor:
+        """A new tensor with a matrix for each chunk and value head."""
+        return self._empty((len(self.chunks), self.value_heads), shape)
+
+    def _empty(self, places: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Matrices and rows have the dtype of the inputs, single numbers float32."""
+        return self.q.new_empty((*places, *shape), dtype=self.q.dtype if shape else torch.float32)
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """``x [B, S, ...]``, or a copy whose last dimension is dense and whose tokens of all rows are equally far apart."""
+    batch, length = x.shape[:2]
+    is_dense = x.dim() == 3 or x.stride(-1) == 1 or x.shape[-1] == 1
+    is_regular = batch == 1 or length == 0 or x.stride(0) == length * x.stride(1)
+    return x if is_dense and is_regular else x.contiguous()
