@@ -93,11 +93,11 @@ _SMALLER = {
 }
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
-    """The default config of ``model_type`` in small."""
+def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """The default config of ``model_type`` in small, with ``changes``."""
     kind = CONFIG_MAPPING[model_type]
     stated = kind().to_dict()
-    return kind(**_shrunk(stated))
+    return kind(**_shrunk(stated) | changes)
 
 
 def _shrunk(stated: dict[str, Any]) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def _spread(kinds: list[Any], layers: int) -> list[Any]:
     return [distinct[layer % len(distinct)] for layer in range(layers)] if len(distinct) <= layers else kinds[:layers]
 
 
-def tiny_model(model_type: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+def tiny_model(model_type: str, dtype: torch.dtype, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model of ``model_type`` in training mode, with norms and biases that are not ones and zeros."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.1 if parameter.dim() < 2 else 0.5 * parameter.shape[-1] ** -0.5

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from kernels_anywhere import DEVICE, registry
 from transformers import CONFIG_MAPPING
 
 from models import step
 from tiny_models import tiny_model
-from veomni_core import Hardware, HardwareRequirement, OpsConfig, Site, bind, find_sites, plan_sites
-from veomni_core.discovery.conflicts import CORE
-from veomni_core.discovery.registry import PluginRecord, build_registry
+from veomni_core import Hardware, OpsConfig, Site, bind, find_sites, plan_sites
 from veomni_core.errors import KernelUnavailableError
-from veomni_triton.plugin import veomni_kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS = {
     "moe_implementation": "fused_triton",
     "rms_norm_implementation": "triton",
@@ -34,13 +29,6 @@ MODELS = {
     "deepseek_v4": ("single_tail", ()),
     "ernie4_5": ("interleaved", (*_NO_LOSS, "moe_implementation")),
 }
-
-
-def registry(anywhere: bool):
-    """The plugin's kernels alone; ``anywhere`` lets the interpreter run them, which is no GPU."""
-    kernels = tuple(replace(spec, hardware=HardwareRequirement()) if anywhere else spec for spec in veomni_kernels())
-    record = PluginRecord("triton", "veomni-triton", "0", "veomni_triton.plugin", kernels=kernels)
-    return build_registry([CORE, record], {})
 
 
 @pytest.mark.parametrize("model_type", MODELS)
