@@ -4,8 +4,8 @@ The keys of a token are one tile. A chunk has 64 tokens, whose products Hopper's
 where heads are wider than 128, whose gradients would not fit into registers otherwise.
 
 Chunks have 32 tokens for other widths too. There Triton 3.6 compiled 64 wrongly for an H200: with values of 8 columns,
-``u`` was right for the first 16 tokens of a chunk and read other memory for the rest, though Triton's interpreter and
-the PTX were right. Of 32 rows it makes products of older instructions (mma), which were right for every width.
+``u`` was right for the first 16 tokens of a chunk and read other memory for the rest. Triton's interpreter was right,
+and no fault was found in the PTX. Of 32 rows it makes products of older instructions (mma), right for every width.
 """
 
 from __future__ import annotations
