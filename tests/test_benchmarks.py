@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
 FILES = sorted(BENCHMARKS.glob("*/*.py"))
-SCRIPTS = [path for path in FILES if "def main()" in path.read_text(encoding="utf-8")]
+SCRIPTS = [path for path in FILES if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
 LIST = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 NEED_NO_GPU = (
     "core/core.py",

@@ -9,11 +9,8 @@ gradients of the inputs included. fla's kernel is measured where flash-linear-at
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
-import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +24,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
-from benchmarks.shared.results import machine, write_results
+from benchmarks.shared.beside_transformers import EAGER, main
+from benchmarks.shared.in_processes import Calls, leaf
 from veomni_core.ops.chunk_gated_delta_rule import standard as reference
 from veomni_torch import chunk_gated_delta_rule
 
-MIB = 1 << 20
-EAGER, OURS, FLA = "transformers", "chunked_delta", "fla"
+OURS, FLA = "chunked_delta", "fla"
 
 
 @dataclass(frozen=True)
@@ -94,56 +89,5 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(total, call) for name, call in calls.items()}, inputs
 
 
-def measure(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    calls, inputs = contenders(shape, device)
-    return {
-        "shape": str(shape),
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {name: peak_bytes(call, inputs)["both"] for name, call in calls.items()},
-    }
-
-
-def rows(measured: dict[str, Any]) -> list[tuple[str, ...]]:
-    memory, each = measured["peak bytes"], measured["seconds in each process"]
-
-    def row(name: str) -> tuple[str, ...]:
-        ratios = [mine / theirs for mine, theirs in zip(each[name], each[EAGER], strict=True)]
-        return (
-            f"{name}, {measured['shape']}",
-            f"{1e3 * measured['seconds'][name]:.1f} ms",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{memory[name] / MIB:.1f} MiB",
-            f"{memory[name] / memory[EAGER]:.0%}",
-        )
-
-    return [row(name) for name in measured["seconds"]]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=SHAPES, default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--name", default="chunk_gated_delta_rule", help="of the files in docs/benchmarks")
-    parser.add_argument("--shape", help="print one process's figures of this shape as JSON, and write nothing")
-    options = parser.parse_args()
-    shapes = SHAPES[options.device]
-    if options.shape:
-        print(json.dumps(measure(shapes[options.shape], options.device, options.repeats)))
-        return
-    arguments = ["--device", options.device, "--repeats", str(options.repeats)]
-    cases = [measured_in_processes(__file__, [*arguments, "--shape", name], options.processes) for name in shapes]
-    write_results(
-        options.name,
-        "The gated delta rule, forward and backward",
-        {"cases": cases, "machine": machine()},
-        ("kernel and shape", "time", "of transformers' time", "peak memory", "of transformers' memory"),
-        [each for measured in cases for each in rows(measured)],
-        "A ratio is that of the medians of one process, as the median and the range over processes.",
-        script=__file__,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    main(__file__, __doc__, "The gated delta rule, forward and backward", SHAPES, contenders)
