@@ -79,7 +79,10 @@ class FrozenJob:
             )
         before, now = jobs[self.name][key], locked_plan(plan)
         if before.sha256 != now.sha256:
-            raise mismatch(self.lock, f"the plan of {self.name} for {key}", _changes(before, now))
+            changes = _changes(before, now)
+            if plan.profile_notes:  # the lock may be older than what was measured, or the other way round
+                changes += plan.profile_notes
+            raise mismatch(self.lock, f"the plan of {self.name} for {key}", changes)
 
 
 def frozen_job(job: Path, environ: Mapping[str, str] | None = None) -> FrozenJob | None:

@@ -59,6 +59,8 @@ class Plan:
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
         passed_by: kernels that were not chosen for what ``veomni verify`` says of them on this machine, and how.
+        profile: the short hash of the profile of ``veomni tune`` by which ``auto`` chose somewhere; empty if it did not.
+        profile_notes: where that profile is, and where it did not count, why.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,6 +84,8 @@ class Plan:
     autocast: str | None = None
     training: bool = True
     passed_by: tuple[str, ...] = ()
+    profile: str = ""
+    profile_notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
@@ -106,6 +110,8 @@ class Plan:
             autocast=data.get("autocast"),
             training=data.get("training", True),
             passed_by=tuple(data.get("passed_by", ())),
+            profile=data.get("profile", ""),
+            profile_notes=tuple(data.get("profile_notes", ())),
         )
 
     @property
@@ -135,6 +141,8 @@ class Plan:
             before, after = mine["kernels"][key], theirs["kernels"][key]
             if before != after:
                 sentences.append(f"{key}: {before} -> {after}")
+        if sentences and self.profile != other.profile:
+            sentences.append(f"auto went by profile: {self.profile or 'none'} -> {other.profile or 'none'}")
         return tuple(sentences)
 
     @property
@@ -160,6 +168,7 @@ class Plan:
         title = f"Plan for {self.conditions}, sha256 {self.sha256[:12]}"
         table = render_table(("field", "asked", "op/variant, dtype", "kernel", "sites", "why"), rows, title)
         notes = [f"left out: {failure}" for failure in self.failed_rules]
+        notes += self.profile_notes
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
         notes += _standings(self.kernels)
         if self.assumptions:

@@ -1,4 +1,4 @@
-"""Makes a plan. It depends on registry, config, hardware, autocast, sites, and what ``veomni verify`` found here."""
+"""Makes a plan, of registry, config, hardware, autocast, sites, what was verified here, and what was measured here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.certificates import Certificates
 from veomni_core.planning.config import VERIFIED, OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.failed_checks import failed_checks
+from veomni_core.planning.measured_job import MeasuredJob
 from veomni_core.planning.plan import Plan, PlannedKernel
 from veomni_core.planning.plan_problems import raise_problems
 from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
@@ -29,6 +31,7 @@ def make_plan(
     autocast: Any = None,
     training: bool = True,
     distributed_config: Any = None,
+    batch: tuple[int, int] | None = None,
 ) -> Plan:
     """Find the sites of a model, and decide for each which kernel runs there. Changes nothing in the model.
 
@@ -44,11 +47,13 @@ def make_plan(
         distributed_config: transformers' ``DistributedConfig``, or a mapping of its fields (``{"fsdp_size": 4}``). The
             plan is then for ``model``, which is whole, as the engine will shard it; no process group is needed. A model
             that the engine has sharded already is planned as it is.
+        batch: the sequences of a step on one device, and their length. ``auto`` then goes by what ``veomni tune``
+            measured of this model with such steps on this machine; without it, and for sharded models, by ranks.
 
     Raises:
         BindingError: ``model`` is not a module, or is bound.
         ConfigError: ``model`` can't be sharded as ``distributed_config`` says.
-        HostError: this version of transformers has no distributed engine.
+        HostError: this version of transformers has no distributed engine; or the profile of these steps is damaged.
         UnknownNameError: PyTorch can't autocast to ``autocast``.
         KernelUnavailableError: a requested kernel cannot run here. One message covers all fields, each with the reasons
             and the kernels that could be used instead.
@@ -82,7 +87,9 @@ def make_plan(
     # The engine puts the parts of a whole model on the accelerator.
     if hardware is None and layout is None and is_on_the_cpu(model):
         hardware = config.registry.detect_hardware("cpu")
-    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training)
+    whole = layout is None and all(site.sharding == WHOLE for site in found.sites)
+    job = MeasuredJob.of(model, batch, _autocast_name(autocast)) if batch and whole else None
+    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, job)
 
 
 def plan_sites(
@@ -117,6 +124,7 @@ def _plan(
     hardware: Hardware | str | None,
     autocast: Any,
     training: bool,
+    job: MeasuredJob | None = None,
 ) -> Plan:
     registry = config.registry
     if isinstance(hardware, str):
@@ -125,7 +133,7 @@ def _plan(
     autocast = _autocast_name(autocast)
     failed = failed_checks() if hardware.detected else {}
     certified_only = config.require == VERIFIED
-    selection = Selection(registry, hardware, config.profile, autocast, training, failed, certified_only)
+    selection = Selection(registry, hardware, config.profile, autocast, training, failed, certified_only, job)
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -135,7 +143,12 @@ def _plan(
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry, selection.certificates if hardware.detected else None))
     assumptions = () if hardware.detected else _assumptions(kernels, hardware, certified_only)
-    return Plan(hardware, ops, kernels, assumptions, failed_rules, autocast, training, tuple(selection.passed_by))
+    measured, passed_by = selection.measured, tuple(selection.passed_by)
+    return Plan(
+        *(hardware, ops, kernels, assumptions, failed_rules, autocast, training, passed_by),
+        profile=measured.digest if measured else "",
+        profile_notes=tuple(measured.notes()) if measured else (),
+    )
 
 
 def _autocast_name(autocast: Any) -> str | None:

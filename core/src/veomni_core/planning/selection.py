@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
@@ -14,6 +14,9 @@ from veomni_core.errors import ConfigError
 from veomni_core.planning.certificates import HERE, NEVER, Certificates
 from veomni_core.planning.choice import AUTO, Requested
 from veomni_core.planning.failed_checks import FailedCheck
+from veomni_core.planning.measured_choice import MeasuredChoices
+from veomni_core.planning.measured_job import MeasuredJob
+from veomni_core.planning.site_kind import SiteKind
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.sites.site import Site
 
@@ -48,13 +51,15 @@ class _Place:
     refuses: tuple[tuple[str, str], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     own: str
+    kind: SiteKind | None  # where something may be measured: what is looked up
     site: Site | None = field(compare=False)  # the first site with these properties
 
 
 class Selection:
     """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
 
-    With ``certified_only``, a kernel must have a certificate of this machine in the dtypes of its site.
+    With ``certified_only``, a kernel must have a certificate of this machine in the dtypes of its site. With
+    ``measured_job``, ``auto`` goes by what was measured of that job on this machine.
     """
 
     def __init__(
@@ -66,12 +71,16 @@ class Selection:
         training: bool = True,
         failed: Mapping[CheckedKernel, FailedCheck] | None = None,
         certified_only: bool = False,
+        measured_job: MeasuredJob | None = None,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
         self._failed, self._certified_only = failed or {}, certified_only
         self._machine = ThisMachine(hardware)
         self.certificates = Certificates(self._machine, None if hardware.detected else ())
+        measured = measured_job if training and hardware.detected else None
+        self.measured = measured and MeasuredChoices(measured, registry, self._machine, self.certificates)
+        """What ``auto`` goes by before ranks; ``None`` where nothing is measured: elsewhere, or for evaluation."""
         self.passed_by: dict[str, None] = {}
         """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
@@ -82,8 +91,7 @@ class Selection:
             return Verdict(None, "as asked", as_asked=True)
         if site.variant is None:
             return Verdict(None, f"not proven: {site.evidence}", as_asked=False)
-        refuses, sizes = tuple(site.refuses.items()), tuple(sorted(site.sizes.items()))
-        place = _Place(site.variant, self.dtypes_at(op_name, site), site.needs, refuses, sizes, site.own, site)
+        place = self._place_of(op_name, site)
         key = (op_name, requested, place)
         if key not in self._answers:
             self._answers[key] = self._first(op_name, requested, place)
@@ -91,7 +99,13 @@ class Selection:
 
     def auto(self, op_name: str, variant: str) -> Verdict:
         """What ``auto`` takes on this hardware, at a site of ``variant`` whose other properties exclude no kernel."""
-        return self._best(op_name, _Place(variant, (), (), (), (), EAGER, None), [])
+        return self._best(op_name, _Place(variant, (), (), (), (), EAGER, None, None), [])
+
+    def could_run(self, op_name: str, site: Site) -> tuple[KernelSpec, ...]:
+        """The kernels that could run at ``site``, which has a variant, whatever ``veomni verify`` says of them."""
+        place = self._place_of(op_name, site)
+        specs = self._registry.kernels(op_name, place.variant)
+        return tuple(spec for spec in specs if not self._unmet_at(spec, place))
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
         """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
@@ -149,6 +163,11 @@ class Selection:
             return ()
         why = not_certified(self.certificates, spec, self._registry.plugin_of(spec), reason, dtypes)
         return (why,) if why else ()
+
+    def _place_of(self, op_name: str, site: Site) -> _Place:
+        dtypes, refuses = self.dtypes_at(op_name, site), tuple(site.refuses.items())
+        sizes, kind = tuple(sorted(site.sizes.items())), SiteKind.of(site, dtypes) if self.measured else None
+        return _Place(site.variant or "", dtypes, site.needs, refuses, sizes, site.own, kind, site)
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
@@ -209,15 +228,26 @@ class Selection:
             milliseconds, name = min(measured)
             reason = f"the fastest measured, {milliseconds:g} ms"
             return Verdict(by_name[name], _after(passed_over, reason), as_asked=False)
+        unmeasured = ""
+        if self.measured and place.kind:
+            found = self.measured.at(place.kind, usable)
+            if found.kernel is not None:
+                return Verdict(by_name[found.kernel], _after(passed_over, found.reason), as_asked=False)
+            unmeasured = f"; {found.reason}" if found.reason and usable else ""
+        ranked = self._highest(op_name, place, usable)
+        return replace(ranked, reason=_after(passed_over, f"{ranked.reason}{unmeasured}"))
+
+    def _highest(self, op_name: str, place: _Place, usable: list[KernelSpec]) -> Verdict:
+        """What the kernels' declared preferences say."""
         preferred = [spec for spec in usable if spec.preference > 0]
         if not preferred:
-            return Verdict(None, _after(passed_over, self._why_none(op_name, place)), as_asked=False)
+            return Verdict(None, self._why_none(op_name, place), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
         if best.preference <= _PLAIN and _FUNCTION.fullmatch(place.own):
             reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
-            return Verdict(None, _after(passed_over, reason), as_asked=False)
+            return Verdict(None, reason, as_asked=False)
         reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
-        return Verdict(best, _after(passed_over, reason), as_asked=False)
+        return Verdict(best, reason, as_asked=False)
 
     def _unchecked_alone(self, op_name: str, place: _Place) -> Iterator[str]:
         """The kernels that nothing but what ``veomni verify`` says of them keeps from ``place``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -72,18 +72,20 @@ class ThisMachine:
 
     Args:
         hardware: the hardware of this machine that kernels run on.
+
+    Attributes:
+        driver: the versions of CUDA and of the driver; empty on a CPU.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._driver = _driver() if hardware.device_type == "cuda" else ""
+        self.driver = _driver() if hardware.device_type == "cuda" else ""
         self._files: dict[str, str] = {}
         self._versions: dict[str, str] = {}
 
     def checked(self, spec: KernelSpec, plugin: PluginRecord, dtype: str) -> CheckedKernel:
         """``spec`` of ``plugin`` in ``dtype``, as it is here now."""
         required = (Requirement(each).name for each in spec.hardware.chosen_for(self.hardware).packages)
-        found = {name: self._version(name) for name in (*_COMPILERS, *required)}
         return CheckedKernel(
             kernel=str(spec),
             dtype=dtype,
@@ -91,9 +93,13 @@ class ThisMachine:
             version=plugin.version_of(spec),
             files=self._hash(plugin),
             hardware=self.hardware.describe(),
-            packages=tuple(f"{name} {version}" for name, version in sorted(found.items()) if version),
-            driver=self._driver,
+            packages=self.packages((*_COMPILERS, *required)),
+            driver=self.driver,
         )
+
+    def packages(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of ``names`` that are installed, sorted, each with its version."""
+        return tuple(f"{name} {version}" for name in sorted({*names}) if (version := self._version(name)))
 
     def has_the_same_software(self, checked: CheckedKernel, plugin: PluginRecord) -> bool:
         """Whether ``checked`` depended on the files of ``plugin`` and on the packages that are here."""

@@ -1,0 +1,138 @@
+"""Chooses a kernel by what ``veomni tune`` measured, where that still holds; and says why where it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.certificates import HERE, Certificates
+from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
+from veomni_core.planning.profile import Contender, MeasuredSite, Profile, best, shown_bytes, shown_ms
+from veomni_core.planning.profile_store import other_profiles, profile_file, read_profile
+from veomni_core.planning.site_kind import SiteKind
+from veomni_core.planning.this_machine import ThisMachine
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a profile says of one kind of site.
+
+    Attributes:
+        kernel: the best kernel's name, or ``eager``; ``None`` where the profile doesn't say.
+        reason: the figures, or why it doesn't say; empty if this model was never measured.
+    """
+
+    kernel: str | None
+    reason: str
+
+
+class MeasuredChoices:
+    """What is measured of one job on this machine.
+
+    Args:
+        job: the model, and the shape of its steps.
+        registry: the plugins that kernels are of.
+        machine: this machine.
+        certificates: what is certified here: nothing else is chosen.
+
+    Raises:
+        HostError: the job's profile can't be read.
+    """
+
+    def __init__(
+        self, job: MeasuredJob, registry: Registry, machine: ThisMachine, certificates: Certificates
+    ) -> None:
+        self._registry, self._machine, self._certificates = registry, machine, certificates
+        hardware = machine.hardware.describe()
+        self._file = profile_file(job, hardware)
+        self._profile = read_profile(self._file)
+        self._others = "" if self._profile else _shapes_of_others(job, hardware)
+        self._used = False
+        self._stale: dict[str, None] = {}
+
+    def at(self, kind: SiteKind, usable: Sequence[KernelSpec]) -> Measured:
+        """What to take at a site of ``kind``, of the model's own code and of the kernels that are ``usable`` there."""
+        profile = self._profile
+        if profile is None:
+            return Measured(None, self._others)
+        preferred = [spec for spec in usable if spec.preference > 0]
+        site = profile.at(kind)
+        if site is None or not site.measured:
+            return Measured(None, f"not measured: profile {profile.digest} has no times of such a site")
+        changed = [*self._changes_here(profile), *self._changes_of(site, preferred)]
+        if changed:
+            self._stale.update(dict.fromkeys(changed))
+            return Measured(None, f"not by profile {profile.digest}, which is stale: {'; '.join(changed)}")
+        names = {EAGER, *(spec.name for spec in preferred)}
+        able = [each for each in site.measured if each.kernel in names]
+        if not able:
+            return Measured(None, f"not measured: profile {profile.digest} has no times of what is usable here")
+        self._used = True
+        return Measured(best(able).kernel, f"chosen by measurement: {_figures(able)} (profile {profile.digest})")
+
+    @property
+    def digest(self) -> str:
+        """The short hash of the profile that decided somewhere; empty if none did."""
+        return self._profile.digest if self._profile and self._used else ""
+
+    def notes(self) -> Iterator[str]:
+        """For the plan: which profile decided, and why it did not where it did not."""
+        if self._profile is None:
+            return
+        where = f"profile {self._profile.digest} of {self._profile.date} ({self._file})"
+        if self._used:
+            yield f"by measurement: {where}"
+        if self._stale:
+            yield f"stale, not used: {where}: {'; '.join(self._stale)}; veomni tune measures again"
+
+    def _changes_here(self, profile: Profile) -> Iterator[str]:
+        yield from profile.machine.differences(MeasuredOn.here(self._machine))
+
+    def _changes_of(self, site: MeasuredSite, preferred: Sequence[KernelSpec]) -> Iterator[str]:
+        """What is otherwise of the kernels that could be chosen there."""
+        known = {each.kernel: each for each in site.contenders}
+        for spec in preferred:
+            contender, plugin = known.get(spec.name), self._registry.plugin_of(spec)
+            dtypes = checked_dtypes(spec, site.kind)
+            now = [self._machine.checked(spec, plugin, dtype) for dtype in dtypes]
+            certified = self._certificates.standing(spec, plugin, dtypes) == HERE
+            if contender is None:
+                yield f"{spec} was not there"
+            elif not contender.checked:
+                if certified:
+                    yield f"{spec} was not certified, and is now"
+            elif list(contender.checked) != now:
+                pairs = zip(contender.checked, now, strict=False)
+                found = [change for before, after in pairs for change in before.differences(after)]
+                yield from dict.fromkeys(found or [f"{spec} was measured in other dtypes"])
+            elif contender.times is not None and not certified:
+                yield f"{spec} is no longer certified here"
+
+
+def checked_dtypes(spec: KernelSpec, kind: SiteKind) -> tuple[str, ...]:
+    """The dtypes in which ``spec`` must have passed its contract to be measured, and chosen, at sites of ``kind``."""
+    return tuple(dtype for dtype in kind.dtypes if dtype in spec.dtypes) or spec.dtypes
+
+
+def _figures(able: Sequence[Contender]) -> str:
+    """The chosen one first, then the others, the fastest first; with their memory, where that decided."""
+    chosen, fastest = best(able), able[0]
+    order = [chosen, *(each for each in able if each is not chosen)]
+    if chosen is fastest:
+        return ", ".join(map(_timed, order))
+    by_memory = f" in {shown_bytes(chosen.peak_bytes)}, within the spread of {_timed(fastest)} in "
+    rest = "".join(f", {_timed(each)}" for each in order[1:] if each is not fastest)
+    return f"{_timed(chosen)}{by_memory}{shown_bytes(fastest.peak_bytes)}{rest}"
+
+
+def _timed(contender: Contender) -> str:
+    assert contender.times is not None
+    return f"{contender.kernel} {shown_ms(contender.times.median)}"
+
+
+def _shapes_of_others(job: MeasuredJob, hardware: str) -> str:
+    """That the model was measured, but not these steps of it here; empty if it never was."""
+    others = [f"{other.job.steps} on {other.machine.hardware}" for other in other_profiles(job, hardware)]
+    return f"not measured for {job.steps} on {hardware}, but for {' and for '.join(others)}" if others else ""
