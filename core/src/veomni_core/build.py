@@ -47,6 +47,7 @@ def build_foundation_model(
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
     check_plan: Callable[[Plan], None] | None = None,
+    batch: tuple[int, int] | None = None,
 ) -> PreTrainedModel:
     """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
@@ -76,6 +77,7 @@ def build_foundation_model(
         group: the process group whose ranks build this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another to agree.
         check_plan: is called with the plan before a weight is loaded. What it raises ends the building, on all ranks.
+        batch: the sequences of a step on one device, and their length, as of :func:`veomni_core.make_plan`.
 
     Returns:
         The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
@@ -138,7 +140,13 @@ def build_foundation_model(
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
         plan = make_plan(
-            skeleton, ops, hardware=hardware, autocast=autocast, training=training, distributed_config=sharding
+            skeleton,
+            ops,
+            hardware=hardware,
+            autocast=autocast,
+            training=training,
+            distributed_config=sharding,
+            batch=batch,
         )
         if check_plan:
             check_plan(plan)
@@ -176,6 +184,14 @@ def build_skeleton(
     """
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
     return _skeleton(config, _dtype(torch_dtype), trust_remote_code)
+
+
+def build_unbound(
+    config_path: ConfigSource, device: str | torch.device, *, torch_dtype: str | torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The unbound model with random weights on ``device``."""
+    config = load_model_config(config_path, trust_remote_code=trust_remote_code)
+    return _random_model(_model_class(config), config, _dtype(torch_dtype), torch.device(device), trust_remote_code)
 
 
 def _skeleton(config: Any, dtype: torch.dtype, trust: bool) -> Any:

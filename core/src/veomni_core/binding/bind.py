@@ -129,6 +129,7 @@ def bind(
     verify: bool = False,
     on_change: str | None = None,
     training_logits: str | None = None,
+    batch: tuple[int, int] | None = None,
     agree: bool = True,
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
@@ -151,6 +152,8 @@ def bind(
             compare every site with the module's own code.
         on_change: overrides the config's ``on_change`` (see :class:`veomni_core.OpsConfig`).
         training_logits: overrides the config's ``training_logits``.
+        batch: the sequences of a step on one device, and their length: ``auto`` then goes by what ``veomni tune``
+            measured of such steps, as of :func:`veomni_core.make_plan`.
         agree: whether all ranks of a distributed job must agree on the plan; False lets this rank bind on its own.
         group: the process group whose ranks bind this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another.
@@ -198,7 +201,7 @@ def bind(
 
     def make() -> Plan:
         hardware = None if device_type is None else ops.registry.detect_hardware(device_type)
-        return make_plan(model, ops, hardware=hardware, autocast=autocast, training=training)
+        return make_plan(model, ops, hardware=hardware, autocast=autocast, training=training, batch=batch)
 
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if device is None:

@@ -49,7 +49,7 @@ class Run:
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
             with torch.set_grad_enabled(gradients):
                 with autocast_on(module, autocast):
-                    results = dict(_results((run or module)(*args, **kwargs)))
+                    results = dict(results_of((run or module)(*args, **kwargs)))
                 leaves.update(_own_parameters(module))
                 found = {name: value.detach() for name, value in results.items()}
                 return cls(found, _gradients(results, leaves) if gradients else {})
@@ -59,7 +59,7 @@ class Run:
     @classmethod
     def that_gave(cls, result: Any) -> Run:
         """The run that gave ``result``. Its gradients are not known."""
-        return cls({name: value.detach() for name, value in _results(result)})
+        return cls({name: value.detach() for name, value in results_of(result)})
 
     def without_gradients(self) -> Run:
         """The same results alone."""
@@ -129,7 +129,8 @@ def _fresh(value: Any, name: str, leaves: dict[str, Tensor]) -> Any:
     )
 
 
-def _results(result: Any) -> Iterator[tuple[str, Tensor]]:
+def results_of(result: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a module's call gave, by name; of a model's output that has losses, the losses alone."""
     losses = [name for name in _LOSSES if isinstance(getattr(result, name, None), Tensor)]
     if losses:
         yield from ((name, getattr(result, name)) for name in losses)

@@ -41,12 +41,16 @@ class CheckedJob:
     def skeleton(self) -> Any:
         """The job's model on the meta device. Its weights are looked for first."""
         from veomni_core.build import build_skeleton, check_weights
+        from veomni_core.jobs.model_config import load_model_config
 
         if self.section.weights is not None and not self._assumed():
             check_weights(Path(self.section.weights))
         dtype = self.conditions.dtype or self.section.dtype or "bfloat16"
         trusted = self.section.trust_remote_code
-        return build_skeleton(self.section.source, torch_dtype=dtype, trust_remote_code=trusted)
+        config = load_model_config(self.section.source, trust_remote_code=trusted)
+        if self.conditions.vocabulary is not None:
+            config.get_text_config().vocab_size = self.conditions.vocabulary
+        return build_skeleton(config, torch_dtype=dtype, trust_remote_code=trusted)
 
     def plan(self) -> Plan:
         """The job's plan."""
@@ -58,6 +62,7 @@ class CheckedJob:
             hardware=self.hardware,
             autocast=self.conditions.autocast,
             distributed_config=self.conditions.distributed_config,
+            batch=self.conditions.batch,
         )
         return replace(plan, assumptions=(*plan.assumptions, *self._assumed()))
 

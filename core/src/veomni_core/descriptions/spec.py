@@ -104,6 +104,9 @@ class JobConditions:
             (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
         dtype: the dtype of the weights; ``None`` for the job's ``model.dtype``.
         ops_implementation: what is planned with in place of the job's section of that name; ``None`` for that section.
+        batch: the sequences of a step on one device, and their length; ``None`` where steps differ in shape.
+        vocabulary: the number of embeddings that the job's data give its model; ``None`` for what its config says.
+        needs_accelerator: whether the job names an accelerator, so that it doesn't run on a machine without one.
 
     Example:
         >>> def check(path, hardware, changes=()):  # named by a CommandSpec's job_check, for a job in bfloat16
@@ -117,6 +120,9 @@ class JobConditions:
     distributed_config: Mapping[str, Any] | None = None
     dtype: str | None = None
     ops_implementation: Mapping[str, Any] | None = None
+    batch: tuple[int, int] | None = None
+    vocabulary: int | None = None
+    needs_accelerator: bool = False
 
 
 @dataclass(frozen=True)

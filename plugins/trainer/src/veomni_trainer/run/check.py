@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from veomni_core import Hardware, JobConditions
@@ -16,7 +17,7 @@ from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.setup.adapter import check_packages
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
-from veomni_trainer.setup.model import check_model, conditions, ops_config
+from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
 
@@ -57,5 +58,6 @@ def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
     check_packages(job, to_train=hardware.detected)
     if hardware.detected and job.train.uses_trl:
         require_trl(f"train.method: {job.train.method}")
-    check_model(job, job_tokenizer(job))
-    return conditions(job)
+    tokenizer = job_tokenizer(job)
+    check_model(job, tokenizer)
+    return replace(conditions(job), vocabulary=model_config(job, tokenizer).get_text_config().vocab_size)

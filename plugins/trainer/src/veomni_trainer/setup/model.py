@@ -56,7 +56,21 @@ def conditions(job: Job) -> JobConditions:
         dtype=weights_dtype(job),
         distributed_config=distributed_config(job.train),
         ops_implementation=ops_implementation(job) if job.train.uses_trl else None,
+        batch=_batch(job),
+        needs_accelerator=job.train.device == "cuda",
     )
+
+
+def _batch(job: Job) -> tuple[int, int] | None:
+    """The shape of a step on one device; ``None`` where ``veomni tune`` doesn't measure such steps.
+
+    Packed sequences, TRL's rows and sequences that processes share have other shapes, and adapters other gradients.
+    """
+    train = job.train
+    shared = train.sp_size > 1 or train.is_sharded or train.fsdp
+    if job.data.packing or job.lora or train.uses_trl or shared:
+        return None
+    return train.batch_size, job.data.sequence_length
 
 
 def check_model(job: Job, tokenizer: Tokenizer) -> None:
@@ -145,6 +159,7 @@ def _build(
         trust_remote_code=job.model.trust_remote_code,
         verify=verify,
         check_plan=check_plan,
+        batch=under.batch,
     )
 
 

@@ -1,0 +1,132 @@
+"""Keeps what is not the op's out of a module's time: children that run before the kernel give what they gave once.
+
+An attention's projections and norms, an MLP's first linears, the decoder beneath a loss: they cost the same whichever
+kernel runs, often far more than it does, and their noise would hide the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from veomni_core.tuning.leaves import as_leaves
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class Replay:
+    """What the children of one module gave in one call.
+
+    Attributes:
+        results: for each child that ran before the kernel, its results, in the order of its calls.
+        hands_on: the linear whose result is the module's own, and which no kernel touches: it hands on its input, so
+            that only what comes before it is timed. Empty if there is none.
+    """
+
+    results: dict[str, list[Any]] = field(default_factory=dict)
+    hands_on: str = ""
+
+    @contextmanager
+    def in_place_of_children(self, module: nn.Module) -> Iterator[None]:
+        """Let the children of ``module`` give the recorded results. Whoever calls the module again starts anew."""
+        turns = {name: _Turns(results) for name, results in self.results.items()}
+        children: Mapping[str, Any] = module._modules
+
+        def begin(module: nn.Module, args: Any) -> None:
+            for each in turns.values():
+                each.next = 0
+
+        handle = module.register_forward_pre_hook(begin)
+        stand_ins: dict[str, Function] = {**turns, **({self.hands_on: _handed_on} if self.hands_on else {})}
+        try:
+            for name, stand_in in stand_ins.items():
+                vars(children[name])["forward"] = stand_in
+            yield
+        finally:
+            handle.remove()
+            for name in stand_ins:
+                vars(children[name]).pop("forward", None)
+
+
+class Recorder:
+    """Records, in one call of ``module``, what its children give until :meth:`mark` is called.
+
+    Args:
+        module: the module.
+        wanted: the names of the children that may be replayed.
+    """
+
+    def __init__(self, module: nn.Module, wanted: Collection[str]) -> None:
+        self._module, self._wanted = module, wanted
+        self._marked = False
+        self._last: tuple[str, Any] = ("", None)
+        self._replay = Replay()
+
+    def marking(self, function: Function) -> Function:
+        """``function``, whose first call is the mark."""
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._marked = True
+            return function(*args, **kwargs)
+
+        return marked
+
+    def record(self, run: Function) -> Replay:
+        """Call ``run``, which calls the module, and return what its children gave before the mark."""
+        handles = []
+
+        def recording(name: str) -> Any:
+            def hook(child: nn.Module, args: Any, result: Any) -> None:
+                self._last = (name, result)
+                if not self._marked and name in self._wanted:
+                    self._replay.results.setdefault(name, []).append(as_leaves(result))
+
+            return hook
+
+        try:
+            for name, child in self._module.named_children():
+                handles.append(child.register_forward_hook(recording(name)))
+            result = run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        name, last = self._last
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        if self._marked and first is last and name in self._wanted and name not in self._replay.results:
+            if type(self._module._modules[name]) is nn.Linear:
+                self._replay.hands_on = name
+        return self._replay
+
+
+def replayable(module: nn.Module, touched: Collection[nn.Module]) -> set[str]:
+    """The children of ``module`` that have parameters and that no kernel touches.
+
+    One without parameters, such as an activation function, may be a part of the op.
+    """
+    return {
+        name
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters()) and not any(each in touched for each in child.modules())
+    }
+
+
+class _Turns:
+    """Gives recorded results, one after the other."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+        self.next = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._results[self.next]
+        self.next += 1
+        return result
+
+
+def _handed_on(input: Any) -> Any:
+    return input
