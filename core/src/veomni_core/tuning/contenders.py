@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,13 +86,11 @@ class SiteSteps:
         if (function := self._function(spec, kernel)) is not None:
             return self._function_step(function.name, function.own, function.bound)
         watch = Watch(self._on.model)
-        with self._bound(spec, watch.calls_of(kernel)) as changes:
-            seen = watch.first_call(self._on.run)
-            touched = [target for each in changes if (target := getattr(each, "target", None)) is not None]
+        seen = watch.first_call(self._on.run, partial(self._bound, spec, watch.calls_of(kernel)))
         if seen is None:
             raise NotCalledError("a step of the model does not call it")
         module = self._on.model.get_submodule(seen.path)
-        recorder = Recorder(module, replayable(module, touched))
+        recorder = Recorder(module, replayable(module, self._touched(spec, kernel)))
         with self._bound(spec, recorder.marking(kernel)):
             replay = self._recorded(recorder, module, seen)
         if self._caller is None:
@@ -116,7 +114,7 @@ class SiteSteps:
         replay = self._recorded(Recorder(module, self._replayed), module, seen)
         replay.results = {name: results for name, results in replay.results.items() if name in self._replayed}
         replay.hands_on = self._hands_on
-        return self._module_step(seen, replay, _unchanged)
+        return self._module_step(seen, replay, nullcontext)
 
     def _function(self, spec: KernelSpec, kernel: Function) -> _Replaced | None:
         """The function of a forward that the kernel would replace, if that is all that is changed."""
@@ -124,13 +122,8 @@ class SiteSteps:
         return _replaced_by(changes[0]) if len(changes) == 1 else None
 
     def _function_step(self, name: str, own: Function, function: Function) -> Step:
-        watch, changes = Watch(self._on.model), ChangeSet()
-        try:
-            for change in replaced(self._on.model.get_submodule(self._site.path), name, watch.calls_of(own)):
-                changes.apply(change)
-            seen = watch.first_call(self._on.run)
-        finally:
-            changes.revert()
+        watch, module = Watch(self._on.model), self._on.model.get_submodule(self._site.path)
+        seen = watch.first_call(self._on.run, lambda: _applied(replaced(module, name, watch.calls_of(own))))
         if seen is None or seen.function_kwargs is None:
             raise NotCalledError(f"a step of the model does not call {name}")
         args, kwargs = as_leaves(seen.function_args), as_leaves(seen.function_kwargs)
@@ -170,16 +163,14 @@ class SiteSteps:
 
         return recorder.record(run)
 
-    @contextmanager
-    def _bound(self, spec: KernelSpec, kernel: Function) -> Iterator[ChangeSet]:
+    def _bound(self, spec: KernelSpec, kernel: Function) -> AbstractContextManager[None]:
         """The model with ``kernel`` at this one site."""
-        changes = ChangeSet()
-        try:
-            for change in self._locator.install(self._on.model, self._site, kernel, spec):
-                changes.apply(change, self._site.path, self._site.rule)
-            yield changes
-        finally:
-            changes.revert()
+        return _applied(self._locator.install(self._on.model, self._site, kernel, spec), self._site.path)
+
+    def _touched(self, spec: KernelSpec, kernel: Function) -> list[nn.Module]:
+        """The modules that binding ``kernel`` changes."""
+        changes = self._locator.install(self._on.model, self._site, kernel, spec)
+        return [target for each in changes if (target := getattr(each, "target", None)) is not None]
 
     def _where(self, path: str) -> str:
         return f"{type(self._on.model.get_submodule(path)).__name__}{f' at {path}' if path else ''}"
@@ -207,5 +198,11 @@ def _replaced_by(change: Change) -> _Replaced | None:
 
 
 @contextmanager
-def _unchanged() -> Iterator[None]:
-    yield
+def _applied(changes: Iterable[Change], path: str = "") -> Iterator[None]:
+    applied = ChangeSet()
+    try:
+        for change in changes:
+            applied.apply(change, path)
+        yield
+    finally:
+        applied.revert()

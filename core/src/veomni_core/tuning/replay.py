@@ -6,6 +6,7 @@ kernel runs, often far more than it does, and their noise would hide the differe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,22 +34,16 @@ class Replay:
 
     @contextmanager
     def in_place_of_children(self, module: nn.Module) -> Iterator[None]:
-        """Let the children of ``module`` give the recorded results. Whoever calls the module again starts anew."""
-        turns = {name: _Turns(results) for name, results in self.results.items()}
+        """Let the children of ``module`` give the recorded results, in each call of it the same."""
         children: Mapping[str, Any] = module._modules
-
-        def begin(module: nn.Module, args: Any) -> None:
-            for each in turns.values():
-                each.next = 0
-
-        handle = module.register_forward_pre_hook(begin)
-        stand_ins: dict[str, Function] = {**turns, **({self.hands_on: _handed_on} if self.hands_on else {})}
+        stand_ins: dict[str, Function] = {name: _given(results) for name, results in self.results.items()}
+        if self.hands_on:
+            stand_ins[self.hands_on] = _handed_on
         try:
             for name, stand_in in stand_ins.items():
                 vars(children[name])["forward"] = stand_in
             yield
         finally:
-            handle.remove()
             for name in stand_ins:
                 vars(children[name]).pop("forward", None)
 
@@ -83,21 +78,21 @@ class Recorder:
         def recording(name: str) -> Any:
             def hook(child: nn.Module, args: Any, result: Any) -> None:
                 self._last = (name, result)
-                if not self._marked and name in self._wanted:
+                if not self._marked:
                     self._replay.results.setdefault(name, []).append(as_leaves(result))
 
             return hook
 
         try:
-            for name, child in self._module.named_children():
-                handles.append(child.register_forward_hook(recording(name)))
+            for name in self._wanted:
+                handles.append(self._module.get_submodule(name).register_forward_hook(recording(name)))
             result = run()
         finally:
             for handle in handles:
                 handle.remove()
         name, last = self._last
         first = result[0] if isinstance(result, (tuple, list)) else result
-        if self._marked and first is last and name in self._wanted and name not in self._replay.results:
+        if self._marked and name and first is last and name not in self._replay.results:
             if type(self._module._modules[name]) is nn.Linear:
                 self._replay.hands_on = name
         return self._replay
@@ -115,17 +110,10 @@ def replayable(module: nn.Module, touched: Collection[nn.Module]) -> set[str]:
     }
 
 
-class _Turns:
-    """Gives recorded results, one after the other."""
-
-    def __init__(self, results: list[Any]) -> None:
-        self._results = results
-        self.next = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._results[self.next]
-        self.next += 1
-        return result
+def _given(results: list[Any]) -> Function:
+    """A forward that gives ``results``, one after the other, again and again."""
+    turns = itertools.cycle(results)
+    return lambda *args, **kwargs: next(turns)
 
 
 def _handed_on(input: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -29,7 +29,11 @@ class _Enough(BaseException):
 
 
 class Watch:
-    """Watches the modules of ``model``, for as long as :meth:`watching` lasts."""
+    """Watches the modules of ``model``.
+
+    Its hooks are put on before a kernel is bound: to bound modules, a hook that comes later may be a change of what was
+    proven.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -48,9 +52,9 @@ class Watch:
 
         return watched
 
-    def first_call(self, run: Function) -> Seen | None:
-        """The first call in ``run()`` of what is watched; ``None`` if it is not called."""
-        with self._watching(), _ended():
+    def first_call(self, run: Function, bound: Callable[[], AbstractContextManager[Any]]) -> Seen | None:
+        """The first call in ``run()`` of what is watched, with the model ``bound``; ``None`` if it is not called."""
+        with self._watching(), bound(), _ended():
             run()
         return self.seen
 
