@@ -33,7 +33,7 @@ CASES = {"odd width": (0.25, 0.5), "no rows (refused)": (0.0, 0.0)}
 
 def verified(name="acme", result=OK, dtype="bfloat16"):
     row = Row(f"rms_norm/standard:{name}", dtype, result, ("the result is off",), cases=CASES)
-    return command._remember([row], PLUGIN, CPU)
+    return command.keep_results([row], PLUGIN, CPU)
 
 
 def planned(value="auto", **more):

@@ -139,7 +139,7 @@ def test_the_command_remembers_what_failed_and_forgets_what_passed(monkeypatch):
             Row(ACME, dtype, result, ("off", "and more"), cases={"odd": (0.5, 0.1)})
             for dtype, result in results.items()
         ]
-        command._remember(rows, record, CPU)
+        command.keep_results(rows, record, CPU)
         return {each.dtype: failure.reason for each, failure in failed_checks.failed_checks().items()}
 
     assert verified() == {"bfloat16": "off"}

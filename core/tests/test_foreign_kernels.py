@@ -27,7 +27,7 @@ def planned(value="auto", registry=FOREIGN):
 
 
 def verified(result=OK, dtype="bfloat16", registry=FOREIGN):
-    command._remember([Row(NAME, dtype, result, ("off",), cases={"odd": (0.5, 0.1)})], registry.plugin("p"), CPU)
+    command.keep_results([Row(NAME, dtype, result, ("off",), cases={"odd": (0.5, 0.1)})], registry.plugin("p"), CPU)
 
 
 def test_it_waits_for_its_check_and_plan_and_error_say_so():

@@ -36,7 +36,7 @@ def planned(value="auto", registry=ANYWHERE, hardware=CPU):
 
 def verified(result, hardware=CPU, registry=ANYWHERE):
     row = Row(NAME, "bfloat16", result, ("the gradient of x is off by 0.54",), cases={"odd": (0.5, 0.1)})
-    command._remember([row], registry.plugin("p"), hardware)
+    command.keep_results([row], registry.plugin("p"), hardware)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def verified(spec, hardware, of):
     failures = tuple(failure for case in report.cases for failure in case.failures)
     shares = {case.sample: (min(case.worst_value, 1.0), min(case.worst_gradient, 1.0)) for case in report.cases}
     row = Row(str(spec), "bfloat16", OK if report.ok else FAILED, failures[:1], cases=shares)
-    command._remember([row], of.plugin("fla"), hardware)
+    command.keep_results([row], of.plugin("fla"), hardware)
 
 
 @pytest.fixture

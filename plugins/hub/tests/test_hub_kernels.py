@@ -29,7 +29,7 @@ def verified(registry, *, dtype="float32"):
         Row(name, dtype, OK if report.ok else FAILED, tuple(report.failures), cases={"odd": (0.5, 0.1)})
         for name, report in reports.items()
     ]
-    command._remember(rows, record, CPU)
+    command.keep_results(rows, record, CPU)
     return [failure for report in reports.values() for failure in report.failures]
 
 
@@ -96,7 +96,7 @@ def test_a_failure_takes_a_pass_back(right, listed):
     registry = listed(right, LAYER)
     verified(registry)
     record = registry.plugin("veomni-hub")
-    command._remember([Row("rms_norm/standard:acme", "float32", FAILED, ("off",))], record, CPU)
+    command.keep_results([Row("rms_norm/standard:acme", "float32", FAILED, ("off",))], record, CPU)
     with pytest.raises(KernelUnavailableError, match="failed veomni verify"):
         planned(registry)
 

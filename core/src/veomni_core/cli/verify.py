@@ -131,7 +131,7 @@ def verify(
     rows = [row for of_it in joined_rows.values() for row in of_it]
     if compile_for is None:
         plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
-        passed = [each for record, of_it in plugins for each in _remember(of_it, record, where.hardware)]
+        passed = [each for record, of_it in plugins for each in keep_results(of_it, record, where.hardware)]
         if certify is not None:
             write_certificates(certify, passed)
     nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for record in records for spec in record.kernels])
@@ -241,7 +241,7 @@ def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
     return [record]
 
 
-def _remember(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
+def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
     A contract that failed, or a skipped kernel, says nothing.

@@ -41,9 +41,7 @@ class MeasuredChoices:
         HostError: the job's profile can't be read.
     """
 
-    def __init__(
-        self, job: MeasuredJob, registry: Registry, machine: ThisMachine, certificates: Certificates
-    ) -> None:
+    def __init__(self, job: MeasuredJob, registry: Registry, machine: ThisMachine, certificates: Certificates) -> None:
         self._registry, self._machine, self._certificates = registry, machine, certificates
         hardware = machine.hardware.describe()
         self._file = profile_file(job, hardware)

@@ -186,7 +186,5 @@ def shown_ms(milliseconds: float) -> str:
     return f"{milliseconds:.{digits}f} ms" if milliseconds >= 0.1 else f"{milliseconds:.3g} ms"
 
 
-
-
 def _median(contender: Contender) -> float:
     return contender.times.median if contender.times else float("inf")

@@ -99,7 +99,7 @@ class _Site:
         """Every contender, with its times or why there are none. Equal calls were measured before."""
         ready = {spec.name: spec for spec in self._surveyed.kernels if self._is_certified(spec)}
         steps: dict[str, Step] = {}
-        own_problem = "no kernel that is certified here could be run there"
+        own_problem = "no kernel that may be chosen could be run there"
         for name, spec in ready.items():
             try:
                 kernel = spec.load()
