@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ def tune(
 
     Kernels that are not certified here are checked first. From then on `auto` goes by the profile, where it holds.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # torch's profiler, which counts memory, speaks for itself else
     start = time.monotonic()
 
     def say(words: str) -> None:

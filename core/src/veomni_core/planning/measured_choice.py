@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.discovery.registry import Registry
@@ -68,7 +69,8 @@ class MeasuredChoices:
         if not able:
             return Measured(None, f"not measured: profile {profile.digest} has no times of what is usable here")
         self._used = True
-        return Measured(best(able).kernel, f"chosen by measurement: {_figures(able)} (profile {profile.digest})")
+        figures = _figures(able, kind.own)
+        return Measured(best(able).kernel, f"chosen by measurement: {figures} (profile {profile.digest})")
 
     @property
     def digest(self) -> str:
@@ -114,20 +116,25 @@ def checked_dtypes(spec: KernelSpec, kind: SiteKind) -> tuple[str, ...]:
     return tuple(dtype for dtype in kind.dtypes if dtype in spec.dtypes) or spec.dtypes
 
 
-def _figures(able: Sequence[Contender]) -> str:
-    """The chosen one first, then the others, the fastest first; with their memory, where that decided."""
+def _figures(able: Sequence[Contender], own: str) -> str:
+    """The chosen one first, then the others, the fastest first; with their memory, where that decided.
+
+    ``own`` is what the model's own code is set to.
+    """
     chosen, fastest = best(able), able[0]
+    timed = partial(_timed, own=own)
     order = [chosen, *(each for each in able if each is not chosen)]
     if chosen is fastest:
-        return ", ".join(map(_timed, order))
-    by_memory = f" in {shown_bytes(chosen.peak_bytes)}, within the spread of {_timed(fastest)} in "
-    rest = "".join(f", {_timed(each)}" for each in order[1:] if each is not fastest)
-    return f"{_timed(chosen)}{by_memory}{shown_bytes(fastest.peak_bytes)}{rest}"
+        return ", ".join(map(timed, order))
+    by_memory = f" in {shown_bytes(chosen.peak_bytes)}, within the spread of {timed(fastest)} in "
+    rest = "".join(f", {timed(each)}" for each in order[1:] if each is not fastest)
+    return f"{timed(chosen)}{by_memory}{shown_bytes(fastest.peak_bytes)}{rest}"
 
 
-def _timed(contender: Contender) -> str:
+def _timed(contender: Contender, own: str) -> str:
     assert contender.times is not None
-    return f"{contender.kernel} {shown_ms(contender.times.median)}"
+    name = f"{EAGER} ({own})" if contender.kernel == EAGER and own != EAGER else contender.kernel
+    return f"{name} {shown_ms(contender.times.median)}"
 
 
 def _shapes_of_others(job: MeasuredJob, hardware: str) -> str:

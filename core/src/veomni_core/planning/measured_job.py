@@ -37,7 +37,7 @@ class MeasuredJob:
     @classmethod
     def of(cls, model: Any, batch: tuple[int, int], autocast: str | None) -> MeasuredJob | None:
         """The steps of ``model``; ``None`` for a model without a config, whose shapes nothing states."""
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if not hasattr(config, "to_dict"):
             return None
         stated = {name: value for name, value in config.to_dict().items() if name not in _BOOKKEEPING}

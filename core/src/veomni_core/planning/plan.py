@@ -59,7 +59,7 @@ class Plan:
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
         passed_by: kernels that were not chosen for what ``veomni verify`` says of them on this machine, and how.
-        profile: the short hash of the profile of ``veomni tune`` by which ``auto`` chose somewhere; empty if it did not.
+        profile: the short hash of the profile of ``veomni tune`` by which ``auto`` chose; empty if it did nowhere.
         profile_notes: where that profile is, and where it did not count, why.
 
     Example:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,7 +39,7 @@ class Tuning:
     """
 
     survey: Survey
-    turns: Turns = Turns()
+    turns: Turns = field(default_factory=Turns)
     clock: Clock | None = None
     say: Callable[[str], None] = lambda words: None
 

@@ -85,16 +85,16 @@ class Recorder:
 
         try:
             for name in self._wanted:
-                handles.append(self._module.get_submodule(name).register_forward_hook(recording(name)))
+                handles += [self._module.get_submodule(name).register_forward_hook(recording(name))]
             result = run()
         finally:
             for handle in handles:
                 handle.remove()
         name, last = self._last
         first = result[0] if isinstance(result, (tuple, list)) else result
-        if self._marked and name and first is last and name not in self._replay.results:
-            if type(self._module._modules[name]) is nn.Linear:
-                self._replay.hands_on = name
+        runs_after = self._marked and name != "" and name not in self._replay.results
+        if runs_after and first is last and type(self._module._modules[name]) is nn.Linear:
+            self._replay.hands_on = name
         return self._replay
 
 
