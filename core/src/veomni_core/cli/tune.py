@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,12 +55,7 @@ def tune(
     drawn = file.with_suffix(".svg")
     _write(drawn, picture(profile, found))
     if json:
-        import json as text
-
-        chosen = {str(each.site.kind): each.chosen.kernel if each.chosen else None for each in found}
-        by_rank = {str(each.site.kind): each.by_rank for each in found}
-        files = {"profile": str(file), "picture": str(drawn), "digest": profile.digest}
-        print_json({**files, "chosen": chosen, "by_rank": by_rank, "measured": text.loads(profile.to_json())})
+        print_json({"profile": str(file), "picture": str(drawn), "digest": profile.digest, **_as_data(profile, found)})
         return
     print(table(profile, found))
     print(f"{file} is written: auto goes by it (profile {profile.digest}). The picture: {drawn}")
@@ -119,6 +115,16 @@ def _refuse_what_is_not_measured(checked: CheckedJob, job: str) -> None:
             "data.sequence_length tokens. Packed sequences, adapters, TRL's methods, and models or sequences that "
             "processes share are not measured; nor is a job with a section model alone"
         )
+
+
+def _as_data(profile: Profile, found: Sequence[Outcome]) -> dict[str, Any]:
+    """Who won at each kind of site, and all that was measured, as plain data."""
+    return {
+        "chosen": {str(each.site.kind): each.chosen.kernel if each.chosen else None for each in found},
+        "by_rank": {str(each.site.kind): each.by_rank for each in found},
+        "says": {str(each.site.kind): each.sentence() for each in found},
+        "measured": loads(profile.to_json()),
+    }
 
 
 def _write(path: Path, text: str) -> None:

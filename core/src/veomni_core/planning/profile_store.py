@@ -59,12 +59,13 @@ def write_profile(profile: Profile) -> Path:
     written = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(profile.to_json(), encoding="utf-8")
-        written.replace(path)
+        try:
+            written.write_text(profile.to_json(), encoding="utf-8")
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)
     except OSError as error:
         raise HostError(
             f"{path} can't be written: {error}. Set VEOMNI_CACHE to a folder that can be written"
         ) from error
-    finally:
-        written.unlink(missing_ok=True)
     return path
