@@ -13,16 +13,18 @@ from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.planning.certificates import Certificate, keep
+from veomni_core.planning.measured_choice import checked_dtypes
 from veomni_core.planning.measured_job import MeasuredJob
-from veomni_core.planning.profile import best
+from veomni_core.planning.profile import Contender, MeasuredSite, Times, best
 from veomni_core.planning.profile_store import write_profile
+from veomni_core.planning.site_kind import SiteKind
 from veomni_core.planning.this_machine import ThisMachine
 from veomni_core.tuning.clock import Turns, times_in_turns
 from veomni_core.tuning.contenders import StepModel
 from veomni_core.tuning.measure import Tuning
 from veomni_core.tuning.peak_memory import peak_bytes
 from veomni_core.tuning.picture import picture
-from veomni_core.tuning.report import outcomes, table
+from veomni_core.tuning.report import Outcome, outcomes, table
 from veomni_core.tuning.shallow import shallow_model
 from veomni_core.tuning.survey import Survey
 
@@ -223,8 +225,6 @@ def test_contenders_take_turns_and_times_are_medians_with_their_spread():
 
 
 def best_of(times):
-    from veomni_core.planning.profile import Contender
-
     return best([Contender(name, times=each) for name, each in times.items()]).kernel
 
 
@@ -233,6 +233,46 @@ def test_the_peak_is_what_a_call_holds_at_once():
     assert held == 3 * 4000
     one_after_the_other = peak_bytes(lambda: [torch.ones(1000).sum() for _ in range(3)], torch.device("cpu"))
     assert 4000 <= one_after_the_other < 2 * 4000
+
+
+def outcome(by_rank, *times):
+    contenders = tuple(Contender(name, times=Times(ms, ms, ms), peak_bytes=memory) for name, ms, memory in times)
+    site = MeasuredSite(SiteKind("rms_norm", "standard", "norm", (), (), (), "eager"), 2, "a norm", "", contenders)
+    return Outcome(site, by_rank, best(contenders) if contenders else None)
+
+
+def test_the_table_says_by_how_much_it_won():
+    three = (("a", 1.0, 9), ("b", 1.5, 5), ("c", 3.0, 1))
+    assert outcome("a", *three).sentence() == "a; 1.50x as fast as b; as by rank"
+    assert outcome("b", *three).sentence() == "a; 1.50x as fast as b, the choice by rank"
+    assert outcome("c", *three).sentence() == "a; 1.50x as fast as b; 3.00x as fast as c, the choice by rank"
+    assert outcome("d", *three).sentence() == "a; 1.50x as fast as b; by rank d, which was not measured"
+    assert outcome("c", *three).saved_ms == 4.0 and outcome("d", *three).saved_ms == 0.0
+    tied = outcome("a", ("a", 1.0, 9), ("b", 1.0, 5))
+    assert (
+        tied.sentence() == "b; within the spread of a, and 5 B in place of 9 B; 1.00x as fast as a, the choice by rank"
+    )
+    assert outcome("b", ("b", 1.0, 5)).sentence() == "b; as by rank"
+    assert outcome("a").sentence() == "not measured, so a by rank"
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_kernels_are_measured_in_bfloat16():
+    registry, hardware = discover({}), Hardware.detect()
+    machine, model = ThisMachine(hardware), build("qwen3_moe")
+    survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry, environ={}), hardware, "bfloat16")
+    surveyed = survey.of(model)
+    for each in surveyed:
+        for spec in each.kernels:
+            plugin = registry.plugin_of(spec)
+            checked = [machine.checked(spec, plugin, dtype) for dtype in checked_dtypes(spec, each.kind)]
+            keep([Certificate.of_today(one, {"one": (0.0, 0.0)}) for one in checked], [])
+    job = MeasuredJob.of(model, (2, 64), "bfloat16")
+    step_model = StepModel.of(shallow_model(model, survey, "cuda"), (2, 64), "bfloat16")
+    profile = Tuning(survey, TURNS).profile(step_model, surveyed, job, {})
+    measured = {each.kernel for site in profile.sites for each in site.measured}
+    assert {"eager", "triton", "fused_triton"} <= measured
+    assert all(each.peak_bytes > 0 for site in profile.sites for each in site.measured)
 
 
 def test_a_model_without_a_config_has_no_profile():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from veomni_core.cli.verify import keep_results
+from veomni_core.cli.verify import LONGEST_OPS, keep_results
 from veomni_core.cli.verify_processes import OK, Checks, Row
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
@@ -65,6 +65,10 @@ class MissingChecks:
         """A row for each kernel and dtype, which is kept for this machine's plans."""
         if not asked:
             return []
+        ranks = {op: rank for rank, op in enumerate(LONGEST_OPS)}
+        asked = sorted(
+            asked, key=lambda each: ranks.get(each[0].op_name, len(ranks))
+        )  # so that none is the last, alone
         self.say(f"{len(asked)} checks of kernels that are not certified here, {self.jobs} at a time")
 
         def row_of(each: tuple[KernelSpec, str]) -> Row:

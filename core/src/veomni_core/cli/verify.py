@@ -36,7 +36,7 @@ from veomni_core.tables import render_table
 
 _SLOWEST = 10
 # Ops whose contracts take longest, on a CPU: four ranks, recurrences by the token, many samples.
-_LONG = ("token_dispatch", "chunk_gated_delta_rule", "mamba2_scan", "moe_experts", "attention", "token_logprobs")
+LONGEST_OPS = ("token_dispatch", "chunk_gated_delta_rule", "mamba2_scan", "moe_experts", "attention", "token_logprobs")
 
 
 def verify(
@@ -160,7 +160,7 @@ class _Asked:
 
 
 def _longest_first(asked: list[_Asked]) -> list[int]:
-    ranks = {op: rank for rank, op in enumerate(_LONG)}
+    ranks = {op: rank for rank, op in enumerate(LONGEST_OPS)}
     return sorted(
         range(len(asked)),
         key=lambda index: (not asked[index].spec.slow_check, ranks.get(asked[index].spec.op_name, 99)),

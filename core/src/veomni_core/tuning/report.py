@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from veomni_core.descriptions.kernel_spec import EAGER
@@ -36,25 +36,34 @@ class Outcome:
         """Who won, by how much over the next one, and over the choice by rank."""
         if self.chosen is None:
             return f"not measured, so {self.by_rank} by rank"
-        others = [each for each in self.site.measured if each is not self.chosen]
-        parts = [self.chosen.kernel]
-        if others:
-            fastest = self.site.measured[0]
-            if self.chosen is not fastest:
-                parts.append(
-                    f"within the spread of {fastest.kernel}, and {shown_bytes(self.chosen.peak_bytes)} in place of "
-                    f"{shown_bytes(fastest.peak_bytes)}"
-                )
-            else:
-                tie = ", within the spread" if is_tied(others[0], self.chosen) else ""
-                parts.append(f"{self._times_as_fast_as(others[0].kernel)} as fast as {others[0].kernel}{tie}")
-        if self.by_rank == self.chosen.kernel:
-            parts.append("as by rank")
-        elif any(each.kernel == self.by_rank for each in self.site.measured):
-            parts.append(f"{self._times_as_fast_as(self.by_rank)} as fast as {self.by_rank}, the choice by rank")
-        else:
-            parts.append(f"by rank {self.by_rank}, which was not measured")
-        return "; ".join(parts)
+        return "; ".join([self._shown(self.chosen), *self._over_the_others(self.chosen), *self._over_the_ranks()])
+
+    def _over_the_others(self, chosen: Contender) -> Iterator[str]:
+        """Why it is taken: it is the fastest, or as fast as that and in less memory."""
+        fastest, *_ = self.site.measured
+        if chosen is not fastest:
+            memory = f"{shown_bytes(chosen.peak_bytes)} in place of {shown_bytes(fastest.peak_bytes)}"
+            yield f"within the spread of {self._shown(fastest)}, and {memory}"
+            return
+        for runner_up in self.site.measured[1:2]:
+            tie = ", within the spread" if is_tied(runner_up, chosen) else ""
+            rank = ", the choice by rank" if runner_up.kernel == self.by_rank else ""
+            yield f"{self._times_as_fast_as(runner_up.kernel)} as fast as {self._shown(runner_up)}{tie}{rank}"
+
+    def _over_the_ranks(self) -> Iterator[str]:
+        """What that is against the choice by rank, where it is not the runner-up."""
+        if self.chosen is not None and self.by_rank == self.chosen.kernel:
+            yield "as by rank"
+            return
+        others = {each.kernel: each for each in self.site.measured}
+        if self.by_rank not in others:
+            yield f"by rank {self.by_rank}, which was not measured"
+        elif self.chosen is not self.site.measured[0] or self.site.measured[1].kernel != self.by_rank:
+            by_rank = self._shown(others[self.by_rank])
+            yield f"{self._times_as_fast_as(self.by_rank)} as fast as {by_rank}, the choice by rank"
+
+    def _shown(self, contender: Contender) -> str:
+        return shown_kernel(contender, self.site)
 
     def _times_as_fast_as(self, other: str) -> str:
         assert self.chosen is not None
