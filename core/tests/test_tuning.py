@@ -20,12 +20,12 @@ from veomni_core.planning.profile_store import write_profile
 from veomni_core.planning.site_kind import SiteKind
 from veomni_core.planning.this_machine import ThisMachine
 from veomni_core.tuning.clock import Turns, times_in_turns
-from veomni_core.tuning.contenders import StepModel
 from veomni_core.tuning.measure import Tuning
 from veomni_core.tuning.peak_memory import peak_bytes
 from veomni_core.tuning.picture import picture
 from veomni_core.tuning.report import Outcome, outcomes, table
 from veomni_core.tuning.shallow import shallow_model
+from veomni_core.tuning.step_model import StepModel
 from veomni_core.tuning.survey import Survey
 
 CPU, BATCH, TURNS = Hardware.cpu(), (2, 8), Turns(least=3, most=3)

@@ -68,10 +68,10 @@ def _measured(
     from veomni_core.planning.measured_choice import checked_dtypes
     from veomni_core.planning.measured_job import MeasuredJob
     from veomni_core.tuning.clock import Turns
-    from veomni_core.tuning.contenders import StepModel
     from veomni_core.tuning.measure import Tuning
     from veomni_core.tuning.report import outcomes
     from veomni_core.tuning.shallow import shallow_model
+    from veomni_core.tuning.step_model import StepModel
     from veomni_core.tuning.survey import Survey
 
     conditions, device = checked.conditions, checked.hardware.torch_device_type

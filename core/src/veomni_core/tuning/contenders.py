@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.binding.model_calls import seed
-from veomni_core.binding.site_comparison import autocast_on
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
@@ -22,44 +20,12 @@ from veomni_core.sites.site import Site, SiteLocator
 from veomni_core.tuning.leaves import as_leaves, form_of, shapes_of, tensors_in
 from veomni_core.tuning.replay import Recorder, Replay, replayable
 from veomni_core.tuning.step import Step
+from veomni_core.tuning.step_model import StepModel
 from veomni_core.tuning.watch import Function, Seen, Watch
 
 
 class NotCalledError(Exception):
     """A step of the model doesn't call what is to be measured."""
-
-
-@dataclass(frozen=True)
-class StepModel:
-    """The model that is measured, and its inputs.
-
-    Attributes:
-        model: with few layers, on the device.
-        inputs: of its forward.
-        autocast: the dtype of ``torch.autocast``; ``None`` without it.
-    """
-
-    model: Any
-    inputs: Mapping[str, Any]
-    autocast: str | None
-
-    @classmethod
-    def of(cls, model: Any, batch: tuple[int, int], autocast: str | None) -> StepModel:
-        """``model`` with random tokens in the shape of ``batch``, which are their own labels."""
-        seed(model)
-        device = next(model.parameters()).device
-        ids = torch.randint(model.config.get_text_config().vocab_size, batch).to(device)
-        return cls(model.train(), {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
-
-    def run(self) -> Any:
-        """One forward, as in training."""
-        seed(self.model)
-        with torch.enable_grad(), self.autocast_on():
-            return self.model(**self.inputs)
-
-    def autocast_on(self) -> Any:
-        """The context of a forward."""
-        return autocast_on(self.model, self.autocast)
 
 
 class SiteSteps:

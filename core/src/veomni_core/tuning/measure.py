@@ -19,9 +19,10 @@ from veomni_core.planning.profile import Contender, MeasuredSite, Profile
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.sites.find import locator_of
 from veomni_core.tuning.clock import Clock, Turns, clock_for, times_in_turns
-from veomni_core.tuning.contenders import NotCalledError, SiteSteps, StepModel
+from veomni_core.tuning.contenders import NotCalledError, SiteSteps
 from veomni_core.tuning.peak_memory import peak_bytes
 from veomni_core.tuning.step import Step
+from veomni_core.tuning.step_model import StepModel
 from veomni_core.tuning.survey import Survey, Surveyed
 
 _LONGEST = 200  # characters of an error in a profile
