@@ -31,6 +31,22 @@ from veomni_core.tuning.survey import Survey
 CPU, BATCH, TURNS = Hardware.cpu(), (2, 8), Turns(least=3, most=3)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
 
+HYBRID = Qwen3NextConfig(
+    **SHAPE,
+    num_hidden_layers=8,
+    num_key_value_heads=2,
+    head_dim=8,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+)
+
 
 def norm(name, preference=50, dtypes=("float32",)):
     return KernelSpec(name, "rms_norm", "standard", f"tuned_kernels:{name}", preference=preference, dtypes=dtypes)
@@ -123,18 +139,29 @@ def test_a_site_without_a_kernel_has_nothing_to_measure():
     assert {site.contenders[0].why_not for site in profile.sites} == {"no kernel that may be chosen could be run there"}
 
 
-def test_what_is_timed_is_the_op_and_little_else():
-    registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+def certified_torch():
+    """The plain PyTorch kernels, as if their checks had been run: what they compute is tested elsewhere."""
+    registry, machine = discover({"VEOMNI_PLUGINS": "veomni-torch"}), ThisMachine(CPU)
     plugin = registry.plugin("veomni-torch")
-    machine = ThisMachine(CPU)
-    keep(
-        [
-            Certificate.of_today(machine.checked(spec, plugin, "float32"), {"one": (0.0, 0.0)})
-            for spec in plugin.kernels
-            if "float32" in spec.dtypes
-        ],
-        [],
-    )
+    checked = [machine.checked(spec, plugin, "float32") for spec in plugin.kernels if "float32" in spec.dtypes]
+    keep([Certificate.of_today(each, {"one": (0.0, 0.0)}) for each in checked], [])
+    return registry
+
+
+def test_functions_that_a_forward_names_are_timed_by_themselves():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(HYBRID)
+    _, profile = tuned(model, certified_torch())
+    timed = {site.kind.op_name: site.timed for site in profile.sites if len(site.measured) > 1}
+    mixer = "in Qwen3NextGatedDeltaNet at model.layers.0.linear_attn"
+    assert timed["causal_conv1d"] == f"causal_conv1d_fn {mixer}"
+    assert timed["chunk_gated_delta_rule"] == f"torch_chunk_gated_delta_rule {mixer}"
+    assert timed["attention"].startswith("Qwen3NextAttention at model.layers.3.self_attn, without ")
+    assert timed["rms_norm_gated"] == "Qwen3NextRMSNormGated at model.layers.0.linear_attn.norm"
+
+
+def test_what_is_timed_is_the_op_and_little_else():
+    registry = certified_torch()
     model = build("qwen3_moe")
     _, profile = tuned(model, registry, clock=None)
     timed = {site.kind.op_name: (site.timed, len(site.measured)) for site in profile.sites if site.measured}
@@ -171,25 +198,8 @@ def test_the_model_is_left_as_it_was():
 def test_as_few_layers_are_measured_as_have_every_kind_of_site():
     survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry_of(), environ={}), CPU, None)
     assert shallow_model(llama(8), survey, "cpu").config.num_hidden_layers == 1
-    hybrid = Qwen3NextConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=64,
-    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hybrid)
+        model = AutoModelForCausalLM.from_config(HYBRID)
     short = shallow_model(model, survey, "meta")
     assert short.config.num_hidden_layers == 4 and short.config.layer_types[-1] == "full_attention"
 
