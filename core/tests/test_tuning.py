@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -96,7 +98,7 @@ def test_the_measured_best_is_taken_and_not_the_one_of_the_highest_rank():
     )
     assert plan.profile == profile.digest and f"by measurement: profile {profile.digest}" in plan.table()
     by_rank = {each.kind: survey.by_rank(each) for each in survey.of(model)}
-    found = outcomes(profile, by_rank, {})
+    found = outcomes(profile, by_rank, set())
     norm_outcome = next(each for each in found if each.site.kind.where == "model.norm")
     assert norm_outcome.sentence() == "cheap; 5.00x as fast as eager; 25.00x as fast as costly, the choice by rank"
     assert "168 ms less in a step than by declared ranks" in table(profile, found)
@@ -248,7 +250,7 @@ def test_the_peak_is_what_a_call_holds_at_once():
 def outcome(by_rank, *times):
     contenders = tuple(Contender(name, times=Times(ms, ms, ms), peak_bytes=memory) for name, ms, memory in times)
     site = MeasuredSite(SiteKind("rms_norm", "standard", "norm", (), (), (), "eager"), 2, "a norm", "", contenders)
-    return Outcome(site, by_rank, best(contenders) if contenders else None)
+    return Outcome(site, by_rank, site.measured)
 
 
 def test_the_table_says_by_how_much_it_won():
@@ -263,6 +265,8 @@ def test_the_table_says_by_how_much_it_won():
         tied.sentence() == "b; within the spread of a, and 5 B in place of 9 B; 1.00x as fast as a, the choice by rank"
     )
     assert outcome("b", ("b", 1.0, 5)).sentence() == "b; as by rank"
+    shy = replace(outcome("b", *three), able=outcome("b", *three).able[1:])  # auto never takes the fastest
+    assert shy.sentence() == "b; 2.00x as fast as c; as by rank"
     assert outcome("a").sentence() == "not measured, so a by rank"
 
 

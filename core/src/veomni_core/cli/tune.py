@@ -93,7 +93,7 @@ def _measured(
     profile = Tuning(survey, Turns(seconds=seconds), say=say).profile(step_model, surveyed, job, unchecked)
     say("measured")
     by_rank = {each.kind: survey.by_rank(each) for each in surveyed}
-    never_taken = {f"{spec}": spec.preference for spec in needed if spec.preference <= 0}
+    never_taken = {str(spec) for spec in needed if spec.preference <= 0}
     return profile, outcomes(profile, by_rank, never_taken)
 
 

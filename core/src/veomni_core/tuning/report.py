@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from veomni_core.descriptions.kernel_spec import EAGER
@@ -20,12 +20,17 @@ class Outcome:
     Attributes:
         site: what was measured there.
         by_rank: what ``auto`` takes there by declared preferences.
-        chosen: what it takes by these figures; ``None`` where nothing was measured.
+        able: the measured contenders that it may take, the fastest first.
     """
 
     site: MeasuredSite
     by_rank: str
-    chosen: Contender | None
+    able: tuple[Contender, ...]
+
+    @property
+    def chosen(self) -> Contender | None:
+        """What ``auto`` takes by these figures; ``None`` where nothing was measured."""
+        return best(self.able) if self.able else None
 
     @property
     def saved_ms(self) -> float:
@@ -40,12 +45,12 @@ class Outcome:
 
     def _over_the_others(self, chosen: Contender) -> Iterator[str]:
         """Why it is taken: it is the fastest, or as fast as that and in less memory."""
-        fastest, *_ = self.site.measured
+        fastest = self.able[0]
         if chosen is not fastest:
             memory = f"{shown_bytes(chosen.peak_bytes)} in place of {shown_bytes(fastest.peak_bytes)}"
             yield f"within the spread of {self._shown(fastest)}, and {memory}"
             return
-        for runner_up in self.site.measured[1:2]:
+        for runner_up in self.able[1:2]:
             tie = ", within the spread" if is_tied(runner_up, chosen) else ""
             rank = ", the choice by rank" if runner_up.kernel == self.by_rank else ""
             yield f"{self._times_as_fast_as(runner_up.kernel)} as fast as {self._shown(runner_up)}{tie}{rank}"
@@ -55,10 +60,10 @@ class Outcome:
         if self.chosen is not None and self.by_rank == self.chosen.kernel:
             yield "as by rank"
             return
-        others = {each.kernel: each for each in self.site.measured}
+        others = {each.kernel: each for each in self.able}
         if self.by_rank not in others:
             yield f"by rank {self.by_rank}, which was not measured"
-        elif self.chosen is not self.site.measured[0] or self.site.measured[1].kernel != self.by_rank:
+        elif self.chosen is not self.able[0] or self.able[1].kernel != self.by_rank:
             by_rank = self._shown(others[self.by_rank])
             yield f"{self._times_as_fast_as(self.by_rank)} as fast as {by_rank}, the choice by rank"
 
@@ -77,7 +82,7 @@ class Outcome:
         return found.median if found else 0.0
 
 
-def outcomes(profile: Profile, by_rank: Mapping[SiteKind, str], never_taken: Mapping[str, int]) -> tuple[Outcome, ...]:
+def outcomes(profile: Profile, by_rank: Mapping[SiteKind, str], never_taken: Collection[str]) -> tuple[Outcome, ...]:
     """The outcome at each kind of site.
 
     Args:
@@ -88,8 +93,8 @@ def outcomes(profile: Profile, by_rank: Mapping[SiteKind, str], never_taken: Map
     found = []
     for site in profile.sites:
         of_op = f"{site.kind.op_name}/{site.kind.variant}:"
-        able = [each for each in site.measured if f"{of_op}{each.kernel}" not in never_taken]
-        found.append(Outcome(site, by_rank[site.kind], best(able) if able else None))
+        able = tuple(each for each in site.measured if f"{of_op}{each.kernel}" not in never_taken)
+        found.append(Outcome(site, by_rank[site.kind], able))
     return tuple(found)
 
 
@@ -103,7 +108,12 @@ def table(profile: Profile, found: tuple[Outcome, ...]) -> str:
         rows.append((what, str(each.site.sites), lines, memory, each.sentence()))
     title = f"Forward and backward of {profile.job} on {profile.machine.processor or profile.machine.hardware}"
     head = ("op/variant, where, dtype", "sites", "median, spread", "memory", "auto takes")
-    notes = [f"{site.kind}: {c.kernel} was not measured: {c.why_not}" for site in profile.sites for c in _missing(site)]
+    notes = [
+        f"{each.site.kind}: auto never takes {_listed(each)}, by their preference" for each in found if _listed(each)
+    ]
+    notes += [
+        f"{site.kind}: {c.kernel} was not measured: {c.why_not}" for site in profile.sites for c in _missing(site)
+    ]
     saved = sum(each.saved_ms for each in found)
     compared = "less" if saved >= 0 else "more"
     notes.append(f"All sites together: {shown_ms(abs(saved))} {compared} in a step than by declared ranks.")
@@ -128,6 +138,11 @@ def shown_kernel(contender: Contender, site: MeasuredSite) -> str:
     """The kernel's name; for the model's own code with what the model is set to, such as ``sdpa``."""
     own = site.kind.own
     return f"{EAGER} ({own})" if contender.kernel == EAGER and own != EAGER else contender.kernel
+
+
+def _listed(outcome: Outcome) -> str:
+    """The contenders that were measured and are never taken."""
+    return " and ".join(each.kernel for each in outcome.site.measured if each not in outcome.able)
 
 
 def _missing(site: MeasuredSite) -> tuple[Contender, ...]:
