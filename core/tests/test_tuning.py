@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
 
+import tuned_kernels
 from models import build
 from tuned_kernels import CountingClock
 from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
@@ -133,6 +134,24 @@ def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
     assert found["out_of_memory"].why_not == "out of memory"
     assert found["broken"].why_not == "RuntimeError: no such device function"
     assert found["costly"].why_not == "failed its check in float32: off"
+
+
+@pytest.mark.parametrize(
+    ("calls", "why_not", "own"),
+    [
+        (3, "RuntimeError: it can't go on", ""),  # one that is recorded, and two that compile
+        (4, "one of tiring, eager failed while they took turns: RuntimeError", "one of tiring, eager failed"),
+    ],
+)
+def test_a_kernel_that_fails_later_ends_nothing_but_its_site(calls, why_not, own):
+    registry = registry_of(norm("tiring"))
+    certify(registry, "tiring")
+    tuned_kernels.calls_left[:] = [0] * calls
+    _, profile = tuned(llama(1), registry)
+    found = contenders(profile, "model.layers.*.input_layernorm")
+    assert found["tiring"].why_not.startswith(why_not) and found["eager"].why_not.startswith(own)
+    assert bool(found["eager"].times) is not bool(own)
+    assert contenders(profile, "model.norm")["tiring"].why_not == "RuntimeError: it can't go on"
 
 
 def test_a_site_without_a_kernel_has_nothing_to_measure():

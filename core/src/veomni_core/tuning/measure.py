@@ -148,18 +148,23 @@ class _Site:
         return kind.op_name, kind.variant, tuple(sorted(ready)), forms
 
     def _taken(self, steps: Mapping[str, Step]) -> tuple[Contender, ...]:
-        """The times and the memory of ``steps``."""
+        """The times and the memory of ``steps``; or of those that fail by now, why there are none."""
         memory: dict[str, int] = {}
+        failed: list[Contender] = []
         for name, step in steps.items():
             try:
                 with step.in_place():
                     memory[name] = peak_bytes(step.run, self._device)
             except Exception as error:
-                self._why_not[name] = _in_words(error)
+                failed.append(Contender(name, why_not=_in_words(error)))
                 _free(self._device)
         able = {name: steps[name] for name in memory}
-        times = times_in_turns(able, self._tuning.clock or clock_for(self._device), self._tuning.turns)
-        return tuple(Contender(name, times=times[name], peak_bytes=memory[name]) for name in able)
+        try:
+            times = times_in_turns(able, self._tuning.clock or clock_for(self._device), self._tuning.turns)
+        except Exception as error:  # it has run three times before; whose it is can't be told from here
+            why = f"one of {', '.join(able)} failed while they took turns: {_in_words(error)}"
+            return (*failed, *(Contender(name, why_not=why) for name in able))
+        return (*failed, *(Contender(name, times=times[name], peak_bytes=memory[name]) for name in able))
 
 
 def _try_one_step(step_model: StepModel, job: MeasuredJob) -> None:
