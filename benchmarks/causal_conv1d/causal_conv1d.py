@@ -11,9 +11,9 @@ gradients of the inputs, which every implementation holds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_core.ops.causal_conv1d import standard as reference
 from veomni_torch import causal_conv1d
@@ -82,15 +82,17 @@ def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
     return calls, [x, weight]
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
+def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     calls, inputs = contenders(case)
     return {
         "case": str(case),
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {name: peak_bytes(call, inputs) for name, call in calls.items()},
+        **figures(calls, inputs, repeats, only),
         "bytes of all": 3 * inputs[0].nbytes + inputs[1].nbytes,
     }
+
+
+BENCHMARK = Benchmark({"cpu": CASES}, measure, ours=(OURS,), repeats=7)
 
 
 def row(measured: dict[str, Any]) -> tuple[str, ...]:
@@ -121,17 +123,10 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--case", choices=CASES, help="print one process's figures as JSON, and write nothing")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(CASES[options.case], options.repeats)))
-        return
-    cases = [
-        measured_in_processes(__file__, ["--case", name, "--repeats", str(options.repeats)], options.processes)
-        for name in CASES
-    ]
+    cases = [measured_in_processes(__file__, "cpu", name, options.repeats, options.processes) for name in CASES]
     write_results(
         "causal_conv1d",
         "The causal convolution of a mixer on the CPU, forward and backward",

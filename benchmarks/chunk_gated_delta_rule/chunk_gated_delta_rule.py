@@ -24,7 +24,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.beside_transformers import EAGER, main
+from benchmarks.shared.beside_transformers import EAGER, benchmark, main
 from benchmarks.shared.in_processes import Calls, leaf
 from veomni_core.ops.chunk_gated_delta_rule import standard as reference
 from veomni_torch import chunk_gated_delta_rule
@@ -89,5 +89,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(total, call) for name, call in calls.items()}, inputs
 
 
+BENCHMARK = benchmark(SHAPES, contenders, ours=(OURS,))
+
 if __name__ == "__main__":
-    main(__file__, __doc__, "The gated delta rule, forward and backward", SHAPES, contenders)
+    main(__file__, __doc__, "The gated delta rule, forward and backward", BENCHMARK)

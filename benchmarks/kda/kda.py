@@ -24,7 +24,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.beside_transformers import EAGER, main
+from benchmarks.shared.beside_transformers import EAGER, benchmark, main
 from benchmarks.shared.in_processes import Calls, leaf
 from veomni_core.ops.kda import standard as reference
 from veomni_torch import kda
@@ -86,14 +86,13 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(total, call) for name, call in calls.items()}, inputs
 
 
+BENCHMARK = benchmark(
+    SHAPES,
+    contenders,
+    ours=(OURS,),
+    repeats=2,
+    threads=1,  # with more of them, what else the machine does would count for more
+)
+
 if __name__ == "__main__":
-    main(
-        __file__,
-        __doc__,
-        "Kimi delta attention, forward and backward",
-        SHAPES,
-        contenders,
-        repeats=2,
-        processes=3,
-        threads=1,  # with more of them, what else the machine does would count for more
-    )
+    main(__file__, __doc__, "Kimi delta attention, forward and backward", BENCHMARK, processes=3)

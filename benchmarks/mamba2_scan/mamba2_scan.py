@@ -24,7 +24,7 @@ from transformers.models.bamba import modeling_bamba
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.beside_transformers import EAGER, main
+from benchmarks.shared.beside_transformers import EAGER, benchmark, main
 from benchmarks.shared.in_processes import Calls, leaf
 from veomni_core.ops.mamba2_scan import standard as reference
 from veomni_torch import mamba2_scan
@@ -95,5 +95,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(total, call) for name, call in calls.items()}, inputs
 
 
+BENCHMARK = benchmark(SHAPES, contenders, ours=(OURS,))
+
 if __name__ == "__main__":
-    main(__file__, __doc__, "The scan of Mamba 2, forward and backward", SHAPES, contenders)
+    main(__file__, __doc__, "The scan of Mamba 2, forward and backward", BENCHMARK)

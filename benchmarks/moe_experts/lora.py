@@ -11,10 +11,10 @@ Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_core import KernelSpec, bind
 from veomni_core.discovery.conflicts import CORE
@@ -123,13 +123,11 @@ def _check(calls: Calls, layers: dict[str, nn.Module], inputs: tuple[Tensor, Ten
         hold(name, calls[name](), exact, allowed)
 
 
-def measure(case: str, repeats: int) -> dict[str, Any]:
-    calls, inputs = contenders(CASES[case])
-    return {
-        "case": str(CASES[case]),
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {which: peak_bytes(call, inputs) for which, call in calls.items()},
-    }
+def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
+    return {"case": str(case), **figures(*contenders(case), repeats, only)}
+
+
+BENCHMARK = Benchmark({DEVICE: CASES}, measure, ours=(BESIDE,), repeats=9)
 
 
 def ratios(measured: dict[str, Any], than: str) -> list[float]:
@@ -160,17 +158,10 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--case", choices=CASES, help="print one case's figures as JSON, and write nothing")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case, options.repeats)))
-        return
-    cases = [
-        measured_in_processes(__file__, ["--case", case, "--repeats", str(options.repeats)], options.processes)
-        for case in CASES
-    ]
+    cases = [measured_in_processes(__file__, DEVICE, case, options.repeats, options.processes) for case in CASES]
     gpu = DEVICE == "cuda"
     write_results(
         "lora_on_experts_gpu" if gpu else "lora_on_experts",

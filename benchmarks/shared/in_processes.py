@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
+from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.results import ROOT
 
 Calls = dict[str, Callable[[], Tensor]]
 # glibc otherwise gives freed memory back to the system and faults it in again page by page, in some processes at every
@@ -25,6 +27,17 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRES
 def leaf(*shape: int, scale: float = 1.0, **options: Any) -> Tensor:
     """Normal values that want a gradient."""
     return (torch.randn(*shape, **options) * scale).requires_grad_()
+
+
+def figures(
+    calls: Calls, inputs: Sequence[Tensor], repeats: int, only: Collection[str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """The time and the memory of each call that is asked for, as a benchmark's ``measure`` gives them."""
+    asked = {name: call for name, call in calls.items() if only is None or name in only}
+    return {
+        "seconds": median_seconds(asked, inputs, repeats),
+        "peak bytes": {name: peak_bytes(call, inputs) for name, call in asked.items()},
+    }
 
 
 def median_seconds(calls: Calls, inputs: Sequence[Tensor], repeats: int) -> dict[str, float]:
@@ -40,16 +53,18 @@ def _both_passes(call: Callable[[], Tensor]) -> None:
     result.backward(torch.ones_like(result))
 
 
-def measured_in_processes(script: str, arguments: Sequence[str], processes: int) -> dict[str, Any]:
-    """What ``script`` prints as JSON, with the median over processes of its ``seconds``.
+def measured_in_processes(script: str, device: str, shape: str, repeats: int, processes: int) -> dict[str, Any]:
+    """What the ``BENCHMARK`` of ``script`` measures, with the median over processes of its ``seconds``.
 
     In processes of its own, none inherits another's heap, and no single one's luck with it decides.
     """
-    command, environment = [sys.executable, script, *arguments], {**os.environ, **KEEP_FREED_MEMORY}
+    asked = ["--device", device, "--shapes", shape, "--repeats", str(repeats)]
+    command = [sys.executable, "-m", "benchmarks.shared.one_process", script, *asked]
+    environment = {**os.environ, **KEEP_FREED_MEMORY}
     runs = []
     for _ in range(processes):
-        result = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-        runs.append(json.loads(result.stdout.splitlines()[-1]))
+        result = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE)
+        runs.append(json.loads(result.stdout.splitlines()[-1])["figures"][shape])
     times = {which: [run["seconds"][which] for run in runs] for which in runs[0]["seconds"]}
     medians = {which: statistics.median(values) for which, values in times.items()}
     return {**runs[0], "seconds": medians, "seconds in each process": times}
