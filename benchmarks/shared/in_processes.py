@@ -16,12 +16,10 @@ from torch import Tensor
 
 from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
 from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.one_process import KEEP_FREED_MEMORY
 from benchmarks.shared.results import ROOT
 
 Calls = dict[str, Callable[[], Tensor]]
-# glibc otherwise gives freed memory back to the system and faults it in again page by page, in some processes at every
-# call and in others at none: swiglu_mlp then took 6 or 28 ms.
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def leaf(*shape: int, scale: float = 1.0, **options: Any) -> Tensor:

@@ -18,6 +18,9 @@ from typing import Any
 from benchmarks.shared.benchmark import benchmark_of
 
 _OURS = "veomni_"
+# glibc otherwise gives freed memory back to the system and faults it in again page by page, in some processes at every
+# call and in others at none: swiglu_mlp then took 6 or 28 ms.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 class Lacking(Exception):

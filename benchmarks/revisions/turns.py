@@ -1,0 +1,100 @@
+"""Runs one benchmark at two revisions, in fresh processes that take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.revisions.selection import Guarded
+from benchmarks.shared.one_process import KEEP_FREED_MEMORY, package_folders
+
+_HERE = Path(__file__).resolve().parents[2]  # the repository of this file
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one kernel took at one shape, in one process."""
+
+    seconds: float
+    peak_bytes: int
+
+
+Figures = dict[tuple[str, str], Figure]  # by the kernel and the shape
+
+
+class Lacks(Exception):
+    """The revision has no such kernel."""
+
+
+class NotMeasured(Exception):
+    """The benchmark failed; the message is the end of what it printed."""
+
+
+@dataclass
+class Runs:
+    """The figures of each pair of processes, or why a revision has none."""
+
+    base: list[Figures] = field(default_factory=list)
+    head: list[Figures] = field(default_factory=list)
+    base_lacks: str = ""
+    head_lacks: str = ""
+
+
+def in_turns(of_base: Callable[[], Figures], of_head: Callable[[], Figures], pairs: int) -> Runs:
+    """Measure both in pairs: base and head, head and base, and so on, so that what drifts meets both alike.
+
+    Where a revision lacks the kernels, the other one is measured once, for their names.
+    """
+    runs = Runs()
+    for pair in range(pairs):
+        for which in ("base", "head") if pair % 2 == 0 else ("head", "base"):
+            try:
+                if which == "base" and not runs.base_lacks:
+                    runs.base.append(of_base())
+                elif which == "head":
+                    runs.head.append(of_head())
+            except Lacks as error:
+                setattr(runs, f"{which}_lacks", str(error))
+        if runs.base_lacks or runs.head_lacks:
+            break
+    return runs
+
+
+def one_process(
+    guarded: Guarded, packages_of: Path, repository: Path, shapes: Sequence[str] = (), repeats: int | None = None
+) -> Figures:
+    """Run the benchmark of ``repository`` in a process with the packages of another revision's files.
+
+    Raises:
+        Lacks: a package, a module or a name of ours that the benchmark asks for is not there.
+        NotMeasured: the process failed for another reason.
+    """
+    asked = ["--device", guarded.device, "--ours", "--packages-of", str(packages_of)]
+    asked += ["--repeats", str(repeats)] if repeats else []
+    asked += ["--shapes", *shapes] if shapes else []
+    command = [sys.executable, "-m", "benchmarks.shared.one_process", f"benchmarks/{guarded.script}", *asked]
+    result = subprocess.run(command, env=_environment(packages_of), cwd=repository, capture_output=True, text=True)
+    if result.returncode:
+        raise NotMeasured("\n".join([*result.stdout.splitlines()[-3:], *result.stderr.splitlines()[-8:]]))
+    printed = json.loads(result.stdout.splitlines()[-1])
+    if "lacks" in printed:
+        raise Lacks(printed["lacks"])
+    return dict(_read(printed["figures"]))
+
+
+def _environment(packages_of: Path) -> dict[str, str]:
+    """Python's path before what is installed: editable installs are looked up last."""
+    path = [*package_folders(packages_of), _HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(map(str, path))}
+
+
+def _read(printed: dict[str, Any]) -> Iterable[tuple[tuple[str, str], Figure]]:
+    for shape, found in printed.items():
+        for kernel, seconds in found["seconds"].items():
+            yield (kernel, shape), Figure(seconds, found["peak bytes"][kernel]["both"])
