@@ -3,7 +3,7 @@
     make bench BASE=HEAD~1                      # the kernels whose sources differ
     make bench BASE=main ONLY="kda rms_norm" PAIRS=10
 
-The scripts are those of the working tree; each process has the packages of one of the two revisions. Processes take
+The benchmarks are those of the working tree; each process has the packages of one of the two revisions. Processes take
 turns. Of each kernel and shape the ratio of head and base is printed, as the median over pairs of processes with an
 interval, for the time of forward and backward and for the peak memory. Exits with 1 if an interval lies above 1.03 as
 a whole, with 2 if something could not be measured.
@@ -15,7 +15,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.revisions.revision import NoSuchRevision, changed_since, checked_out, commit_of
 from benchmarks.revisions.rows import COLUMNS, Row, rows
 from benchmarks.revisions.selection import GUARDED, Guarded, NothingOfThatName, asked_for, changed
-from benchmarks.revisions.turns import Figures, NotMeasured, in_turns, one_process
+from benchmarks.revisions.turns import NotMeasured, OneProcess, in_turns
 from benchmarks.revisions.verdict import FEWEST_PAIRS, LIMIT
 from benchmarks.shared.results import ROOT, table
 from veomni_core.ops.catalog import BUILTIN_OPS
@@ -59,9 +58,11 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarde
     failures: list[str] = []
     with checked_out(repository, base) as files:
         for each in chosen:
-            measured = partial(_measured, each, repository, options.shapes, options.repeats)
+            script, own = (folder / "benchmarks" / each.script for folder in (repository, files))
+            of_base = OneProcess(each, "base", files, script, own, options.shapes, options.repeats)
+            of_head = OneProcess(each, "head", repository, script, script, options.shapes, options.repeats)
             try:
-                runs = in_turns(partial(measured, "base", files), partial(measured, "head", repository), options.pairs)
+                runs = in_turns(of_base, of_head, options.pairs)
             except NotMeasured as error:
                 failures.append(f"{each} was not measured: {error}")
                 continue
@@ -69,16 +70,6 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarde
                 failures.append(f"{each} was not measured: {runs.head_lacks}")
             found.extend(rows(str(each), runs))
     return _report(found, failures)
-
-
-def _measured(
-    guarded: Guarded, repository: Path, shapes: Sequence[str], repeats: int | None, which: str, packages_of: Path
-) -> Figures:
-    print(f"{guarded}: {which}", file=sys.stderr, flush=True)
-    try:
-        return one_process(guarded, packages_of, repository, shapes, repeats)
-    except NotMeasured as error:
-        raise NotMeasured(f"{which} failed\n{error}") from None
 
 
 def _report(found: Sequence[Row], failures: Sequence[str]) -> int:
@@ -101,7 +92,11 @@ def _devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-if __name__ == "__main__":
-    # An end by SIGTERM unwinds as Ctrl-C does: the process that measures is stopped, and the base's files are removed.
+def unwind_on_sigterm() -> None:
+    """End by SIGTERM as by Ctrl-C: the process that measures is stopped, and the base's files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+
+
+if __name__ == "__main__":
+    unwind_on_sigterm()
     sys.exit(main())

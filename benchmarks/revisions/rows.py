@@ -18,13 +18,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel at a shape; without ratios where a revision lacks it."""
+    """A kernel at a shape; without ratios where a revision lacks it, and ``lacks`` may say what it lacks."""
 
     benchmark: str
     kernel: str
     shape: str
     base: list[Figure]
     head: list[Figure]
+    lacks: str = ""
 
     @property
     def ratios(self) -> dict[str, Ratio]:
@@ -44,13 +45,13 @@ class Row:
     def verdict(self) -> str:
         """In words, with what to do if it is unclear."""
         if not self.base:
-            return "new: the base lacks it"
+            return f"new: {self.lacks or 'the base has no such kernel or shape'}"
         if not self.head:
-            return "gone: the head lacks it"
+            return f"gone: {self.lacks or 'the head has no such kernel or shape'}"
         said = []
         for what, found in self.ratios.items():
             if found.verdict is Verdict.UNCLEAR:
-                pairs = max(FEWEST_PAIRS, 2 * found.pairs) if found.pairs >= FEWEST_PAIRS else FEWEST_PAIRS
+                pairs = FEWEST_PAIRS if found.pairs < FEWEST_PAIRS else 2 * found.pairs
                 said.append(f"{what} unclear, more pairs needed: --pairs {pairs}")
             elif found.verdict is not Verdict.SAME:
                 said.append(f"{what}: {found.verdict.value}")
@@ -72,7 +73,7 @@ def rows(benchmark: str, runs: Runs) -> Iterator[Row]:
             [figures[kernel, shape] for figures in each if (kernel, shape) in figures]
             for each in (runs.base, runs.head)
         )
-        yield Row(benchmark, kernel, shape, of_base, of_head)
+        yield Row(benchmark, kernel, shape, of_base, of_head, runs.base_lacks or runs.head_lacks)
 
 
 def _time(figures: list[Figure]) -> str:

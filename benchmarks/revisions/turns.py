@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.revisions.selection import Guarded
 from benchmarks.shared.one_process import KEEP_FREED_MEMORY, package_folders
 
-_HERE = Path(__file__).resolve().parents[2]  # the repository of this file
+_HERE = Path(__file__).resolve().parents[2]  # where `benchmarks` is imported from, whatever is measured
 
 
 @dataclass(frozen=True)
@@ -66,31 +66,58 @@ def in_turns(of_base: Callable[[], Figures], of_head: Callable[[], Figures], pai
     return runs
 
 
-def one_process(
-    guarded: Guarded, packages_of: Path, repository: Path, shapes: Sequence[str] = (), repeats: int | None = None
-) -> Figures:
-    """Run the benchmark of ``repository`` in a process with the packages of another revision's files.
+@dataclass
+class OneProcess:
+    """Measures a revision in a fresh process, each time that it is called.
 
-    Raises:
-        Lacks: a package, a module or a name of ours that the benchmark asks for is not there.
-        NotMeasured: the process failed for another reason.
+    Attributes:
+        guarded: what is measured.
+        which: ``"base"`` or ``"head"``.
+        packages_of: the revision's files.
+        script: the benchmark. It is the head's for both, so that both are asked the same.
+        own_script: the revision's own, which takes its place if the revision lacks what ``script`` imports: a commit
+            that renames what only a benchmark imports is no reason not to compare.
+        shapes: their names; all if there are none.
+        repeats: turns of the process.
     """
-    asked = ["--device", guarded.device, "--ours", "--packages-of", str(packages_of)]
-    asked += ["--repeats", str(repeats)] if repeats else []
-    asked += ["--shapes", *shapes] if shapes else []
-    command = [sys.executable, "-m", "benchmarks.shared.one_process", f"benchmarks/{guarded.script}", *asked]
-    result = subprocess.run(command, env=_environment(packages_of), cwd=repository, capture_output=True, text=True)
-    if result.returncode:
-        raise NotMeasured("\n".join([*result.stdout.splitlines()[-3:], *result.stderr.splitlines()[-8:]]))
-    printed = json.loads(result.stdout.splitlines()[-1])
-    if "lacks" in printed:
-        raise Lacks(printed["lacks"])
-    return dict(_read(printed["figures"]))
+
+    guarded: Guarded
+    which: str
+    packages_of: Path
+    script: Path
+    own_script: Path
+    shapes: Sequence[str] = ()
+    repeats: int | None = None
+
+    def __call__(self) -> Figures:
+        """The figures of one process.
+
+        Raises:
+            Lacks: a package, a module or a name of ours that the benchmark asks for is not there.
+            NotMeasured: the process failed for another reason.
+        """
+        print(f"{self.guarded}: {self.which}", file=sys.stderr, flush=True)
+        asked = ["--device", self.guarded.device, "--ours", "--packages-of", str(self.packages_of)]
+        asked += ["--repeats", str(self.repeats)] if self.repeats else []
+        asked += ["--shapes", *self.shapes] if self.shapes else []
+        command = [sys.executable, "-m", "benchmarks.shared.one_process", str(self.script), *asked]
+        result = subprocess.run(command, env=_environment(self.packages_of), cwd=_HERE, capture_output=True, text=True)
+        if result.returncode:
+            end = [*result.stdout.splitlines()[-3:], *result.stderr.splitlines()[-8:]]
+            raise NotMeasured("\n".join([f"the {self.which} failed", *end]))
+        printed = json.loads(result.stdout.splitlines()[-1])
+        if "lacks" not in printed:
+            return dict(_read(printed["figures"]))
+        if self.script == self.own_script or not self.own_script.is_file():
+            raise Lacks(printed["lacks"])
+        print(f"{self.guarded}: the {self.which} is measured by its own script, since: {printed['lacks']}", flush=True)
+        self.script = self.own_script
+        return self()
 
 
 def _environment(packages_of: Path) -> dict[str, str]:
     """Python's path before what is installed: editable installs are looked up last."""
-    path = [*package_folders(packages_of), _HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [*package_folders(packages_of), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
 

@@ -39,7 +39,10 @@ def measured(script: Path, device: str, names: list[str], ours: bool, repeats: i
         torch.set_num_threads(benchmark.threads)
     only = benchmark.ours if ours else None
     turns = repeats or benchmark.repeats
-    return {name: benchmark.measure(shapes[name], device, turns, only) for name in names or shapes}
+    figures = {name: benchmark.measure(shapes[name], device, turns, only) for name in names or shapes}
+    if empty := [name for name, found in figures.items() if not found["seconds"]]:
+        raise SystemExit(f"{script} measured none of {list(benchmark.ours)} at {empty}")
+    return figures
 
 
 def package_folders(root: Path) -> list[Path]:
