@@ -56,16 +56,15 @@ class Case:
         return f"T={self.tokens} r={self.rank} {shape}"
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QWEN = {"hidden": 2048, "intermediate": 768, "experts": 128, "k": 8, "dtype": torch.bfloat16}
 ON_CPU = {"many": Case(2048), "few": Case(256), "rank 64": Case(2048, rank=64)}
 ON_GPU = {"qwen3-30b": Case(8192, **QWEN), "qwen3-30b, few": Case(2048, **QWEN)}
-CASES = ON_GPU if DEVICE == "cuda" else ON_CPU
+CASES = {"cpu": ON_CPU, "cuda": ON_GPU}
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 FULL, OWN, ADDED, BESIDE = "weights trained", "transformers, added", "grouped_mm, added", "grouped_mm, beside"
 
 
-def adapted_experts(case: Case) -> nn.Module:
+def adapted_experts(case: Case, device: str) -> nn.Module:
     """Qwen3-MoE's experts under a random adapter of both parameters, the same each time."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -76,7 +75,7 @@ def adapted_experts(case: Case) -> nn.Module:
     )
     config._experts_implementation = "eager"
     layer = nn.Module()
-    with torch.device(DEVICE):  # 128 experts take seconds to draw on a CPU
+    with torch.device(device):  # 128 experts take seconds to draw on a CPU
         layer.experts = Qwen3MoeExperts(config)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=case.hidden**-0.5)
@@ -84,7 +83,7 @@ def adapted_experts(case: Case) -> nn.Module:
     lora = LoraConfig(r=case.rank, target_modules=[], target_parameters=targets, init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's that there are no target modules
-        return inject_adapter_in_model(lora, layer).to(DEVICE, case.dtype)
+        return inject_adapter_in_model(lora, layer).to(device, case.dtype)
 
 
 def registry(features: tuple[str, ...]) -> Registry:
@@ -93,12 +92,12 @@ def registry(features: tuple[str, ...]) -> Registry:
     return build_registry([CORE, PluginRecord("measured", "veomni-torch", "0", __name__, kernels=kernels)], {})
 
 
-def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
+def contenders(case: Case, device: str) -> tuple[Calls, list[Tensor]]:
     """The calls, and every tensor that one of them gives a gradient to."""
-    layers = {name: adapted_experts(case) for name in (OWN, ADDED, BESIDE)}
+    layers = {name: adapted_experts(case, device) for name in (OWN, ADDED, BESIDE)}
     for name, features in ((ADDED, ()), (BESIDE, ("lora",))):
-        bind(layers[name], {"moe_implementation": "grouped_mm"}, registry=registry(features), device=DEVICE)
-    options = {"device": DEVICE, "dtype": case.dtype}
+        bind(layers[name], {"moe_implementation": "grouped_mm"}, registry=registry(features), device=device)
+    options = {"device": device, "dtype": case.dtype}
     weights, index = torch.randn(case.tokens, case.experts, **options).softmax(-1).topk(case.k)
     hidden, weights = leaf(case.tokens, case.hidden, **options), weights.detach().requires_grad_()
     calls: Calls = {name: lambda layer=layer: layer.experts(hidden, index, weights) for name, layer in layers.items()}
@@ -124,10 +123,10 @@ def _check(calls: Calls, layers: dict[str, nn.Module], inputs: tuple[Tensor, Ten
 
 
 def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
-    return {"case": str(case), **figures(*contenders(case), repeats, only)}
+    return {"case": str(case), **figures(*contenders(case, device), repeats, only)}
 
 
-BENCHMARK = Benchmark({DEVICE: CASES}, measure, ours=(BESIDE,), repeats=9)
+BENCHMARK = Benchmark(CASES, measure, ours=(BESIDE,), repeats=9)
 
 
 def ratios(measured: dict[str, Any], than: str) -> list[float]:
@@ -161,8 +160,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
     options = parser.parse_args()
-    cases = [measured_in_processes(__file__, DEVICE, case, options.repeats, options.processes) for case in CASES]
-    gpu = DEVICE == "cuda"
+    gpu = torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
+    cases = [
+        measured_in_processes(__file__, device, case, options.repeats, options.processes) for case in CASES[device]
+    ]
     write_results(
         "lora_on_experts_gpu" if gpu else "lora_on_experts",
         f"Adapters of fused experts, forward and backward, on {'a GPU in bfloat16' if gpu else 'the CPU in float32'}",
