@@ -27,12 +27,12 @@ MEASURES = """
 
     def measure(shape, device, repeats, only=None):
         return {{
-            "seconds": {{"stub": shape * kda.SECONDS}},
-            "peak bytes": {{"stub": {{"both": kda.BYTES}}}},
+            "seconds": {{"{kernel}": shape * kda.SECONDS}},
+            "peak bytes": {{"{kernel}": {{"both": kda.BYTES}}}},
         }}
 
 
-    BENCHMARK = Benchmark({{"cpu": {{"small": 1, "large": 100}}}}, measure, ours=("stub",))
+    BENCHMARK = Benchmark({{"cpu": {{"small": 1, "large": 100}}}}, measure, ours=("{kernel}",))
 """
 
 
@@ -63,8 +63,8 @@ class Repository:
     def kernel(self, seconds: float = 0.01, size: int = 1 << 20, more: str = "") -> None:
         self.write(KERNEL, f"SECONDS, BYTES = {seconds}, {size}\n{more}\n")
 
-    def measures(self, names: str = "SECONDS") -> None:
-        self.write(SCRIPT, MEASURES.format(names=names))
+    def measures(self, names: str = "SECONDS", kernel: str = "stub") -> None:
+        self.write(SCRIPT, MEASURES.format(names=names, kernel=kernel))
 
     def commit(self) -> None:
         self.git("add", "--all")
@@ -141,7 +141,7 @@ def test_too_few_pairs_are_unclear_and_say_so(repository, compare):
     assert "time unclear, more pairs needed: --pairs 5" in printed
 
 
-def test_a_kernel_that_a_revision_lacks_is_new_or_gone(repository, compare):
+def test_a_kernel_that_the_base_lacks_is_new(repository, compare):
     repository.write("README.md", "Nothing yet.")
     (repository.folder / SCRIPT).unlink()
     repository.commit()
@@ -151,11 +151,46 @@ def test_a_kernel_that_a_revision_lacks_is_new_or_gone(repository, compare):
     status, printed = compare()
     assert status == 0
     assert "| new: cannot import name 'kda' from 'veomni_stub'" in printed
-    (repository.folder / KERNEL).unlink()
+
+
+def test_a_benchmark_that_the_head_lacks_is_gone(repository, compare):
+    repository.kernel()
+    repository.write("benchmarks/rms_norm/rms_norm.py", "import math\nBENCHMARK = None")
+    repository.commit()
+    (repository.folder / "benchmarks/rms_norm/rms_norm.py").unlink()
+    repository.kernel(more="# changed")
     repository.commit()
     status, printed = compare()
     assert status == 0
-    assert "| gone: cannot import name 'kda' from 'veomni_stub'" in printed
+    assert "gone: benchmarks/rms_norm/rms_norm.py is not in the working tree" in printed
+
+
+def test_a_kernel_that_the_base_s_own_benchmark_names_is_gone(repository, compare):
+    repository.kernel(more="LAUNCH = 1")
+    repository.measures("LAUNCH", kernel="older")
+    repository.commit()
+    repository.kernel(more="LAUNCHES = (1,)")
+    repository.measures("LAUNCHES")
+    repository.commit()
+    status, printed = compare("--shapes", "small")
+    assert status == 0
+    rows = [line for line in printed.splitlines() if line.startswith("| kda")]
+    assert [row.split(" | ")[1:5] for row in rows] == [
+        ["older", "small", "10.000 ms", "-"],
+        ["stub", "small", "-", "10.000 ms"],
+    ]
+    assert "| gone: the head has no such kernel or shape |" in rows[0]
+    assert "| new: the base has no such kernel or shape |" in rows[1]
+
+
+def test_an_import_that_the_head_broke_is_no_pass(repository, compare):
+    repository.kernel()
+    repository.commit()
+    (repository.folder / KERNEL).unlink()
+    repository.commit()
+    status, printed = compare()
+    assert status == 2
+    assert "the head failed\ncannot import name 'kda' from 'veomni_stub'" in printed
 
 
 def test_a_package_that_the_base_lacks_is_not_taken_from_what_is_installed(repository, compare, monkeypatch, tmp_path):

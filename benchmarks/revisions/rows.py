@@ -18,14 +18,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel at a shape; without ratios where a revision lacks it, and ``lacks`` may say what it lacks."""
+    """A kernel at a shape; without ratios where a revision lacks it."""
 
     benchmark: str
     kernel: str
     shape: str
     base: list[Figure]
     head: list[Figure]
-    lacks: str = ""
+    base_lacks: str = ""
 
     @property
     def ratios(self) -> dict[str, Ratio]:
@@ -45,9 +45,9 @@ class Row:
     def verdict(self) -> str:
         """In words, with what to do if it is unclear."""
         if not self.base:
-            return f"new: {self.lacks or 'the base has no such kernel or shape'}"
+            return f"new: {self.base_lacks or 'the base has no such kernel or shape'}"
         if not self.head:
-            return f"gone: {self.lacks or 'the head has no such kernel or shape'}"
+            return "gone: the head has no such kernel or shape"
         said = []
         for what, found in self.ratios.items():
             if found.verdict is Verdict.UNCLEAR:
@@ -73,7 +73,7 @@ def rows(benchmark: str, runs: Runs) -> Iterator[Row]:
             [figures[kernel, shape] for figures in each if (kernel, shape) in figures]
             for each in (runs.base, runs.head)
         )
-        yield Row(benchmark, kernel, shape, of_base, of_head, runs.base_lacks or runs.head_lacks)
+        yield Row(benchmark, kernel, shape, of_base, of_head, runs.base_lacks)
 
 
 def _time(figures: list[Figure]) -> str:
