@@ -71,7 +71,7 @@ coverage: $(INSTALLED)  ## which lines the tests reach
 coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the installed transformers
 	$(BIN)/python scripts/coverage_page.py
 
-headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg from the figures in docs/benchmarks
+headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg and kernel_speeds.svg from the figures in docs/benchmarks
 	$(BIN)/python scripts/headline_picture.py
 
 printed-pictures: $(INSTALLED)  ## draw docs/images/plan.svg and receipt.svg from what is printed

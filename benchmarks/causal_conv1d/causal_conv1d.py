@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared.accuracy import hold
 from benchmarks.shared.benchmark import Benchmark
-from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
+from benchmarks.shared.in_processes import Calls, asked, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_core.ops.causal_conv1d import standard as reference
 from veomni_torch import causal_conv1d
@@ -60,13 +60,13 @@ CASES = {
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 6e-3}  # the errors of results and gradients, as norms
 
 
-def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
+def contenders(case: Case, only: Collection[str] | None) -> tuple[Calls, list[Tensor]]:
     """The calls, once their results and gradients are near those of float64."""
     x = leaf(1, case.positions, case.channels, dtype=case.dtype).detach().transpose(1, 2).requires_grad_()
     weight = leaf(case.channels, case.width, scale=case.width**-0.5, dtype=case.dtype)
     calls: Calls = {
         name: partial(function, x, weight, activation=case.activation)
-        for name, function in ((THEIRS, causal_conv1d_fn), (OURS, causal_conv1d.standard))
+        for name, function in asked({THEIRS: causal_conv1d_fn, OURS: causal_conv1d.standard}, only).items()
     }
     wide = [each.detach().double().requires_grad_() for each in (x, weight)]
     exact = reference(*wide, activation=case.activation)
@@ -84,10 +84,10 @@ def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
 
 def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    calls, inputs = contenders(case)
+    calls, inputs = contenders(case, only)
     return {
         "case": str(case),
-        **figures(calls, inputs, repeats, only),
+        **figures(calls, inputs, repeats),
         "bytes of all": 3 * inputs[0].nbytes + inputs[1].nbytes,
     }
 

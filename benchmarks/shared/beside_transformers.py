@@ -16,7 +16,7 @@ from benchmarks.shared.in_processes import Calls, figures, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 
 EAGER = "transformers"
-Contenders = Callable[[Any, str], tuple[Calls, list[Tensor]]]
+Contenders = Callable[[Any, str, Collection[str] | None], tuple[Calls, list[Tensor]]]
 _MIB = 1 << 20
 _COLUMNS = ("kernel and shape", "time", "of transformers' time", "peak memory", "of transformers' memory")
 
@@ -32,8 +32,8 @@ def benchmark(
 
     Args:
         shapes: by device, and there by a name that the command line takes.
-        contenders: for a shape and a device, the calls by name, :data:`EAGER` among them, each of which gives a scalar
-            to go backward from; and the inputs that get gradients.
+        contenders: for a shape, a device and the names that are asked for, or ``None`` for all, the calls by name,
+            each of which gives a scalar to go backward from; and the inputs that get gradients. :data:`EAGER` is one.
         ours: the calls that are kernels of this repository.
         repeats: turns of each process.
         threads: of a CPU; ``None`` for as many as torch takes.
@@ -41,7 +41,7 @@ def benchmark(
 
     def measure(shape: Any, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
         torch.manual_seed(0)
-        return {"shape": str(shape), **figures(*contenders(shape, device), repeats, only)}
+        return {"shape": str(shape), **figures(*contenders(shape, device, only), repeats)}
 
     return Benchmark(shapes, measure, ours, repeats, threads)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.one_process import KEEP_FREED_MEMORY
 from benchmarks.shared.results import ROOT
 
+_T = TypeVar("_T")
 Calls = dict[str, Callable[[], Tensor]]
 
 
@@ -27,14 +28,19 @@ def leaf(*shape: int, scale: float = 1.0, **options: Any) -> Tensor:
     return (torch.randn(*shape, **options) * scale).requires_grad_()
 
 
+def asked(calls: dict[str, _T], only: Collection[str] | None) -> dict[str, _T]:
+    """Those of ``calls`` that are asked for: a peer that isn't needs no check against float64, which may take minutes."""
+    return {name: call for name, call in calls.items() if only is None or name in only}
+
+
 def figures(
     calls: Calls, inputs: Sequence[Tensor], repeats: int, only: Collection[str] | None = None
 ) -> dict[str, dict[str, Any]]:
     """The time and the memory of each call that is asked for, as a benchmark's ``measure`` gives them."""
-    asked = {name: call for name, call in calls.items() if only is None or name in only}
+    calls = asked(calls, only)
     return {
-        "seconds": median_seconds(asked, inputs, repeats),
-        "peak bytes": {name: peak_bytes(call, inputs) for name, call in asked.items()},
+        "seconds": median_seconds(calls, inputs, repeats),
+        "peak bytes": {name: peak_bytes(call, inputs) for name, call in calls.items()},
     }
 
 

@@ -33,6 +33,8 @@ def measured(script: Path, device: str, names: list[str], ours: bool, repeats: i
     shapes = benchmark.shapes.get(device, {})
     if unknown := [name for name in names if name not in shapes]:
         raise SystemExit(f"{script} has no shape {unknown} on {device}; it has {list(shapes)}")
+    if not shapes:
+        raise SystemExit(f"{script} has no shape on {device}; it has shapes on {' and '.join(benchmark.shapes)}")
     if benchmark.threads:
         import torch
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared.accuracy import hold
 from benchmarks.shared.benchmark import Benchmark
-from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
+from benchmarks.shared.in_processes import Calls, asked, figures, leaf, measured_in_processes
 from benchmarks.shared.measuring import seconds_in_turns
 from benchmarks.shared.results import machine, write_results
 from veomni_core.ops.token_logprobs import causal as reference
@@ -66,7 +66,7 @@ TRITON = "triton, {} MiB kept"
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 
 
-def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
+def contenders(shape: Shape, device: str, only: Collection[str] | None) -> tuple[Calls, list[Tensor]]:
     """The calls, each giving the sum of the log-probabilities and of a tenth of the entropies: both have gradients."""
     options = {"device": device, "dtype": shape.dtype}
     hidden = leaf(shape.tokens, shape.hidden, **options)
@@ -86,6 +86,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     }
     if device == "cuda":
         results |= _of_triton(hidden, weight, labels)
+    results = asked(results, only)
     few = slice(0, 64)  # of all tokens, whose float64 logits fit
     with torch.no_grad():
         exact = reference(hidden[few].double(), weight.double(), labels[few], outputs=OUTPUTS)
@@ -135,8 +136,8 @@ def products_alone(shape: Shape, repeats: int) -> float:
 
 def measure(shape: Shape, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    calls, inputs = contenders(shape, device)
-    found = figures(calls, inputs, repeats, only)
+    calls, inputs = contenders(shape, device, only)
+    found = figures(calls, inputs, repeats)
     if device == "cuda" and (only is None or PRODUCTS in only):
         found["seconds"][PRODUCTS] = products_alone(shape, repeats)
     return {
