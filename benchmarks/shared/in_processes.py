@@ -29,7 +29,7 @@ def leaf(*shape: int, scale: float = 1.0, **options: Any) -> Tensor:
 
 
 def asked(calls: dict[str, _T], only: Collection[str] | None) -> dict[str, _T]:
-    """Those of ``calls`` that are asked for: a peer that isn't needs no check against float64, which may take minutes."""
+    """Those of ``calls`` that are asked for; a peer that isn't is not checked against float64 either."""
     return {name: call for name, call in calls.items() if only is None or name in only}
 
 
