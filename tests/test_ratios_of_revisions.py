@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,12 +22,15 @@ def verdict():
         return importlib.import_module("benchmarks.revisions.verdict")
 
 
+# How long a test takes on a busy machine is not asked.
+patiently = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 TIMES = st.floats(1e-6, 1e3)
 SAMPLES = st.lists(TIMES, min_size=1, max_size=40)
 PAIRS = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=40)
 ENOUGH = st.integers(5, 40)
 
 
+@patiently
 @given(SAMPLES)
 def test_equal_figures_are_no_loss(verdict, times):
     found = verdict.ratio(times, times)
@@ -35,6 +38,7 @@ def test_equal_figures_are_no_loss(verdict, times):
     assert found.verdict is (verdict.Verdict.SAME if len(times) >= 5 else verdict.Verdict.UNCLEAR)
 
 
+@patiently
 @given(st.data(), st.lists(st.floats(0.971, 1.029), min_size=5, max_size=40))
 def test_noise_within_the_limit_is_no_loss(verdict, data, noise):
     base = data.draw(st.lists(TIMES, min_size=len(noise), max_size=len(noise)))
@@ -42,6 +46,7 @@ def test_noise_within_the_limit_is_no_loss(verdict, data, noise):
     assert verdict.ratio(base, head).verdict is verdict.Verdict.SAME
 
 
+@patiently
 @given(st.data(), st.floats(1.1, 10.0), ENOUGH)
 def test_a_tenth_is_a_loss_and_a_gain_the_other_way_round(verdict, data, slower, pairs):
     """Whatever drifts from pair to pair: each pair has a time of its own, and 3 % of noise on either side."""
@@ -53,6 +58,7 @@ def test_a_tenth_is_a_loss_and_a_gain_the_other_way_round(verdict, data, slower,
     assert verdict.ratio(head, base).verdict is verdict.Verdict.GAIN
 
 
+@patiently
 @given(st.data(), ENOUGH)
 def test_one_pair_without_a_loss_among_few_keeps_it_from_failing(verdict, data, pairs):
     """The whole range of up to eight pairs must lie beyond the limit."""
@@ -62,6 +68,7 @@ def test_one_pair_without_a_loss_among_few_keeps_it_from_failing(verdict, data, 
     assert verdict.ratio([1.0] * pairs, head).verdict is verdict.Verdict.UNCLEAR
 
 
+@patiently
 @given(PAIRS)
 def test_the_interval_holds_the_median_and_lies_within_the_range(verdict, pairs):
     base, head = zip(*pairs, strict=True)
@@ -71,6 +78,7 @@ def test_the_interval_holds_the_median_and_lies_within_the_range(verdict, pairs)
     assert found.median == statistics.median(ratios)
 
 
+@patiently
 @given(PAIRS, st.floats(1e-3, 1e3))
 def test_neither_the_order_of_pairs_nor_the_unit_of_time_counts(verdict, pairs, unit):
     base, head = zip(*pairs, strict=True)
