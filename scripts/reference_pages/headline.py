@@ -75,8 +75,10 @@ def draw() -> None:
         figure = Figure(figsize=(9.6, 0.32 * len(names) + 0.6), layout="constrained", facecolor="white")
         axes = figure.subplots()
         places = range(len(names))
-        drawn = axes.barh(places, shares, color=[_OURS if share <= 1 else _THEIRS for share in shares], height=0.62)
-        axes.bar_label(drawn, labels=texts, padding=5)
+        colours = [_OURS if round(share, 2) <= 1 else _THEIRS for share in shares]
+        axes.barh(places, shares, color=colours, height=0.62)
+        for place, share, text in zip(places, shares, texts, strict=True):
+            axes.annotate(text, (max(share, 1), place), (6, 0), textcoords="offset points", va="center")
         axes.axvline(1, color=_INK, linewidth=0.8)
         axes.set_yticks(places, names)
         axes.set_title("Forward and backward, as a share of the best peer's time", loc="left", fontsize=11)
