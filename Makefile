@@ -47,7 +47,10 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$distribution || exit 1; \
 	done
 
-bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in docs/benchmarks
+bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite its pages; with BASE=HEAD~1, fail on a loss since then instead
+ifdef BASE
+	$(BIN)/python benchmarks/revisions/compare_revisions.py $(BASE) $(if $(ONLY),--only $(ONLY)) $(if $(PAIRS),--pairs $(PAIRS))
+else
 	$(BIN)/python benchmarks/core/core.py
 	$(BIN)/python benchmarks/causal_conv1d/causal_conv1d.py
 	$(BIN)/python benchmarks/plugins/cpu_kernels.py
@@ -58,6 +61,7 @@ bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite their pages in do
 	$(BIN)/python benchmarks/moe_experts/lora.py
 	$(BIN)/python benchmarks/token_dispatch/traffic.py
 	$(BIN)/python benchmarks/token_logprobs/token_logprobs.py
+endif
 
 coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage run -m pytest
@@ -67,7 +71,7 @@ coverage: $(INSTALLED)  ## which lines the tests reach
 coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the installed transformers
 	$(BIN)/python scripts/coverage_page.py
 
-headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg from the figures in docs/benchmarks
+headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg and kernel_speeds.svg from the figures in docs/benchmarks
 	$(BIN)/python scripts/headline_picture.py
 
 printed-pictures: $(INSTALLED)  ## draw docs/images/plan.svg and receipt.svg from what is printed

@@ -1,6 +1,7 @@
 """Draws docs/images/whole_steps.svg: time and memory of whole training steps, from the figures in docs/benchmarks.
 
-``make headline-picture`` runs this; a test holds README's table and the picture to the same figures.
+``make headline-picture`` runs this, and draws the kernels' plot of ``reference_pages/headline.py`` too. Tests hold the
+pictures to the figures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+
+from reference_pages import headline
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "whole_steps.svg"
@@ -68,3 +71,4 @@ def draw() -> None:
 
 if __name__ == "__main__":
     draw()
+    headline.draw()

@@ -14,15 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from veomni_core.testing.triton_interpreter import mend_interpreter
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
 FILES = sorted(BENCHMARKS.glob("*/*.py"))
 SCRIPTS = [path for path in FILES if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
 LIST = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 NEED_NO_GPU = (
+    "causal_conv1d/causal_conv1d.py",
     "core/core.py",
     "cross_entropy_loss/chunk_sizes.py",
     "plugins/cpu_kernels.py",
+    "revisions/compare_revisions.py",
     "token_dispatch/traffic.py",
 )
 
@@ -96,6 +100,78 @@ def test_a_step_starts_without_gradients_and_leaves_its_own(shared):
     step = shared("shared.measuring").training_step(lambda: 2 * x.sum(), lambda loss: loss.backward(), [x])
     step(), step()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_what_is_compared_at_two_revisions_is_what_has_a_benchmark(shared):
+    guarded = {each.script for each in shared("revisions.selection").GUARDED}
+    having = {path for path in SCRIPTS if re.search("^BENCHMARK = ", path.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert {path.relative_to(BENCHMARKS).as_posix() for path in having} == guarded
+
+
+GUARDED_OURS = {  # the contenders of a script, where listing them needs no GPU
+    "load_balancing_loss.triton_load_balancing_loss": lambda script: script.FUNCTIONS,
+    "moe_experts.moe": lambda script: {name for name, _ in script.contenders()} | {"veomni fused_quack"},
+    "rms_norm.triton_rms_norm": lambda script: script.contenders(),
+    "rms_norm_gated.triton_rms_norm_gated": lambda script: script.contenders(script.CASES[0]),
+    "rotary_pos_emb.triton_rotary_pos_emb": lambda script: script.functions(script.CASES[0]),
+    "swiglu_mlp.triton_swiglu_mlp": lambda script: script.functions(),
+    "causal_conv1d.triton_causal_conv1d": lambda script: script.contenders(script.CASES[0], None),
+    "chunk_gated_delta_rule.triton_chunk_gated_delta_rule": lambda script: script.contenders(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUARDED_OURS)
+def test_the_benchmark_of_a_gpu_script_names_contenders_that_are_there(shared, name):
+    script = shared(name)
+    assert script.BENCHMARK.shapes["cuda"]
+    assert set(script.BENCHMARK.ours) <= set(GUARDED_OURS[name](script))
+
+
+@pytest.mark.slow
+def test_every_guarded_script_has_shapes_for_its_device(shared):
+    for each in shared("revisions.selection").GUARDED:
+        benchmark = shared(each.script.removesuffix(".py").replace("/", ".")).BENCHMARK
+        assert benchmark.shapes[each.device] and benchmark.ours, each
+
+
+def test_a_gpu_script_gives_the_times_and_the_memory_of_ours(shared, monkeypatch):
+    """Its kernels run here, in Triton's interpreter; a GPU's clock and allocator are stood in for."""
+    if not torch.cuda.is_available():
+        mend_interpreter()
+    script, memory_bound = shared("rms_norm.triton_rms_norm"), shared("shared.memory_bound")
+    ran = []
+
+    def timing(call):
+        ran.append(call())
+        return shared("shared.measuring").Timing(median=2.0, low=1.0, high=3.0)
+
+    monkeypatch.setattr(memory_bound, "timing", timing)
+    monkeypatch.setattr(memory_bound, "peak_mib_of_step", lambda step, inputs: 1.5)
+    monkeypatch.setattr(memory_bound, "captured", lambda step: None)
+    x, weight, dy = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((4, 64), (64,), (4, 64)))
+    monkeypatch.setattr(script, "drawn", lambda *_: (x.requires_grad_(), weight.requires_grad_(), dy))
+    found = script.BENCHMARK.measure((4, 64), "cuda", 1, script.BENCHMARK.ours)
+    assert found == {"seconds": {"ours": 0.002}, "peak bytes": {"ours": {"both": 3 << 19}}}
+    assert ran[0].shape == (4, 64) and x.grad is not None
+
+
+def test_a_cpu_script_s_calls_are_timed_by_the_one_clock(shared, monkeypatch):
+    """With a clock that the calls themselves move: both passes count, and the first turn does not."""
+    now = [0.0]
+    monkeypatch.setattr(shared("shared.measuring").time, "perf_counter", lambda: now[0])
+    x = torch.ones(1024, requires_grad=True)
+
+    def call(takes):
+        now[0] += takes
+        result = 2 * x
+        result.register_hook(lambda gradient: now.__setitem__(0, now[0] + takes))
+        return result
+
+    calls = {"slow": lambda: call(2.0), "fast": lambda: call(1.0)}
+    found = shared("shared.in_processes").figures(calls, [x], 3, only=["slow"])
+    assert found["seconds"] == {"slow": 4.0}
+    assert found["peak bytes"]["slow"]["both"] >= x.nbytes
 
 
 @pytest.mark.parametrize(

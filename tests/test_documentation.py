@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from headline_picture import MODELS, PICTURE, steps
+from reference_pages import headline
 from veomni_core.cli.app import build_app
 from veomni_core.discovery.discover import discover
 from veomni_core.planning.config import OpsConfig
@@ -144,6 +145,12 @@ def test_the_headline_picture_has_the_benchmarks_figures():
     for page, title in MODELS.items():
         assert title in [html.unescape(text) for text in drawn]
         assert {str(step) for step in steps(page).values()} <= {*drawn}, "run: make headline-picture"
+
+
+def test_the_plot_of_kernels_has_the_benchmarks_figures():
+    drawn = [html.unescape(each) for each in re.findall(r">([^<>]*)</text>", headline.PICTURE.read_text("utf-8"))]
+    wanted = [text for name, _, behind in headline.bars() for text in (name, behind)]
+    assert {*wanted} <= {*drawn}, "run: make headline-picture"
 
 
 def test_the_readme_s_claim_about_coverage_is_the_page_s():

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from reference_pages import FOLDER, PAGES, hooks, kernels, markdown, parts, provocations, provoked, speeds
+from reference_pages import FOLDER, PAGES, headline, hooks, kernels, markdown, parts, provocations, provoked, speeds
 from reference_pages.repository import ROOT, registry
 from veomni_core import errors
 from veomni_core.cli.app import BUILTIN_VERBS
@@ -82,9 +82,9 @@ def test_kernels_are_measured_on_pages_of_their_own_op():
 
 def test_the_speeds_are_of_kernels_that_are_there_and_of_their_ops_pages():
     for op, headlines in speeds.HEADLINES.items():
-        assert {headline.page for headline in headlines} <= {*kernels.MEASURED[op]}
-        for headline in headlines:
-            assert {*headline.kernels.values()} <= {spec.name for spec in registry().kernels(op)}
+        assert {each.page for each in headlines} <= {*kernels.MEASURED[op]}
+        for each in headlines:
+            assert {*each.kernels.values()} <= {spec.name for spec in registry().kernels(op)}
 
 
 def test_a_speed_is_the_result_file_s(monkeypatch, tmp_path):
@@ -94,9 +94,35 @@ def test_a_speed_is_the_result_file_s(monkeypatch, tmp_path):
     ]
     (tmp_path / "norms.json").write_text(json.dumps({"machine": {"gpu": "a GPU"}, "figures": figures}))
     monkeypatch.setattr(speeds, "BENCHMARKS", tmp_path)
-    headline = speeds.Headline("norms", {"ours": "triton"}, "8x16", no_peers=("ours, other settings",))
+    norms = speeds.Headline("norms", {"ours": "triton"}, "8x16", no_peers=("ours, other settings",))
     link = "[8x16](../benchmarks/norms.md)"
-    assert [*headline.rows()] == [("`triton`", "a GPU", link, "0.003", "2000 GB/s", "theirs, 0.002", "1.50")]
+    assert [*norms.rows()] == [("`triton`", "a GPU", link, "0.003", "2000 GB/s", "theirs, 0.002", "1.50")]
+
+
+def test_the_headline_has_a_row_for_each_gpu_page_that_has_a_peer():
+    text = headline.PAGE.read_text(encoding="utf-8")
+    for op, headlines in speeds.HEADLINES.items():
+        for each in headlines:
+            if each.page.endswith(("_h100", "_h200")):
+                assert re.search(rf"^\| `{op}` \| .*\]\({each.page}\.md\)", text, re.MULTILINE), each.page
+
+
+def test_the_headline_s_kernel_is_the_fastest_of_ours(monkeypatch, tmp_path):
+    figures = [
+        {"name": name, "shape": "8x16", "traffic": 1, "both": {"median": time}}
+        for name, time in (("plain", 0.004), ("ours", 0.003), ("theirs", 0.002))
+    ]
+    machines = {"norms": {"gpu": "NVIDIA H100 80GB HBM3"}, "on_a_cpu": {"processor": "a CPU", "cores": 2}}
+    for page, machine in machines.items():
+        (tmp_path / f"{page}.json").write_text(json.dumps({"machine": machine, "figures": figures}))
+    monkeypatch.setattr(speeds, "BENCHMARKS", tmp_path)
+    ours = {"plain": "torch", "ours": "triton"}
+    pages = {"rms_norm": tuple(speeds.Headline(page, ours, "8x16") for page in ("norms", "on_a_cpu"))}
+    monkeypatch.setattr(headline, "HEADLINES", pages)
+    (line,) = headline.lines()
+    link = "[8x16](norms.md)"
+    assert line.cells() == ("`rms_norm`", "`triton`", "H100", link, "0.003", "theirs", "0.002", "1.50")
+    assert [*headline.bars()] == [("rms_norm, triton, H100", 1.5, "1.50: 0.003 ms, theirs 0.002")]
 
 
 def test_a_docstring_s_paragraphs_and_items_are_lines():

@@ -11,9 +11,9 @@ gradients of the inputs, which every implementation holds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, asked, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_core.ops.causal_conv1d import standard as reference
 from veomni_torch import causal_conv1d
@@ -60,13 +60,13 @@ CASES = {
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 6e-3}  # the errors of results and gradients, as norms
 
 
-def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
+def contenders(case: Case, only: Collection[str] | None) -> tuple[Calls, list[Tensor]]:
     """The calls, once their results and gradients are near those of float64."""
     x = leaf(1, case.positions, case.channels, dtype=case.dtype).detach().transpose(1, 2).requires_grad_()
     weight = leaf(case.channels, case.width, scale=case.width**-0.5, dtype=case.dtype)
     calls: Calls = {
         name: partial(function, x, weight, activation=case.activation)
-        for name, function in ((THEIRS, causal_conv1d_fn), (OURS, causal_conv1d.standard))
+        for name, function in asked({THEIRS: causal_conv1d_fn, OURS: causal_conv1d.standard}, only).items()
     }
     wide = [each.detach().double().requires_grad_() for each in (x, weight)]
     exact = reference(*wide, activation=case.activation)
@@ -82,15 +82,17 @@ def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
     return calls, [x, weight]
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
+def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    calls, inputs = contenders(case)
+    calls, inputs = contenders(case, only)
     return {
         "case": str(case),
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {name: peak_bytes(call, inputs) for name, call in calls.items()},
+        **figures(calls, inputs, repeats),
         "bytes of all": 3 * inputs[0].nbytes + inputs[1].nbytes,
     }
+
+
+BENCHMARK = Benchmark({"cpu": CASES}, measure, ours=(OURS,), repeats=7)
 
 
 def row(measured: dict[str, Any]) -> tuple[str, ...]:
@@ -121,17 +123,10 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--case", choices=CASES, help="print one process's figures as JSON, and write nothing")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(CASES[options.case], options.repeats)))
-        return
-    cases = [
-        measured_in_processes(__file__, ["--case", name, "--repeats", str(options.repeats)], options.processes)
-        for name in CASES
-    ]
+    cases = [measured_in_processes(__file__, "cpu", name, options.repeats, options.processes) for name in CASES]
     write_results(
         "causal_conv1d",
         "The causal convolution of a mixer on the CPU, forward and backward",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -121,7 +121,7 @@ def check(
     hold(f"{case}, {name}: gradient of weight", dweight[some], of_exact[1], 2 * ALLOWED)
 
 
-def compare(case: Case, only: list[str] | None) -> Iterator[Figures]:
+def compare(case: Case, only: Collection[str] | None) -> Iterator[Figures]:
     inputs = case.drawn()
     x, weight, dy, seq_idx = inputs
     for name, convolution in memory_bound.selected(contenders(case, seq_idx), only).items():
@@ -171,6 +171,9 @@ def tune(case: Case) -> None:
     ):
         choices = dict.fromkeys((own, *launches(case, forms)))
         memory_bound.fastest(f"{case} {what}", ((launch, partial(kernel, launch)) for launch in choices), keep=8)
+
+
+BENCHMARK = memory_bound.benchmark({str(case): case for case in CASES}, compare, ours=("ours",))
 
 
 def main() -> None:

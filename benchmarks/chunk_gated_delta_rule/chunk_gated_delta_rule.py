@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.beside_transformers import EAGER, main
-from benchmarks.shared.in_processes import Calls, leaf
+from benchmarks.shared.beside_transformers import EAGER, benchmark, main
+from benchmarks.shared.in_processes import Calls, asked, leaf
 from veomni_core.ops.chunk_gated_delta_rule import standard as reference
 from veomni_torch import chunk_gated_delta_rule
 
@@ -60,7 +61,7 @@ SHAPES = {
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 
 
-def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
+def contenders(shape: Shape, device: str, only: Collection[str] | None) -> tuple[Calls, list[Tensor]]:
     """The calls, each giving the sum of the output weighted by a fixed random tensor."""
     options = {"device": device, "dtype": shape.dtype}
     tokens = (shape.batch, shape.tokens)
@@ -75,7 +76,9 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     }
     if device == "cuda" and importlib.util.find_spec("fla"):
         functions[FLA] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    calls = {name: partial(each, *inputs, use_qk_l2norm_in_kernel=True) for name, each in functions.items()}
+    calls = {
+        name: partial(each, *inputs, use_qk_l2norm_in_kernel=True) for name, each in asked(functions, only).items()
+    }
     with torch.no_grad():
         exact = reference(*(x.double() for x in inputs), use_qk_l2norm_in_kernel=True)[0]
         for name, call in calls.items():
@@ -89,5 +92,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(total, call) for name, call in calls.items()}, inputs
 
 
+BENCHMARK = benchmark(SHAPES, contenders, ours=(OURS,))
+
 if __name__ == "__main__":
-    main(__file__, __doc__, "The gated delta rule, forward and backward", SHAPES, contenders)
+    main(__file__, __doc__, "The gated delta rule, forward and backward", BENCHMARK)

@@ -15,7 +15,7 @@ import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -201,6 +201,18 @@ def write(name: str, data: dict[str, Any]) -> None:
         "\n\n".join(notes),
         script=__file__,
     )
+
+
+def compare_at(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """The contenders that are asked for at one shape; one that is wrong stops it."""
+    rules = memory_bound.selected(contenders(), only)
+    for name, found in errors(rules, {}).items():
+        if (worst := max(found.values())) > ALLOWED:
+            raise SystemExit(f"{name}: wrong, off by {worst:.1e}")
+        yield measure(name, rules[name], shape)
+
+
+BENCHMARK = memory_bound.benchmark({str(shape): shape for shape in SHAPES}, compare_at, ours=("ours",))
 
 
 def candidates() -> Iterator[tuple[str, Launches]]:

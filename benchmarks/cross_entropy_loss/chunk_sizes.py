@@ -11,8 +11,8 @@ inputs included.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_torch import cross_entropy_loss, logit_chunks
 
 MIB = 1 << 20
-THEIRS = "transformers"
+THEIRS, AS_SET = "transformers", "chunk_loss"
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ SETTINGS = {
 }
 
 
-def contenders(device: str) -> tuple[Calls, list[Tensor]]:
-    """Transformers' loss and chunk_loss by the MiB of its chunks, over one batch of ``device``'s shape."""
-    setting = SETTINGS[device]
+def contenders(setting: Setting, device: str) -> tuple[Calls, list[Tensor]]:
+    """Transformers' loss, chunk_loss by the MiB of its chunks, and chunk_loss with those that it chooses."""
     states = leaf(setting.tokens, setting.hidden, device=device, dtype=setting.dtype)
     weight = leaf(setting.vocabulary, setting.hidden, scale=setting.hidden**-0.5, device=device, dtype=setting.dtype)
     labels = torch.randint(setting.vocabulary, (setting.tokens,), device=device)
@@ -75,20 +74,23 @@ def contenders(device: str) -> tuple[Calls, list[Tensor]]:
             return cross_entropy_loss.causal(states, weight, labels)
 
     calls: Calls = {str(mib): partial(chunked, mib) for mib in setting.mib}
-    return {THEIRS: theirs, **calls}, [states, weight]
+    own = partial(cross_entropy_loss.causal, states, weight, labels)
+    return {THEIRS: theirs, **calls, AS_SET: own}, [states, weight]
 
 
-def measure(device: str, repeats: int) -> dict[str, Any]:
+def measure(setting: Setting, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    calls, inputs = contenders(device)
-    return {
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {name: peak_bytes(call, inputs)["both"] for name, call in calls.items()},
-    }
+    calls, inputs = contenders(setting, device)
+    every_size = [name for name in calls if name != AS_SET]  # which is one of them
+    return figures(calls, inputs, repeats, every_size if only is None else only)
+
+
+SHAPE = "all"
+BENCHMARK = Benchmark({device: {SHAPE: each} for device, each in SETTINGS.items()}, measure, ours=(AS_SET,))
 
 
 def row(name: str, measured: dict[str, Any], vocabulary: int) -> tuple[str, ...]:
-    times, memory = measured["seconds"], measured["peak bytes"]
+    times, memory = measured["seconds"], {name: peak["both"] for name, peak in measured["peak bytes"].items()}
     whole = name == THEIRS
     return (
         "transformers, all at once" if whole else f"{name} MiB",
@@ -103,16 +105,11 @@ def row(name: str, measured: dict[str, Any], vocabulary: int) -> tuple[str, ...]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=SETTINGS, default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--name", default="chunk_sizes", help="of the files in docs/benchmarks")
-    parser.add_argument("--once", action="store_true", help="print one process's figures as JSON, and write nothing")
     options = parser.parse_args()
-    if options.once:
-        print(json.dumps(measure(options.device, options.repeats)))
-        return
-    arguments = ["--once", "--device", options.device, "--repeats", str(options.repeats)]
-    measured = measured_in_processes(__file__, arguments, options.processes)
+    measured = measured_in_processes(__file__, options.device, SHAPE, options.repeats, options.processes)
     setting = SETTINGS[options.device]
     shape = f"T={setting.tokens} H={setting.hidden} V={setting.vocabulary}"
     write_results(

@@ -6,7 +6,7 @@ Memory is beyond the logits; over both passes the gradients, as large as the log
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -68,18 +68,16 @@ def gradients_candidates(logits: list[Tensor]) -> Iterator[tuple[Any, Callable[[
         yield launch, lambda launch=launch: load_balancing_loss.gradients(loss, slope, logits, None, launch)
 
 
-def main() -> None:
-    options = memory_bound.options(__doc__)
+def drawn(layers: int) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    logits = tuple(layer_logits() for _ in range(LAYERS))
+    return tuple(layer_logits() for _ in range(layers))
+
+
+def compare(layers: int, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    logits = drawn(layers)
     check(logits)
-    if options.tune:
-        detached = [each.detach() for each in logits]
-        memory_bound.fastest("sums and loss", sums_candidates(detached))
-        memory_bound.fastest("gradients", gradients_candidates(detached))
-        return
-    figures = [
-        memory_bound.measure(
+    for name, function in memory_bound.selected(FUNCTIONS, only).items():
+        yield memory_bound.measure(
             name,
             SHAPE,
             lambda function=function: function(logits, EXPERTS, TOP_K),
@@ -87,9 +85,21 @@ def main() -> None:
             logits,
             traffic=3 * sum(each.nbytes for each in logits),
         )
-        for name, function in memory_bound.selected(FUNCTIONS, options.only).items()
-    ]
-    memory_bound.write(options.name, TITLE, figures, __file__)
+
+
+BENCHMARK = memory_bound.benchmark({SHAPE: LAYERS}, compare, ours=("triton", "veomni-torch"))
+
+
+def main() -> None:
+    options = memory_bound.options(__doc__)
+    if options.tune:
+        logits = drawn(LAYERS)
+        check(logits)
+        detached = [each.detach() for each in logits]
+        memory_bound.fastest("sums and loss", sums_candidates(detached))
+        memory_bound.fastest("gradients", gradients_candidates(detached))
+        return
+    memory_bound.write(options.name, TITLE, list(compare(LAYERS, options.only)), __file__)
 
 
 if __name__ == "__main__":

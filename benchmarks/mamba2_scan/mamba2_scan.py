@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ from transformers.models.bamba import modeling_bamba
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.beside_transformers import EAGER, main
-from benchmarks.shared.in_processes import Calls, leaf
+from benchmarks.shared.beside_transformers import EAGER, benchmark, main
+from benchmarks.shared.in_processes import Calls, asked, leaf
 from veomni_core.ops.mamba2_scan import standard as reference
 from veomni_torch import mamba2_scan
 
@@ -63,7 +64,7 @@ SHAPES = {
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 
 
-def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
+def contenders(shape: Shape, device: str, only: Collection[str] | None) -> tuple[Calls, list[Tensor]]:
     """The calls, each giving the sum of the output weighted by a fixed random tensor."""
     options = {"device": device, "dtype": shape.dtype}
     tokens, (width, state) = (shape.batch, shape.tokens), shape.widths
@@ -81,6 +82,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     if device == "cuda" and importlib.util.find_spec("mamba_ssm"):
         package = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
         calls[PACKAGE] = partial(package, x, dt, A, B, C, chunk_size=shape.chunk, **named)
+    calls = asked(calls, only)
     with torch.no_grad():
         wide = {name: each.double() if isinstance(each, Tensor) else each for name, each in named.items()}
         exact = reference(*(each.double() for each in (x, dt, A, B, C)), **wide)[0]
@@ -95,5 +97,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     return {name: partial(total, call) for name, call in calls.items()}, inputs
 
 
+BENCHMARK = benchmark(SHAPES, contenders, ours=(OURS,))
+
 if __name__ == "__main__":
-    main(__file__, __doc__, "The scan of Mamba 2, forward and backward", SHAPES, contenders)
+    main(__file__, __doc__, "The scan of Mamba 2, forward and backward", BENCHMARK)

@@ -11,10 +11,10 @@ Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_core import KernelSpec, bind
 from veomni_core.discovery.conflicts import CORE
@@ -56,16 +56,15 @@ class Case:
         return f"T={self.tokens} r={self.rank} {shape}"
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QWEN = {"hidden": 2048, "intermediate": 768, "experts": 128, "k": 8, "dtype": torch.bfloat16}
 ON_CPU = {"many": Case(2048), "few": Case(256), "rank 64": Case(2048, rank=64)}
 ON_GPU = {"qwen3-30b": Case(8192, **QWEN), "qwen3-30b, few": Case(2048, **QWEN)}
-CASES = ON_GPU if DEVICE == "cuda" else ON_CPU
+CASES = {"cpu": ON_CPU, "cuda": ON_GPU}
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 FULL, OWN, ADDED, BESIDE = "weights trained", "transformers, added", "grouped_mm, added", "grouped_mm, beside"
 
 
-def adapted_experts(case: Case) -> nn.Module:
+def adapted_experts(case: Case, device: str) -> nn.Module:
     """Qwen3-MoE's experts under a random adapter of both parameters, the same each time."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -76,7 +75,7 @@ def adapted_experts(case: Case) -> nn.Module:
     )
     config._experts_implementation = "eager"
     layer = nn.Module()
-    with torch.device(DEVICE):  # 128 experts take seconds to draw on a CPU
+    with torch.device(device):  # 128 experts take seconds to draw on a CPU
         layer.experts = Qwen3MoeExperts(config)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=case.hidden**-0.5)
@@ -84,7 +83,7 @@ def adapted_experts(case: Case) -> nn.Module:
     lora = LoraConfig(r=case.rank, target_modules=[], target_parameters=targets, init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's that there are no target modules
-        return inject_adapter_in_model(lora, layer).to(DEVICE, case.dtype)
+        return inject_adapter_in_model(lora, layer).to(device, case.dtype)
 
 
 def registry(features: tuple[str, ...]) -> Registry:
@@ -93,12 +92,12 @@ def registry(features: tuple[str, ...]) -> Registry:
     return build_registry([CORE, PluginRecord("measured", "veomni-torch", "0", __name__, kernels=kernels)], {})
 
 
-def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
+def contenders(case: Case, device: str) -> tuple[Calls, list[Tensor]]:
     """The calls, and every tensor that one of them gives a gradient to."""
-    layers = {name: adapted_experts(case) for name in (OWN, ADDED, BESIDE)}
+    layers = {name: adapted_experts(case, device) for name in (OWN, ADDED, BESIDE)}
     for name, features in ((ADDED, ()), (BESIDE, ("lora",))):
-        bind(layers[name], {"moe_implementation": "grouped_mm"}, registry=registry(features), device=DEVICE)
-    options = {"device": DEVICE, "dtype": case.dtype}
+        bind(layers[name], {"moe_implementation": "grouped_mm"}, registry=registry(features), device=device)
+    options = {"device": device, "dtype": case.dtype}
     weights, index = torch.randn(case.tokens, case.experts, **options).softmax(-1).topk(case.k)
     hidden, weights = leaf(case.tokens, case.hidden, **options), weights.detach().requires_grad_()
     calls: Calls = {name: lambda layer=layer: layer.experts(hidden, index, weights) for name, layer in layers.items()}
@@ -123,13 +122,11 @@ def _check(calls: Calls, layers: dict[str, nn.Module], inputs: tuple[Tensor, Ten
         hold(name, calls[name](), exact, allowed)
 
 
-def measure(case: str, repeats: int) -> dict[str, Any]:
-    calls, inputs = contenders(CASES[case])
-    return {
-        "case": str(CASES[case]),
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {which: peak_bytes(call, inputs) for which, call in calls.items()},
-    }
+def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
+    return {"case": str(case), **figures(*contenders(case, device), repeats, only)}
+
+
+BENCHMARK = Benchmark(CASES, measure, ours=(BESIDE,), repeats=9)
 
 
 def ratios(measured: dict[str, Any], than: str) -> list[float]:
@@ -160,18 +157,14 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--case", choices=CASES, help="print one case's figures as JSON, and write nothing")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case, options.repeats)))
-        return
+    gpu = torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
     cases = [
-        measured_in_processes(__file__, ["--case", case, "--repeats", str(options.repeats)], options.processes)
-        for case in CASES
+        measured_in_processes(__file__, device, case, options.repeats, options.processes) for case in CASES[device]
     ]
-    gpu = DEVICE == "cuda"
     write_results(
         "lora_on_experts_gpu" if gpu else "lora_on_experts",
         f"Adapters of fused experts, forward and backward, on {'a GPU in bfloat16' if gpu else 'the CPU in float32'}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.moe_experts.contenders import Kernel, contenders
 from benchmarks.moe_experts.problems import SHAPES, Problem, Shape
+from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import relative_error
 from benchmarks.shared.ceilings import copy_gb_per_second, product_tflop_per_second
 from benchmarks.shared.gpu_kernels import launches
@@ -160,6 +161,21 @@ def write(name: str, data: dict[str, Any]) -> None:
         note += "\n\n" + "\n".join(f"- {each}" for each in failed)
     columns = (*COLUMNS, *MEMORY_COLUMNS)
     write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, note, script=__file__)
+
+
+def compare(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """The contenders that are asked for, as they are compared at two revisions; one that fails stops it."""
+    problem = Problem(shape)
+    exact = problem.exact()
+    for name, kernel in contenders():
+        if only is None or name in only:
+            found = measure(kernel, shape, problem, exact)
+            yield {"name": name, "both": found["step ms"], "peak MiB": found["peak MiB"]}
+
+
+FUSED = "veomni fused_triton"
+OURS = (FUSED, f"{FUSED}, recomputing", f"{FUSED}, accumulating", "veomni grouped_mm", "veomni fused_quack")
+BENCHMARK = memory_bound.benchmark(SHAPES, compare, OURS)
 
 
 def main() -> None:

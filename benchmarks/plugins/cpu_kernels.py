@@ -10,9 +10,8 @@ for backward and its temporaries.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, lo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
-from benchmarks.shared.memory import peak_bytes
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
 from veomni_torch import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
 
@@ -97,7 +96,8 @@ def swiglu() -> tuple[str, Calls, list[Tensor]]:
     )
 
 
-CASES: dict[str, Callable[[], tuple[str, Calls, list[Tensor]]]] = {
+Case = Callable[[], tuple[str, Calls, list[Tensor]]]
+CASES: dict[str, Case] = {
     "chunk_loss": chunk_loss,
     "experts": experts,
     "load_balancing_qwen3_moe": lambda: load_balancing("Qwen3-MoE", load_balancing_loss_func),
@@ -107,15 +107,17 @@ CASES: dict[str, Callable[[], tuple[str, Calls, list[Tensor]]]] = {
 }
 
 
-def measure(case: str, repeats: int) -> dict[str, Any]:
+def measure(case: Case, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    name, calls, inputs = CASES[case]()
+    name, calls, inputs = case()
     return {
         "case": name,
-        "seconds": median_seconds(calls, inputs, repeats),
-        "peak bytes": {which: peak_bytes(call, inputs) for which, call in calls.items()},
+        **figures(calls, inputs, repeats, only),
         "gradient bytes": sum(tensor.numel() * tensor.element_size() for tensor in inputs),
     }
+
+
+BENCHMARK = Benchmark({"cpu": CASES}, measure, ours=("ours",), repeats=9)
 
 
 def row(measured: dict[str, Any]) -> tuple[str, ...]:
@@ -146,17 +148,10 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--case", choices=CASES, help="print one case's figures as JSON, and write nothing")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case, options.repeats)))
-        return
-    cases = [
-        measured_in_processes(__file__, ["--case", case, "--repeats", str(options.repeats)], options.processes)
-        for case in CASES
-    ]
+    cases = [measured_in_processes(__file__, "cpu", case, options.repeats, options.processes) for case in CASES]
     write_results(
         "cpu_kernels",
         "veomni-torch on the CPU against transformers, forward and backward",

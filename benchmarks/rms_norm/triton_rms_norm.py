@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -86,12 +86,12 @@ def check(name: str, norm: Norm, x: Tensor, weight: Tensor, dy: Tensor) -> None:
         hold(f"{name}: {what}", mine, theirs, ALLOWED)
 
 
-def compare(rows: int, width: int, norms: dict[str, Norm]) -> Iterator[Figures]:
-    x, weight, dy = drawn(rows, width)
-    for name, norm in norms.items():
+def compare(size: tuple[int, int], only: Collection[str] | None) -> Iterator[Figures]:
+    x, weight, dy = drawn(*size)
+    for name, norm in memory_bound.selected(contenders(), only).items():
         check(name, norm, x, weight, dy)
         forward = partial(norm, x, weight, EPS)
-        shape = f"{rows}x{width}"
+        shape = "{}x{}".format(*size)
         yield memory_bound.measure(name, shape, forward, partial(_backward, dy), (x, weight), traffic=5 * x.nbytes)
 
 
@@ -131,14 +131,16 @@ def tune(rows: int, width: int) -> None:
         )
 
 
+BENCHMARK = memory_bound.benchmark({"{}x{}".format(*size): size for size in SHAPES}, compare, ours=("ours",))
+
+
 def main() -> None:
     options = memory_bound.options(__doc__)
     if options.tune:
         for shape in SHAPES:
             tune(*shape)
         return
-    norms = memory_bound.selected(contenders(), options.only)
-    figures = [found for shape in SHAPES for found in compare(*shape, norms)]
+    figures = [found for shape in SHAPES for found in compare(shape, options.only)]
     memory_bound.write(options.name, "RMSNorm, bf16", figures, __file__)
 
 

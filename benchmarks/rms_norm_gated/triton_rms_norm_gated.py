@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -120,7 +120,7 @@ def check(case: Case, name: str, norm: Norm, inputs: tuple[Tensor, ...]) -> None
         hold(f"{case}, {name}: gradient of {what}", mine, theirs, 2 * ALLOWED)
 
 
-def compare(case: Case, only: list[str] | None) -> Iterator[Figures]:
+def compare(case: Case, only: Collection[str] | None) -> Iterator[Figures]:
     inputs = drawn(case)
     x, gate, weight, dy = inputs
     for name, norm in memory_bound.selected(contenders(case), only).items():
@@ -163,6 +163,9 @@ def tune(case: Case) -> None:
     of_forward, of_backward = launches(width)
     for what, kernel, choices in (("forward", forward, of_forward), ("backward", backward, of_backward)):
         memory_bound.fastest(f"{case} {what}", ((launch, partial(kernel, launch)) for launch in choices))
+
+
+BENCHMARK = memory_bound.benchmark({str(case): case for case in CASES}, compare, ours=("ours",))
 
 
 def main() -> None:

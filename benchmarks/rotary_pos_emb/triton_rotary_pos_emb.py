@@ -8,7 +8,7 @@ float64 first. Liger's kernel is for one of the variants, and QuACK's for those 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -93,7 +93,7 @@ def tune(case: Case) -> None:
         memory_bound.fastest(f"{case} {name}", candidates(q, k, angles, each), keep=20)
 
 
-def measure(case: Case, only: list[str] | None) -> Iterator[dict[str, Any]]:
+def compare(case: Case, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     # Leaves with the model's strides, and gradients asked for by name: none is copied into another layout.
     leaves = [each.detach().requires_grad_() for each in case.drawn_heads()]
@@ -111,13 +111,16 @@ def measure(case: Case, only: list[str] | None) -> Iterator[dict[str, Any]]:
         )
 
 
+BENCHMARK = memory_bound.benchmark({str(case): case for case in CASES}, compare, ours=("triton",))
+
+
 def main() -> None:
     options = memory_bound.options(__doc__)
     if options.tune:
         for case in CASES:
             tune(case)
         return
-    figures = [found for case in CASES for found in measure(case, options.only)]
+    figures = [found for case in CASES for found in compare(case, options.only)]
     memory_bound.write(options.name, TITLE, figures, __file__)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
+from benchmarks.shared.benchmark import Benchmark
 from benchmarks.shared.ceilings import copy_gb_per_second
 from benchmarks.shared.measuring import Call, captured, timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
@@ -54,6 +55,29 @@ def measure(
     return found | {what: asdict(time) for what, time in times.items()}
 
 
+def benchmark(
+    shapes: Mapping[str, Any],
+    compare: Callable[[Any, Collection[str] | None], Iterable[dict[str, Any]]],
+    ours: tuple[str, ...],
+) -> Benchmark:
+    """What a script on a GPU says of itself.
+
+    Args:
+        shapes: by name.
+        compare: for a shape and the names of contenders, or ``None`` for all, gives what :func:`measure` found of each.
+        ours: the contenders that are kernels of this repository.
+    """
+
+    def measure(shape: Any, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
+        found = list(compare(shape, only))
+        return {
+            "seconds": {each["name"]: each["both"]["median"] / 1e3 for each in found},
+            "peak bytes": {each["name"]: {"both": round(each["peak MiB"] * 2**20)} for each in found},
+        }
+
+    return Benchmark({"cuda": shapes}, measure, ours)
+
+
 def fastest(what: str, candidates: Iterable[tuple[Any, Call]], keep: int = 5) -> None:
     """Time candidates of one kernel and print the best."""
     times = [(timing(call, rep=30), launch) for launch, call in candidates]
@@ -95,6 +119,6 @@ def _gb_per_second(found: dict[str, Any], time: dict[str, float]) -> str:
     return f"{found['traffic'] / time['median'] / 1e6:.0f}"
 
 
-def selected(contenders: dict[str, Any], only: Sequence[str] | None) -> dict[str, Any]:
+def selected(contenders: dict[str, Any], only: Collection[str] | None) -> dict[str, Any]:
     """The contenders that the command line asks for."""
     return {name: contender for name, contender in contenders.items() if not only or name in only}

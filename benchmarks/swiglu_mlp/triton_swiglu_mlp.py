@@ -7,7 +7,7 @@ python benchmarks/swiglu_mlp/triton_swiglu_mlp.py --tune
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -78,30 +78,41 @@ def tune(gate: Tensor, up: Tensor, upstream: Tensor) -> None:
             memory_bound.fastest(f"{tuple(gate.shape)} {name}", candidates)
 
 
+def drawn(size: tuple[int, int]) -> list[Tensor]:
+    """The gate, up and the incoming gradient."""
+    torch.manual_seed(0)
+    *leaves, upstream = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    return [*(leaf.requires_grad_() for leaf in leaves), upstream]
+
+
+def compare(size: tuple[int, int], only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    *leaves, upstream = drawn(size)
+    check(*leaves, upstream)
+    for name, function in memory_bound.selected(functions(), only).items():
+        yield memory_bound.measure(
+            name,
+            "{}x{}".format(*size),
+            lambda function=function: function(*leaves),
+            lambda result: result.backward(upstream),
+            leaves,
+            traffic=8 * upstream.nbytes,
+        )
+
+
+OURS = ("veomni triton", "veomni-torch")
+BENCHMARK = memory_bound.benchmark({"{}x{}".format(*size): size for size in SHAPES}, compare, OURS)
+
+
 def main() -> None:
     options = memory_bound.options(__doc__)
-    torch.manual_seed(0)
-    figures = []
-    for rows, width in SHAPES:
-        leaves = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
-        upstream = torch.randn_like(leaves[0])
-        check(*leaves, upstream)
-        if options.tune:
-            tune(*leaves, upstream)
-            continue
-        figures += [
-            memory_bound.measure(
-                name,
-                f"{rows}x{width}",
-                lambda function=function, leaves=leaves: function(*leaves),
-                lambda result, upstream=upstream: result.backward(upstream),
-                leaves,
-                traffic=8 * upstream.nbytes,
-            )
-            for name, function in memory_bound.selected(functions(), options.only).items()
-        ]
-    if not options.tune:
-        memory_bound.write(options.name, TITLE, figures, __file__)
+    if options.tune:
+        for size in SHAPES:
+            tensors = drawn(size)
+            check(*tensors)
+            tune(*tensors)
+        return
+    figures = [found for size in SHAPES for found in compare(size, options.only)]
+    memory_bound.write(options.name, TITLE, figures, __file__)
 
 
 if __name__ == "__main__":

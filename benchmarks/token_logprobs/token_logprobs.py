@@ -12,9 +12,9 @@ tiles of the same sizes as Triton's: two of each tile's logits, and those of the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.in_processes import Calls, asked, figures, leaf, measured_in_processes
 from benchmarks.shared.measuring import seconds_in_turns
-from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.results import machine, write_results
 from veomni_core.ops.token_logprobs import causal as reference
 from veomni_torch import token_logprobs
@@ -62,10 +62,11 @@ SHAPES = {
     },
 }
 KEPT_MIB = (0, 512)  # what Triton's kernel keeps: nothing, and as it is set unless a job says otherwise
+TRITON = "triton, {} MiB kept"
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
 
 
-def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
+def contenders(shape: Shape, device: str, only: Collection[str] | None) -> tuple[Calls, list[Tensor]]:
     """The calls, each giving the sum of the log-probabilities and of a tenth of the entropies: both have gradients."""
     options = {"device": device, "dtype": shape.dtype}
     hidden = leaf(shape.tokens, shape.hidden, **options)
@@ -85,6 +86,7 @@ def contenders(shape: Shape, device: str) -> tuple[Calls, list[Tensor]]:
     }
     if device == "cuda":
         results |= _of_triton(hidden, weight, labels)
+    results = asked(results, only)
     few = slice(0, 64)  # of all tokens, whose float64 logits fit
     with torch.no_grad():
         exact = reference(hidden[few].double(), weight.double(), labels[few], outputs=OUTPUTS)
@@ -107,7 +109,7 @@ def _of_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Any]
         kernel = kernels.causal(kept_mib)
         return lambda: kernel(hidden, weight, labels, outputs=OUTPUTS)
 
-    return {f"triton, {kept} MiB kept": call(kept) for kept in KEPT_MIB}
+    return {TRITON.format(kept): call(kept) for kept in KEPT_MIB}
 
 
 def products_alone(shape: Shape, repeats: int) -> float:
@@ -132,22 +134,25 @@ def products_alone(shape: Shape, repeats: int) -> float:
     return statistics.median(times[PRODUCTS])
 
 
-def measure(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
+def measure(shape: Shape, device: str, repeats: int, only: Collection[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    calls, inputs = contenders(shape, device)
-    seconds = median_seconds(calls, inputs, repeats)
-    if device == "cuda":
-        seconds[PRODUCTS] = products_alone(shape, repeats)
+    calls, inputs = contenders(shape, device, only)
+    found = figures(calls, inputs, repeats)
+    if device == "cuda" and (only is None or PRODUCTS in only):
+        found["seconds"][PRODUCTS] = products_alone(shape, repeats)
     return {
         "shape": str(shape),
-        "seconds": seconds,
-        "peak bytes": {name: peak_bytes(call, inputs)["both"] for name, call in calls.items()},
+        **found,
         "bytes of gradients": sum(each.numel() * each.element_size() for each in inputs),
     }
 
 
+BENCHMARK = Benchmark(SHAPES, measure, ours=(OURS, *(TRITON.format(kept) for kept in KEPT_MIB)))
+
+
 def rows(measured: dict[str, Any]) -> list[tuple[str, ...]]:
-    memory, each = measured["peak bytes"], measured["seconds in each process"]
+    memory = {name: peak["both"] for name, peak in measured["peak bytes"].items()}
+    each = measured["seconds in each process"]
 
     def row(name: str) -> tuple[str, ...]:
         ratios = [mine / theirs for mine, theirs in zip(each[name], each[THEIRS], strict=True)]
@@ -167,17 +172,14 @@ def rows(measured: dict[str, Any]) -> list[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=SHAPES, default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--name", default="token_logprobs", help="of the files in docs/benchmarks")
-    parser.add_argument("--shape", help="print one process's figures of this shape as JSON, and write nothing")
     options = parser.parse_args()
     shapes = SHAPES[options.device]
-    if options.shape:
-        print(json.dumps(measure(shapes[options.shape], options.device, options.repeats)))
-        return
-    arguments = ["--device", options.device, "--repeats", str(options.repeats)]
-    cases = [measured_in_processes(__file__, [*arguments, "--shape", name], options.processes) for name in shapes]
+    cases = [
+        measured_in_processes(__file__, options.device, name, options.repeats, options.processes) for name in shapes
+    ]
     dtype = str(next(iter(shapes.values())).dtype).removeprefix("torch.")
     write_results(
         options.name,

@@ -174,6 +174,21 @@ def test_verify_checks_dtypes_side_by_side_where_it_may(veomni, install, tmp_pat
     assert len({path.name.split()[0] for path in tmp_path.glob("* torch.*")}) == processes
 
 
+def test_jobs_that_would_have_nothing_to_do_share_the_checks(veomni, install, tmp_path):
+    install("counting-plugin", PROCESSES.replace("{folder}", str(tmp_path)))
+
+    def checked(jobs):
+        for path in tmp_path.glob("* torch.*"):
+            path.unlink()
+        data = json.loads(veomni("verify", "counting-plugin", "--device", "cpu", "--jobs", jobs, "--json"))
+        processes = {path.name.split()[0] for path in tmp_path.glob("* torch.*")}
+        return processes, {row["dtype"]: (row["result"], row["cases"]) for row in data["results"]}
+
+    (_, alone), (processes, shared) = checked(1), checked(5)
+    assert len(processes) == 4  # two for each dtype
+    assert alone == shared
+
+
 SLOW = """
     from veomni_core import KernelSpec, hookimpl
     VEOMNI_PLUGIN_API_VERSION = 1

@@ -1,4 +1,4 @@
-"""The pages of docs/reference that list what the code has: kernels, ops, hooks, errors, verbs, fields.
+"""The pages that list what the code has: kernels, ops, hooks, errors, verbs, fields; and the benchmarks' headline.
 
 ``make reference`` writes them (``python -m reference_pages`` in the folder ``scripts``); a test compares them with the
 code.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from reference_pages import command_line, config, errors, hooks, kernels, ops
+from reference_pages import command_line, config, errors, headline, hooks, kernels, ops
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
@@ -19,4 +19,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "errors.md": errors.page,
     "command-line.md": command_line.page,
     "config.md": config.page,
+    "../benchmarks/index.md": headline.page,
 }

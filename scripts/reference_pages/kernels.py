@@ -46,6 +46,7 @@ MEASURED = {
     "chunk_gated_delta_rule": ("triton_chunk_gated_delta_rule_h200", "chunk_gated_delta_rule"),
     "kda": ("kda",),
     "mamba2_scan": ("mamba2_scan",),
+    "token_logprobs": ("token_logprobs_h200", "token_logprobs"),
 }
 
 

@@ -23,6 +23,23 @@ class Time:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A kernel of this repository beside the fastest contender of its run that is none."""
+
+    kernel: str
+    where: str
+    shape: str
+    ours: Time
+    peer: str
+    peer_milliseconds: float
+
+    @property
+    def of_peer(self) -> float:
+        """Our time as a share of the peer's."""
+        return self.ours.milliseconds / self.peer_milliseconds
+
+
+@dataclass(frozen=True)
 class Headline:
     """One shape of a page, and which of its contenders are kernels of this repository.
 
@@ -44,6 +61,14 @@ class Headline:
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """A row for each kernel, in the columns ``COLUMNS``."""
+        for each in self.shares():
+            link = f"[{each.shape}](../benchmarks/{self.page}.md)"
+            peer = f"{each.peer}, {shown(each.peer_milliseconds)}"
+            time = shown(each.ours.milliseconds)
+            yield f"`{each.kernel}`", each.where, link, time, each.ours.rate, peer, f"{each.of_peer:.2f}"
+
+    def shares(self) -> Iterator[Share]:
+        """Each kernel's time beside the best peer's."""
         data = json.loads((BENCHMARKS / f"{self.page}.json").read_text(encoding="utf-8"))
         shape, times = _read(data, self)
         times = {name: time for name, time in times.items() if name.endswith(self.only)}
@@ -51,12 +76,8 @@ class Headline:
         best = min(peers, key=lambda name: peers[name])
         machine = data["machine"]
         where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
-        link = f"[{shape}](../benchmarks/{self.page}.md)"
         for contender, kernel in self.kernels.items():
-            ours = times[contender]
-            share = f"{ours.milliseconds / peers[best]:.2f}"
-            peer = f"{best}, {_shown(peers[best])}"
-            yield f"`{kernel}`", where, link, _shown(ours.milliseconds), ours.rate, peer, share
+            yield Share(kernel, where, shape, times[contender], best, peers[best])
 
 
 _MEMORY_BOUND = "16384x4096"
@@ -140,6 +161,14 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
     "rms_norm_gated": (
         Headline("triton_rms_norm_gated_h200", {"ours": "triton"}, "standard, 16384x8192", timed="graph"),
     ),
+    "token_logprobs": (
+        Headline(
+            "token_logprobs_h200",
+            {"triton, 512 MiB kept": "triton", "chunk_logprobs": "chunk_logprobs"},
+            _VOCABULARY,
+            no_peers=("triton, 0 MiB kept", "products alone"),
+        ),
+    ),
     "causal_conv1d": (
         Headline("triton_causal_conv1d_h200", {"ours": "triton"}, "16384 positions of 8192 channels", timed="graph"),
     ),
@@ -157,7 +186,7 @@ def speeds(op: str) -> Iterator[str]:
 def _read(data: Any, asked: Headline) -> tuple[str, dict[str, Time]]:
     """The shape as the page calls it, and each contender's time there. Each kind of result file has its own layout."""
     if "cases" in data:
-        (case,) = (each for each in data["cases"] if each["case"] == asked.shape)
+        (case,) = (each for each in data["cases"] if (each.get("case") or each["shape"]) == asked.shape)
         return asked.shape, {name: Time(1e3 * seconds) for name, seconds in case["seconds"].items()}
     if "shapes" in data:
         found = data["shapes"][asked.shape]
@@ -197,5 +226,5 @@ def _title(page: str) -> str:
     return (BENCHMARKS / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0]
 
 
-def _shown(milliseconds: float) -> str:
+def shown(milliseconds: float) -> str:
     return f"{milliseconds:.3f}" if milliseconds < 10 else f"{milliseconds:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Annotated
@@ -98,14 +98,22 @@ def verify(
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     where = _device(registry, device) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
-    asked = [
-        _Asked(record, spec, dtypes, part)
+    wholes = [
+        _Asked(record, spec, dtypes)
         for record in records
         for spec in record.kernels
         if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
         for dtypes in _checked_together(spec, dtype, 1 if spec.hardware.unmet(where.hardware) else jobs)
-        for part in _parts(spec, jobs, where.compiles or not (slow or kernel))
     ]
+
+    def is_left_out(spec: KernelSpec) -> bool:
+        return bool(spec.slow_check) and not (slow or kernel or where.compiles)
+
+    def runs(spec: KernelSpec) -> bool:
+        return not (where.compiles or spec.hardware.unmet(where.hardware) or is_left_out(spec))
+
+    checks_run = sum(runs(each.spec) for each in wholes)
+    asked = [part for each in wholes for part in (each.parts(jobs, checks_run) if runs(each.spec) else [each])]
     progress = _Progress(len(asked))
 
     def rows_of(each: _Asked) -> list[Row]:
@@ -114,15 +122,15 @@ def verify(
             return progress.done([Row(str(spec), "-", SKIPPED, unmet)])
         if not dtypes:
             return progress.done([Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))])
-        if spec.slow_check and not (slow or kernel or where.compiles):
+        if is_left_out(spec):
             why = f"slow to check, --slow checks it too: {spec.slow_check}"
             return progress.done([Row(str(spec), name, SKIPPED, (why,)) for name in dtypes])
         return progress.done(checks.rows(each.record.name, spec, where.asked, dtypes, timeout, each.part))
 
     with where.checks(jobs) as checks, ThreadPoolExecutor(jobs) as pool:
         # The longest first, so that none of them is the last one, alone.
-        running = {index: pool.submit(rows_of, asked[index]) for index in _longest_first(asked)}
-        found = [running[index].result() for index in range(len(asked))]
+        submitted = {index: pool.submit(rows_of, asked[index]) for index in _longest_first(asked)}
+        found = [submitted[index].result() for index in range(len(asked))]
     by_plugin: dict[str, dict[tuple[str, str], list[Row]]] = {}
     for each, its_rows in zip(asked, found, strict=True):
         for row in its_rows:
@@ -156,7 +164,12 @@ class _Asked:
     record: PluginRecord
     spec: KernelSpec
     dtypes: tuple[str, ...]
-    part: tuple[int, int]
+    part: tuple[int, int] = (0, 1)
+
+    def parts(self, jobs: int, checks: int) -> list[_Asked]:
+        """This check in parts: as many as there are jobs for each of so many checks, and more of a slow one."""
+        count = max(1, jobs // checks, jobs // len(self.spec.dtypes) if self.spec.slow_check else 1)
+        return [replace(self, part=(index, count)) for index in range(count)]
 
 
 def _longest_first(asked: list[_Asked]) -> list[int]:
@@ -165,12 +178,6 @@ def _longest_first(asked: list[_Asked]) -> list[int]:
         range(len(asked)),
         key=lambda index: (not asked[index].spec.slow_check, ranks.get(asked[index].spec.op_name, 99)),
     )
-
-
-def _parts(spec: KernelSpec, jobs: int, whole: bool) -> list[tuple[int, int]]:
-    """The parts in which a kernel is checked: one, but where a slow check can have several jobs."""
-    count = 1 if whole or not spec.slow_check else max(1, jobs // len(spec.dtypes))
-    return [(index, count) for index in range(count)]
 
 
 def _checked_together(spec: KernelSpec, dtype: str | None, jobs: int) -> list[tuple[str, ...]]:

@@ -23,13 +23,22 @@ def alignment(width: int, element_size: int) -> int:
     return count
 
 
+def begins_aligned(x: Tensor) -> bool:
+    """Whether every row of ``x [..., H]`` can be loaded 16 bytes at a time; true too where no layout would allow it."""
+    vector = VECTOR_BYTES // x.element_size()
+    if x.shape[-1] % vector:
+        return True
+    starts = (stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
+    return x.data_ptr() % VECTOR_BYTES == 0 and not any(start % vector for start in starts)
+
+
 def aligned_rows(x: Tensor) -> Tensor:
     """``x [..., H]`` as ``[T, H]``: a view where its rows are contiguous, evenly spaced and aligned, else a copy."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     # One stride per row is all that the kernels take, and it is passed in units of the alignment.
     is_spaced = rows.stride(1) == 1 and rows.stride(0) % alignment(width, x.element_size()) == 0
-    return rows if is_spaced and rows.data_ptr() % VECTOR_BYTES == 0 else _copy(rows)
+    return rows if is_spaced and rows.data_ptr() % VECTOR_BYTES == 0 else compact(rows)
 
 
 @overload
@@ -48,8 +57,9 @@ def aligned_weight(weight: Tensor | None) -> Tensor | None:
     """``weight [H]``, or a copy of it where its elements are spaced or not aligned."""
     if weight is None or (weight.is_contiguous() and weight.data_ptr() % VECTOR_BYTES == 0):
         return weight
-    return _copy(weight)
+    return compact(weight)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
+    """A copy without gaps at an aligned address, also of a tensor that is contiguous at another one."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -99,7 +99,7 @@ def backward(
 # B sequences of S = positions, C = channels, W = WIDTH taps. Blocks are [CHANNELS], in float32 from load to store.
 # Tuples hold blocks of neighbouring positions: the W - 1 before a step first, then the COUNT of the step. A run begins
 # at `first` and ends before `end`. Offsets are int64, since B * S * C can exceed 2**31.
-@triton.jit(do_not_specialize=["positions", "run"])
+@triton.jit(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
 def _forward_kernel(
     x,  # [B, S, C], contiguous along C
     weight,  # [C, W]
@@ -165,7 +165,7 @@ def _forward_step(
     return window[COUNT:]
 
 
-@triton.jit(do_not_specialize=["positions", "run"])
+@triton.jit(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
 def _backward_kernel(
     dy,  # [B, S, C], contiguous along C
     x,  # [B, S, C], contiguous along C

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-VECTOR_BYTES = 16  # the widest load of one thread
+from veomni_triton.aligned_rows import VECTOR_BYTES, begins_aligned, compact
 
 
 def positions_of_a_vector(x: Tensor) -> int:
@@ -19,13 +19,14 @@ def has_adjacent_positions(x: Tensor) -> bool:
 
 
 def adjacent_positions(x: Tensor) -> Tensor:
-    """``x``, or a copy whose positions are adjacent."""
-    return x if x.stride(2) == 1 else x.contiguous()
+    """``x``, or a copy whose positions are adjacent and aligned."""
+    return x if x.stride(2) == 1 and begins_aligned(x) else compact(x)
 
 
 def adjacent_channels(x: Tensor) -> Tensor:
-    """``x``, or a copy whose channels are adjacent."""
-    return x if x.stride(1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
+    """``x``, or a copy whose channels are adjacent and aligned."""
+    rows = x.transpose(1, 2)
+    return x if x.stride(1) == 1 and begins_aligned(rows) else compact(rows).transpose(1, 2)
 
 
 def empty_like(x: Tensor) -> Tensor:

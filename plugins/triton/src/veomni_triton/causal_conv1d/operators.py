@@ -37,7 +37,7 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     if y.numel():
         with torch.cuda.device_of(x):
             if has_adjacent_positions(x):
-                positions_adjacent.forward(x, *others, POSITIONS_FORWARD.of_width(width))
+                positions_adjacent.forward(adjacent_positions(x), *others, POSITIONS_FORWARD.of_width(width))
             else:
                 channels_adjacent.forward(adjacent_channels(x), *others, CHANNELS_FORWARD.of_width(width))
     return y
@@ -54,7 +54,7 @@ def _gradients(
     with torch.cuda.device_of(x):
         if has_adjacent_positions(x):
             partials = positions_adjacent.backward(
-                adjacent_positions(dy), x, *others, POSITIONS_BACKWARD.of_width(width)
+                adjacent_positions(dy), adjacent_positions(x), *others, POSITIONS_BACKWARD.of_width(width)
             )
         else:
             dy, x = adjacent_channels(dy), adjacent_channels(x)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_triton.aligned_rows import begins_aligned, compact
 from veomni_triton.chunk_gated_delta_rule.launch import Launch, chunk_length, columns, padded, precision
 
 
@@ -57,14 +58,14 @@ class Call:
         return self.q.shape[3], self.v.shape[3]
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """What kernels are told of sizes at run time: both widths, and the heads of values."""
-        return *self.widths, self.value_heads
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What kernels are told of sizes at run time: both widths, the heads of values, and how many share a key's."""
+        return *self.widths, self.value_heads, self.value_heads // self.heads
 
     @property
     def chunk(self) -> int:
         """Tokens of a chunk."""
-        return chunk_length(*self.widths)
+        return chunk_length(*self.widths, self.q.dtype)
 
     @property
     def sequences(self) -> int:
@@ -75,7 +76,6 @@ class Call:
         """What every kernel is launched with."""
         key_width, value_width = self.widths
         return {
-            "GROUP": self.value_heads // self.heads,
             "C": self.chunk,
             "K": padded(key_width),
             "V": columns(launch, value_width),
@@ -100,8 +100,9 @@ class Call:
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """``x [B, S, ...]``, or a copy whose last dimension is dense and whose tokens of all rows are equally far apart."""
+    """``x [B, S, ...]`` with a dense last dimension, and aligned tokens that are equally far apart; or a copy."""
     batch, length = x.shape[:2]
     is_dense = x.dim() == 3 or x.stride(-1) == 1 or x.shape[-1] == 1
     is_regular = batch == 1 or length == 0 or x.stride(0) == length * x.stride(1)
-    return x if is_dense and is_regular else x.contiguous()
+    is_aligned = x.dim() == 3 or begins_aligned(x)  # single numbers are not loaded several at a time
+    return x if is_dense and is_regular and is_aligned else compact(x)

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from veomni_triton.chunk_gated_delta_rule.inverse import unit_lower_inverse
 from veomni_triton.chunk_gated_delta_rule.tiles import (
+    NUMBERS,
+    ROWS_OF_NUMBERS,
     decays,
     inverse_norms,
     load_numbers,
@@ -25,7 +27,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def corrections_kernel(
     k,  # [tokens, H, key_width]
     v,  # [tokens, HV, value_width]
@@ -48,7 +50,7 @@ def corrections_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,  # value heads of a key head
+    group,  # value heads of a key head
     NORMED: tl.constexpr,
     KEEPS_INVERSE: tl.constexpr,
     C: tl.constexpr,
@@ -61,7 +63,7 @@ def corrections_kernel(
     if count == 0:
         return
     dtype = u.dtype.element_ty
-    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
     g_C = load_numbers(g + head * g_head, first, count, g_token, C)
     beta_C = load_numbers(beta + head * beta_head, first, count, beta_token, C)
     factor_C = inverse_norms(k_CK, NORMED, C)

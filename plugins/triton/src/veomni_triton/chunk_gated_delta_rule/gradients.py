@@ -16,6 +16,8 @@ import triton.language as tl
 
 from veomni_triton.chunk_gated_delta_rule.states import load_state
 from veomni_triton.chunk_gated_delta_rule.tiles import (
+    NUMBERS,
+    ROWS_OF_NUMBERS,
     decays,
     decays_of_ends,
     inverse_norms,
@@ -26,7 +28,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def product_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -59,7 +61,7 @@ def product_gradients_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     NORMED: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -93,8 +95,8 @@ def product_gradients_kernel(
         dattention_CC += tl.dot(dout_CV, tl.trans(x_CV), input_precision=PRECISION)
         dsystem_CC -= tl.dot(right_CV, tl.trans(x_CV), input_precision=PRECISION)
 
-    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
-    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    q_CK = load_tile(q + head // group * q_head, first, count, q_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
     query_C, key_C = inverse_norms(q_CK, NORMED, C) * scale, inverse_norms(k_CK, NORMED, C)
     g_C = load_numbers(g + head * g_head, first, count, g_token, C)
     _since_C, _to_end_C, pairwise_CC = decays(g_C, C)
@@ -115,7 +117,7 @@ def product_gradients_kernel(
     store_numbers(dbeta + head, dbeta_C, first, count, value_heads, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def query_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -138,7 +140,7 @@ def query_gradients_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     NORMED: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -159,8 +161,8 @@ def query_gradients_kernel(
         state_KV = load_state(before + state, start, key_width, value_width, K, V)
         dq_CK += tl.dot(dout_CV, tl.trans(state_KV), input_precision=PRECISION)
     dq_CK *= since_C[:, None]
-    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
-    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    q_CK = load_tile(q + head // group * q_head, first, count, q_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
     query_C, key_C = inverse_norms(q_CK, NORMED, C), inverse_norms(k_CK, NORMED, C)
     read_C = tl.sum(dq_CK * q_CK.to(tl.float32), axis=1) * query_C * scale
     dg_C = load_numbers(dg + head, first, count, value_heads, C) + tl.cumsum(read_C, axis=0, reverse=True)
@@ -172,7 +174,7 @@ def query_gradients_kernel(
     store_tile(dq + head * key_width, dq_CK, first, count, value_heads * key_width, 0, key_width, C, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def key_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -202,7 +204,7 @@ def key_gradients_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     NORMED: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -218,7 +220,7 @@ def key_gradients_kernel(
     is_below_CC = row_C[:, None] > row_C[None, :]
     stride, place = value_heads * value_width, head * value_width
     state = (chunk * value_heads + head).to(tl.int64) * key_width * value_width
-    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
     beta_C = load_numbers(beta + head * beta_head, first, count, beta_token, C)
     since_C, to_end_C, left = decays_of_ends(load_numbers(g + head * g_head, first, count, g_token, C))
     # Keys read the state before the chunk, and write into the one after it. Products are with keys and queries as they
@@ -254,7 +256,7 @@ def key_gradients_kernel(
     matrix_CC = (chunk * value_heads + head).to(tl.int64) * C * C + row_C[:, None] * C + row_C[None, :]
     of_key_CC = (tl.load(dproducts + matrix_CC).to(tl.float32) * key_C[None, :]).to(dtype)
     dk_CK += tl.dot(of_key_CC, k_CK, input_precision=PRECISION)
-    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
+    q_CK = load_tile(q + head // group * q_head, first, count, q_token, 0, key_width, C, K)
     asked_CC = tl.load(dscores + matrix_CC).to(tl.float32) * (inverse_norms(q_CK, NORMED, C) * scale)[:, None]
     dk_CK += tl.dot(tl.trans(asked_CC.to(dtype)), q_CK, input_precision=PRECISION)
     dk_CK = _of_raw(dk_CK, k_CK, key_C, NORMED)

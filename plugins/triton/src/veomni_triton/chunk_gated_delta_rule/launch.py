@@ -6,6 +6,9 @@ where heads are wider than 128, whose gradients would not fit into registers oth
 Chunks have 32 tokens for other widths too. There Triton 3.6 compiled 64 wrongly for an H200: with values of 8 columns,
 ``u`` was right for the first 16 tokens of a chunk and read other memory for the rest. Triton's interpreter was right,
 and no fault was found in the PTX. Of 32 rows it makes products of older instructions (mma), right for every width.
+
+Float32 has no matrix units at all. As three products of TF32 the kernels met an illegal memory access on an H200, and
+lost digits of denormal values. Chunks of 32 tokens keep what is unrolled small.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ SIXTEEN_BITS = Launches(
     query_gradients=Launch(128, 4, 1),
     key_gradients=Launch(32, 4, 3),
 )
-# A product in float32 is three of TF32, with operands of twice the size.
+# Products in float32 are unrolled into single ones, so tiles are small.
 FLOAT32 = Launches(
     corrections=Launch(WHOLE, 4, 1),
     states=Launch(16, 4, 1),
@@ -84,12 +87,12 @@ def launches(dtype: torch.dtype) -> Launches:
 
 def precision(dtype: torch.dtype) -> str:
     """How products of float32 operands are computed: as exactly as the dtype of the inputs can show."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def chunk_length(key_width: int, value_width: int) -> int:
+def chunk_length(key_width: int, value_width: int, dtype: torch.dtype) -> int:
     """Tokens of a chunk."""
-    return 64 if {key_width, value_width} <= _WIDTHS_OF_64 else 32
+    return 64 if {key_width, value_width} <= _WIDTHS_OF_64 and dtype != torch.float32 else 32
 
 
 def padded(width: int) -> int:

@@ -44,7 +44,7 @@ def _forward(
     """The outputs; the final states, or an empty tensor; and the tables of chunks, for backward."""
     bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
     batch, length = query.shape[:2]
-    chunk = chunk_length(query.shape[3], value.shape[3])
+    chunk = chunk_length(query.shape[3], value.shape[3], query.dtype)
     if bounds is None:
         chunks, spans = (each.clone() for each in tables_of_rows(batch, length, chunk, query.device))
     else:
@@ -112,7 +112,7 @@ def _results_like(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, length = query.shape[:2]
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    count = most_chunks(batch, length, sequences, chunk_length(query.shape[3], value.shape[3]))
+    count = most_chunks(batch, length, sequences, chunk_length(query.shape[3], value.shape[3], query.dtype))
     rows = batch if sequences is None else sequences
     chunks, spans = (query.new_empty((size, 2), dtype=torch.int32) for size in (count, rows))
     return *_results(query, value, rows, keeps_final), chunks, spans

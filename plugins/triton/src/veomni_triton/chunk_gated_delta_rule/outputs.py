@@ -13,6 +13,8 @@ import triton.language as tl
 
 from veomni_triton.chunk_gated_delta_rule.states import load_state
 from veomni_triton.chunk_gated_delta_rule.tiles import (
+    NUMBERS,
+    ROWS_OF_NUMBERS,
     decays,
     inverse_norms,
     load_numbers,
@@ -22,7 +24,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def outputs_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -41,7 +43,7 @@ def outputs_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     NORMED: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -53,8 +55,8 @@ def outputs_kernel(
     if count == 0:
         return
     dtype = out.dtype.element_ty
-    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
-    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    q_CK = load_tile(q + head // group * q_head, first, count, q_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
     g_C = load_numbers(g + head * g_head, first, count, g_token, C)
     since_C, _to_end_C, pairwise_CC = decays(g_C, C)
     query_C = inverse_norms(q_CK, NORMED, C) * scale
@@ -69,7 +71,7 @@ def outputs_kernel(
     store_tile(out + head * value_width, out_CV, first, count, value_heads * value_width, start, value_width, C, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def correction_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -90,7 +92,7 @@ def correction_gradients_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     NORMED: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -102,8 +104,8 @@ def correction_gradients_kernel(
     if count == 0:
         return
     dtype = dx.dtype.element_ty
-    q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
-    k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+    q_CK = load_tile(q + head // group * q_head, first, count, q_token, 0, key_width, C, K)
+    k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
     g_C = load_numbers(g + head * g_head, first, count, g_token, C)
     since_C, _to_end_C, pairwise_CC = decays(g_C, C)
     query_C = inverse_norms(q_CK, NORMED, C) * scale

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.chunk_gated_delta_rule.tiles import load_numbers, load_tile, store_tile
+from veomni_triton.chunk_gated_delta_rule.tiles import NUMBERS, ROWS_OF_NUMBERS, load_numbers, load_tile, store_tile
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def store_state(states, state_KV, start, key_width, value_width, K: tl.constexpr
     tl.store(place_KV, state_KV.to(states.dtype.element_ty), mask=inside_KV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def states_kernel(
     k,  # [tokens, H, key_width]
     w,  # [tokens, HV, key_width]
@@ -48,7 +48,7 @@ def states_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     C: tl.constexpr,
@@ -74,14 +74,14 @@ def states_kernel(
         x_CV = u_CV.to(tl.float32) - tl.dot(w_CK, rounded_KV, input_precision=PRECISION)
         store_tile(x + head * value_width, x_CV, first, count, value_heads * value_width, start, value_width, C, V)
         scale_C = load_numbers(write_scale + head, first, count, value_heads, C)
-        k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+        k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
         state_KV *= tl.load(left + chunk * value_heads + head)
         state_KV += tl.dot(tl.trans(k_CK), (x_CV * scale_C[:, None]).to(dtype), input_precision=PRECISION)
     if HAS_FINAL:
         store_state(final + own, state_KV, start, key_width, value_width, K, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def state_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -105,7 +105,7 @@ def state_gradients_kernel(
     key_width,
     value_width,
     value_heads,
-    GROUP: tl.constexpr,
+    group,  # value heads of a key head
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     C: tl.constexpr,
@@ -128,12 +128,12 @@ def state_gradients_kernel(
         rounded_KV = dstate_KV.to(dtype)
         dstate = dafter + (chunk * value_heads + head) * size
         store_state(dstate, rounded_KV, start, key_width, value_width, K, V)
-        k_CK = load_tile(k + head // GROUP * k_head, first, count, k_token, 0, key_width, C, K)
+        k_CK = load_tile(k + head // group * k_head, first, count, k_token, 0, key_width, C, K)
         scale_C = load_numbers(write_scale + head, first, count, value_heads, C)
         dx_CV = load_tile(dx + head * value_width, first, count, value_heads * value_width, start, value_width, C, V)
         dx_CV = dx_CV.to(tl.float32) + scale_C[:, None] * tl.dot(k_CK, rounded_KV, input_precision=PRECISION)
         store_tile(dx + head * value_width, dx_CV, first, count, value_heads * value_width, start, value_width, C, V)
-        q_CK = load_tile(q + head // GROUP * q_head, first, count, q_token, 0, key_width, C, K)
+        q_CK = load_tile(q + head // group * q_head, first, count, q_token, 0, key_width, C, K)
         dout_CV = load_tile(dout + head * dout_head, first, count, dout_token, start, value_width, C, V)
         read_C = load_numbers(read_scale + head, first, count, value_heads, C)
         w_CK = load_tile(w + head * key_width, first, count, value_heads * key_width, 0, key_width, C, K)

@@ -14,6 +14,12 @@ import triton.language as tl
 from veomni_core.ops.delta_recurrence import NORM_EPS as _NORM_EPS
 
 NORM_EPS = tl.constexpr(_NORM_EPS)
+# Triton compiles a kernel anew for each alignment of a pointer, and for numbers that are 1 or multiples of 16. That
+# pays for tiles of queries, keys and values, which are loaded 16 bytes at a time. It does not for one number a token.
+NUMBERS = ("g_token", "g_head", "beta_token", "beta_head", "value_heads", "group")
+ROWS_OF_NUMBERS = (
+    *("g", "beta", "dg", "dbeta", "dg_known", "dbeta_known", "read_scale", "write_scale", "left", "chunks", "spans"),
+)
 
 
 @triton.jit

@@ -1,0 +1,108 @@
+"""Runs benchmarks of our kernels at a git revision and at the working tree, and fails on a loss of more than 3 %.
+
+    make bench BASE=HEAD~1                      # the kernels whose sources differ
+    make bench BASE=main ONLY="kda rms_norm" PAIRS=10
+
+The benchmarks are those of the working tree; each process has the packages of one of the two revisions. Processes take
+turns. Of each kernel and shape the ratio of head and base is printed, as the median over pairs of processes with an
+interval, for the time of forward and backward and for the peak memory. Exits with 1 if an interval lies above 1.03 as
+a whole, with 2 if something could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
+
+from benchmarks.revisions.revision import NoSuchRevision, changed_since, checked_out, commit_of
+from benchmarks.revisions.rows import COLUMNS, Row, rows
+from benchmarks.revisions.selection import GUARDED, Guarded, NothingOfThatName, asked_for, changed
+from benchmarks.revisions.turns import NotMeasured, OneProcess, in_turns
+from benchmarks.revisions.verdict import FEWEST_PAIRS, LIMIT
+from benchmarks.shared.results import ROOT, table
+from veomni_core.ops.catalog import BUILTIN_OPS
+
+_LOSS, _NOT_MEASURED = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarded: Sequence[Guarded] = GUARDED) -> int:
+    """Compare, print, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="a commit, a branch or a tag")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="ops or scripts; those that changed, unless given")
+    parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), help="those that are here, unless given")
+    parser.add_argument("--pairs", type=int, default=FEWEST_PAIRS, help="processes of each revision")
+    parser.add_argument("--shapes", nargs="+", default=[], metavar="NAME", help="of the benchmark; all, unless given")
+    parser.add_argument("--repeats", type=int, help="turns of a process; the benchmark's own number, unless given")
+    options = parser.parse_args(arguments)
+    devices = options.devices or _devices()
+    try:
+        base = commit_of(repository, options.base)
+        if options.only:
+            chosen = asked_for(options.only, guarded, devices)
+        else:
+            ops = [op.name for op in BUILTIN_OPS]
+            chosen = changed(changed_since(repository, base), guarded, devices, ops)
+    except (NoSuchRevision, NothingOfThatName) as error:
+        parser.error(str(error))
+    print(f"base: {options.base} ({base[:12]}); head: the working tree; {options.pairs} pairs of processes", flush=True)
+    if not chosen:
+        print(f"No kernel that is measured on {' or '.join(devices)} has other sources than at {options.base}.")
+        return 0
+    found: list[Row] = []
+    failures: list[str] = []
+    with checked_out(repository, base) as files:
+        for path in gone(files, repository):
+            print(f"gone: {path} is not in the working tree, and what it measured is not compared", flush=True)
+        for each in chosen:
+            script, own = (folder / "benchmarks" / each.script for folder in (repository, files))
+            of_base = OneProcess(each, "base", files, script, own, options.shapes, options.repeats)
+            of_head = OneProcess(each, "head", repository, script, script, options.shapes, options.repeats)
+            try:
+                runs = in_turns(of_base, of_head, options.pairs)
+            except NotMeasured as error:
+                failures.append(f"{each} was not measured: {error}")
+                continue
+            found.extend(rows(str(each), runs))
+    return _report(found, failures)
+
+
+def gone(base: Path, head: Path) -> list[Path]:
+    """The benchmarks that the base has and the head has not, relative to either."""
+    having = [path for path in sorted(base.glob("benchmarks/*/*.py")) if "\nBENCHMARK = " in path.read_text()]
+    return [path.relative_to(base) for path in having if not (head / path.relative_to(base)).exists()]
+
+
+def _report(found: Sequence[Row], failures: Sequence[str]) -> int:
+    """Print everything, losses and failures last, and return the exit status."""
+    if found:
+        print(table(COLUMNS, [row.cells() for row in found]))
+    for row in found:
+        for what, share in row.losses.items():
+            print(f"LOSS: {row.benchmark}, {row.kernel}, {row.shape}: {what} {share}, all of it above {LIMIT}")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if any(row.losses for row in found):
+        return _LOSS
+    return _NOT_MEASURED if failures else 0
+
+
+def _devices() -> tuple[str, ...]:
+    import torch  # here, since it takes a second
+
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def unwind_on_sigterm() -> None:
+    """End by SIGTERM as by Ctrl-C: the process that measures is stopped, and the base's files are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+
+
+if __name__ == "__main__":
+    unwind_on_sigterm()
+    sys.exit(main())

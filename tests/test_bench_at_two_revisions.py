@@ -1,0 +1,408 @@
+"""`make bench BASE=…`: two revisions of a repository are measured in turns, and a loss fails.
+
+Most tests run everything but the kernels: small repositories have a benchmark that reads its figures off the kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL = "plugins/stub/src/veomni_stub/kda.py"
+SCRIPT = "benchmarks/kda/kda.py"
+MEASURES = """
+    from benchmarks.shared.benchmark import Benchmark
+    from veomni_stub import kda
+    from veomni_stub.kda import {names}
+
+
+    def measure(shape, device, repeats, only=None):
+        return {{
+            "seconds": {{"{kernel}": shape * kda.SECONDS}},
+            "peak bytes": {{"{kernel}": {{"both": kda.BYTES}}}},
+        }}
+
+
+    BENCHMARK = Benchmark({{"cpu": {{"small": 1, "large": 100}}}}, measure, ours=("{kernel}",))
+"""
+
+
+@pytest.fixture
+def revisions(monkeypatch):
+    """Imports a module of benchmarks/revisions, as its script does."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"benchmarks.revisions.{name}")
+
+
+class Repository:
+    """A repository with one kernel and its benchmark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.git("init", "--quiet")
+        self.write("plugins/stub/src/veomni_stub/__init__.py", "")
+        self.measures()
+
+    def git(self, *arguments: str) -> None:
+        who = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *who, *arguments], cwd=self.folder, check=True)
+
+    def write(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
+
+    def kernel(self, seconds: float = 0.01, size: int = 1 << 20, more: str = "") -> None:
+        self.write(KERNEL, f"SECONDS, BYTES = {seconds}, {size}\n{more}\n")
+
+    def measures(self, names: str = "SECONDS", kernel: str = "stub") -> None:
+        self.write(SCRIPT, MEASURES.format(names=names, kernel=kernel))
+
+    def commit(self) -> None:
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", "A revision", "--allow-empty")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return Repository(tmp_path)
+
+
+@pytest.fixture
+def compare(repository, revisions, capfd):
+    """Runs the comparison in ``repository``; gives its exit status and what it prints."""
+    guarded = (revisions("selection").Guarded("kda/kda.py", "cpu", ("stub",)),)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        asked = ["--devices", "cpu", *arguments]
+        status = revisions("compare_revisions").main(["HEAD~1", *asked], repository.folder, guarded)
+        return status, capfd.readouterr().out
+
+    return run
+
+
+def test_a_planted_loss_fails_and_is_named(repository, compare):
+    repository.kernel(seconds=0.01)
+    repository.commit()
+    repository.kernel(seconds=0.011)
+    repository.commit()
+    status, printed = compare()
+    assert status == 1
+    for shape in ("small", "large"):
+        assert f"LOSS: kda on cpu, stub, {shape}: time 1.100 (1.100 to 1.100), all of it above 1.03" in printed
+    cells = ("kda on cpu", "stub", "small", "10.000 ms", "11.000 ms", "1.100 (1.100 to 1.100)", "1.0 MiB / 1.0 MiB")
+    assert f"| {' | '.join(cells)} |" in printed
+
+
+def test_the_head_is_the_working_tree(repository, compare):
+    repository.kernel()
+    repository.commit()
+    repository.commit()
+    assert compare()[0] == 0
+    repository.kernel(seconds=0.02)
+    assert compare()[0] == 1
+
+
+def test_more_memory_is_a_loss_as_well(repository, compare):
+    repository.kernel(size=100 << 20)
+    repository.commit()
+    repository.kernel(size=104 << 20)
+    repository.commit()
+    status, printed = compare("--shapes", "small")
+    assert status == 1
+    assert "LOSS: kda on cpu, stub, small: memory 1.040" in printed
+    assert "large" not in printed
+
+
+def test_a_gain_and_a_small_loss_pass(repository, compare):
+    repository.kernel(seconds=0.01, size=100 << 20)
+    repository.commit()
+    repository.kernel(seconds=0.008, size=102 << 20)
+    repository.commit()
+    status, printed = compare("--shapes", "small")
+    assert (status, "| time: gain |" in printed, "LOSS" in printed) == (0, True, False)
+
+
+def test_too_few_pairs_are_unclear_and_say_so(repository, compare):
+    repository.kernel(seconds=0.01)
+    repository.commit()
+    repository.kernel(seconds=0.02)
+    repository.commit()
+    status, printed = compare("--pairs", "2", "--shapes", "small")
+    assert status == 0
+    assert "time unclear, more pairs needed: --pairs 5" in printed
+
+
+def test_a_kernel_that_the_base_lacks_is_new(repository, compare):
+    repository.write("README.md", "Nothing yet.")
+    (repository.folder / SCRIPT).unlink()
+    repository.commit()
+    repository.kernel()
+    repository.measures()
+    repository.commit()
+    status, printed = compare()
+    assert status == 0
+    assert "| new: cannot import name 'kda' from 'veomni_stub'" in printed
+
+
+def test_a_benchmark_that_the_head_lacks_is_gone(repository, compare):
+    repository.kernel()
+    repository.write("benchmarks/rms_norm/rms_norm.py", "import math\nBENCHMARK = None")
+    repository.commit()
+    (repository.folder / "benchmarks/rms_norm/rms_norm.py").unlink()
+    repository.kernel(more="# changed")
+    repository.commit()
+    status, printed = compare()
+    assert status == 0
+    assert "gone: benchmarks/rms_norm/rms_norm.py is not in the working tree" in printed
+
+
+def test_a_kernel_that_the_base_s_own_benchmark_names_is_gone(repository, compare):
+    repository.kernel(more="LAUNCH = 1")
+    repository.measures("LAUNCH", kernel="older")
+    repository.commit()
+    repository.kernel(more="LAUNCHES = (1,)")
+    repository.measures("LAUNCHES")
+    repository.commit()
+    status, printed = compare("--shapes", "small")
+    assert status == 0
+    rows = [line for line in printed.splitlines() if line.startswith("| kda")]
+    assert [row.split(" | ")[1:5] for row in rows] == [
+        ["older", "small", "10.000 ms", "-"],
+        ["stub", "small", "-", "10.000 ms"],
+    ]
+    assert "| gone: the head has no such kernel or shape |" in rows[0]
+    assert "| new: the base has no such kernel or shape |" in rows[1]
+
+
+def test_an_import_that_the_head_broke_is_no_pass(repository, compare):
+    repository.kernel()
+    repository.commit()
+    (repository.folder / KERNEL).unlink()
+    repository.commit()
+    status, printed = compare()
+    assert status == 2
+    assert "the head failed\ncannot import name 'kda' from 'veomni_stub'" in printed
+
+
+def test_a_package_that_the_base_lacks_is_not_taken_from_what_is_installed(repository, compare, monkeypatch, tmp_path):
+    """Editable installs and wheels of the head lie on the path behind the base's packages."""
+    repository.write("README.md", "Nothing yet.")
+    shutil.rmtree(repository.folder / "plugins")
+    repository.commit()
+    repository.write("plugins/stub/src/veomni_stub/__init__.py", "")
+    repository.kernel()
+    repository.commit()
+    monkeypatch.setenv("PYTHONPATH", str(repository.folder / "plugins/stub/src"))
+    status, printed = compare()
+    assert status == 0
+    assert "| new: No package named 'veomni_stub'" in printed
+
+
+def test_what_only_the_benchmark_imports_may_be_renamed(repository, compare):
+    """Each revision then runs its own script, and the loss is seen all the same."""
+    repository.kernel(seconds=0.01, more="LAUNCH = 1")
+    repository.measures("LAUNCH")
+    repository.commit()
+    repository.kernel(seconds=0.02, more="LAUNCHES = (1,)")
+    repository.measures("LAUNCHES")
+    repository.commit()
+    status, printed = compare("--shapes", "small")
+    assert status == 1
+    assert "the base is measured by its own script, since: cannot import name 'LAUNCHES'" in printed
+    assert "stub, small: time 2.000" in printed
+
+
+@pytest.mark.parametrize("broken", ["base", "head"])
+def test_a_benchmark_that_fails_is_no_pass(repository, compare, broken):
+    for revision in ("base", "head"):
+        repository.kernel(more="raise ValueError('a broken kernel')" if revision == broken else f"# {revision}")
+        repository.commit()
+    status, printed = compare()
+    assert status == 2
+    assert f"FAILED: kda on cpu was not measured: the {broken} failed" in printed
+    assert "ValueError: a broken kernel" in printed
+
+
+def test_a_benchmark_that_measures_nothing_of_ours_is_no_pass(repository, compare):
+    repository.kernel()
+    repository.commit()
+    (repository.folder / SCRIPT).write_text(
+        "from benchmarks.shared.benchmark import Benchmark\nimport veomni_stub\n"
+        "BENCHMARK = Benchmark({'cpu': {'small': 1}}, lambda *_: {'seconds': {}, 'peak bytes': {}}, ours=('stub',))\n"
+    )
+    repository.kernel(more="# changed")
+    repository.commit()
+    status, printed = compare()
+    assert status == 2
+    assert "measured none of ['stub'] at ['small']" in printed
+
+
+def test_what_has_not_changed_is_not_run(repository, compare):
+    repository.kernel()
+    repository.commit()
+    repository.write("docs/page.md", "A page.")
+    repository.measures("SECONDS  # another comment")
+    repository.commit()
+    status, printed = compare()
+    assert status == 0
+    assert "No kernel that is measured on cpu has other sources than at HEAD~1." in printed
+    assert "no loss" in compare("--only", "kda")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nowhere"], "BASE=nowhere names no commit here"),
+        (["HEAD", "--pair", "none"], "argument --pairs: invalid int value"),
+        (["HEAD", "--only", "kad"], "ONLY=kad has no benchmark on cpu; there are kda"),
+    ],
+)
+def test_what_is_not_there_is_said(repository, revisions, capsys, arguments, said):
+    repository.kernel()
+    repository.commit()
+    guarded = (revisions("selection").Guarded("kda/kda.py", "cpu", ("stub",)),)
+    with pytest.raises(SystemExit) as stop:
+        revisions("compare_revisions").main([*arguments, "--devices", "cpu"], repository.folder, guarded)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_shallow_clone_is_told_to_fetch(repository, revisions, tmp_path_factory):
+    repository.kernel()
+    repository.commit()
+    repository.commit()
+    clone = tmp_path_factory.mktemp("clone")
+    repository.git("clone", "--quiet", "--depth", "1", repository.folder.as_uri(), str(clone))
+    module = revisions("revision")
+    with pytest.raises(module.NoSuchRevision, match="git fetch --unshallow"):
+        module.commit_of(clone, "HEAD~1")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_the_base_s_files_are_removed_however_it_ends(repository, revisions, error):
+    repository.kernel()
+    repository.commit()
+    module = revisions("revision")
+    with (
+        pytest.raises(error),
+        module.checked_out(repository.folder, module.commit_of(repository.folder, "HEAD")) as files,
+    ):
+        assert (files / KERNEL).is_file()
+        raise error
+    assert not files.exists()
+
+
+STARTS = """
+import sys
+from pathlib import Path
+from benchmarks.revisions.compare_revisions import main, unwind_on_sigterm
+from benchmarks.revisions.selection import Guarded
+
+unwind_on_sigterm()
+main(["HEAD", "--devices", "cpu", "--only", "kda"], Path(sys.argv[1]), (Guarded("kda/kda.py", "cpu", ("stub",)),))
+"""
+
+
+def test_a_stop_by_sigterm_leaves_neither_files_nor_processes(repository, tmp_path_factory):
+    folder, fifo = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("said") / "fifo"
+    os.mkfifo(fifo)
+    says = f"pathlib.Path({str(fifo)!r}).write_text(str(os.getpid()))"
+    repository.write(KERNEL, f"import os, pathlib, signal\n{says}\nsignal.pause()\n")
+    repository.commit()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen([sys.executable, "-c", STARTS, str(repository.folder)], cwd=ROOT, env=environment)
+    measuring = int(fifo.read_text())  # waits until the kernel is imported
+    assert list(folder.iterdir())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 1
+    assert not list(folder.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(measuring, 0)
+
+
+def test_processes_take_turns(revisions):
+    said = []
+    runs = revisions("turns").in_turns(lambda: said.append("base"), lambda: said.append("head"), 4)
+    assert said == ["base", "head", "head", "base"] * 2
+    assert (len(runs.base), len(runs.head)) == (4, 4)
+
+
+def test_packages_of_another_folder_are_refused(revisions, tmp_path):
+    import veomni_core  # noqa: F401  what is loaded here
+
+    one_process = importlib.import_module("benchmarks.shared.one_process")
+    one_process.refuse_others(ROOT)
+    with pytest.raises(one_process.Lacking, match="No package named 'veomni_"):
+        one_process.refuse_others(tmp_path)
+    for name in {name for name in sys.modules if name.startswith("veomni_") and "." not in name}:
+        (tmp_path / "core/src" / name).mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"was imported from .*, and not from"):
+        one_process.refuse_others(tmp_path)
+
+
+CHANGED = {
+    "plugins/torch_native/src/veomni_torch/kda.py": {"kda cpu", "kda cuda"},
+    "plugins/triton/src/veomni_triton/rms_norm/launch.py": {"triton_rms_norm cuda"},
+    "plugins/torch_native/src/veomni_torch/rms_norm.py": {"cpu_kernels cpu"},
+    "core/src/veomni_core/ops/mamba2_scan.py": {"mamba2_scan cpu", "mamba2_scan cuda"},
+    "core/src/veomni_core/ops/attention.py": set(),
+    "plugins/trainer/src/veomni_trainer/train.py": set(),
+    "plugins/torch_native/tests/test_kda.py": set(),
+    "plugins/torch_native/README.md": set(),
+    "benchmarks/kda/kda.py": set(),
+    "docs/adr/README.md": set(),
+}
+
+
+@pytest.mark.parametrize("path, chosen", CHANGED.items())
+def test_a_path_concerns_the_op_that_it_names(revisions, path, chosen):
+    assert chosen_for(revisions, path) == chosen
+
+
+def test_a_shared_source_concerns_all_kernels_of_its_plugin_and_one_of_the_core_all(revisions):
+    every = {f"{each.name} {each.device}" for each in revisions("selection").GUARDED}
+    assert chosen_for(revisions, "core/src/veomni_core/tables.py") == every
+    of_torch = chosen_for(revisions, "plugins/torch_native/src/veomni_torch/delta_chunks.py")
+    assert {name for name in every if name.endswith("cpu")} <= of_torch < every
+    of_triton = chosen_for(revisions, "plugins/triton/src/veomni_triton/partial_sums.py")
+    assert of_triton and all(name.endswith("cuda") for name in of_triton)
+
+
+def chosen_for(revisions, path):
+    selection = revisions("selection")
+    ops = [op.name for op in importlib.import_module("veomni_core.ops.catalog").BUILTIN_OPS]
+    found = selection.changed([path], selection.GUARDED, ("cpu", "cuda"), ops)
+    return {f"{each.name} {each.device}" for each in found}
+
+
+@pytest.mark.slow
+def test_make_bench_compares_a_real_kernel_in_a_clone(tmp_path):
+    """The command that `make` would run, on a CPU kernel whose source differs. One pair gives no verdict."""
+    for part in ("benchmarks", "core/src", *(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/src"))):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    clone = Repository.__new__(Repository)
+    clone.folder = tmp_path
+    clone.git("init", "--quiet")
+    clone.commit()
+    kernel = tmp_path / "plugins/torch_native/src/veomni_torch/causal_conv1d.py"
+    kernel.write_text(kernel.read_text(encoding="utf-8") + "# Changed.\n", encoding="utf-8")
+    clone.commit()
+    make = ["make", "--dry-run", "bench", "BASE=HEAD~1", "PAIRS=1"]
+    command = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()[-1].split()
+    assert command[0].endswith("/bin/python")
+    quick = ["--devices", "cpu", "--shapes", "short", "--repeats", "1"]
+    printed = subprocess.run(
+        [sys.executable, *command[1:], *quick], cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    (row,) = (line for line in printed.splitlines() if line.startswith("| causal_conv1d"))
+    assert row.startswith("| causal_conv1d on cpu | torch | short | ")
+    assert "25.1 MiB / 25.1 MiB | 1.000 (1.000 to 1.000)" in row
