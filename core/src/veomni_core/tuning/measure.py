@@ -70,6 +70,7 @@ class Tuning:
                 self.say(f"{each.kind}: {len(each.kernels)} kernels")
                 at = replace(here[each.kind], count=each.count)
                 sites.append(_Site(self, step_model, at, machine, certificates, unchecked, known).measured())
+                model.zero_grad()  # some kernels add to gradients in place
                 _free(next(model.parameters()).device)  # what this kind recorded makes room for the next one
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         return Profile(job, MeasuredOn.here(machine), today, tuple(sites))
