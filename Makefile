@@ -90,10 +90,11 @@ clean:  ## remove everything that make has made
 	rm -rf $(VENV) dist docs/_build runs .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # hatchling and editables come first: with them here, the editable installs need no build environments of their own.
+# Most modules of the libraries are never imported; Python compiles the others when they are.
 $(INSTALLED): constraints.txt pyproject.toml $(DISTRIBUTIONS:=/pyproject.toml)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --group dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation $(DISTRIBUTIONS:%=--editable %)
 	touch $@

@@ -7,11 +7,14 @@ forgot to declare fails as it would for its users.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import venv
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
 from zipfile import Path as ZipPath
@@ -59,13 +62,43 @@ class FreshEnvironment:
         """Run this environment's Python with ``arguments``; gives what it printed, and raises if it fails."""
         return self._run([str(self.python), *arguments], environment, check)
 
+    @contextmanager
+    def forks(self, *modules: str) -> Iterator[Callable[..., str]]:
+        """As :meth:`run`, for ``-c`` and ``-m``, in forks of one process of this environment.
+
+        It has imported ``modules``, so that programs whose question is another one need not each take seconds for that.
+        """
+        server = [str(self.python), str(Path(__file__).with_name("fork_server.py")), *modules]
+        clean = {**_clean_environment(), "OMP_NUM_THREADS": "1"}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            subprocess.Popen(server, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+        ):
+            assert process.stdin and process.stdout
+
+            def run(*arguments: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
+                assert process.stdin and process.stdout
+                files = {name: Path(tempfile.mkstemp(dir=folder)[1]) for name in ("output", "errors")}
+                asked = {name: str(file) for name, file in files.items()}
+                line = json.dumps({**asked, "arguments": arguments, "environment": {**(environment or {})}})
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+                code = process.stdout.readline().strip()
+                printed = "".join(file.read_text(encoding="utf-8") for file in files.values())
+                if not code or (check and code != "0"):
+                    raise RuntimeError(f"{' '.join(arguments)}\nended with {code or 'its server'}\n{printed}")
+                return printed
+
+            yield run
+            process.stdin.close()
+
     def _pip(self, *arguments: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
         self._run([*pip, *arguments])
 
     def _run(self, command: list[str], environment: Mapping[str, str] | None = None, check: bool = True) -> str:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VEOMNI_"))}
-        result = subprocess.run(command, capture_output=True, text=True, env={**clean, **(environment or {})})
+        variables = {**_clean_environment(), **(environment or {})}
+        result = subprocess.run(command, capture_output=True, text=True, env=variables)
         if check and result.returncode:
             raise RuntimeError(f"{' '.join(command)}\nended with {result.returncode}\n{result.stdout}\n{result.stderr}")
         return result.stdout + result.stderr
@@ -75,6 +108,10 @@ class FreshEnvironment:
             link = self._site_packages / top
             if not link.exists():
                 link.symlink_to(Path(str(installed.locate_file(top))).resolve())
+
+
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VEOMNI_"))}
 
 
 def build_wheel(source: Path, folder: Path) -> Path:

@@ -33,7 +33,8 @@ def installed_beside(*requirements: str, dependencies: bool = True) -> Path:
     with FileLock(f"{folder}.lock"):
         if not done.exists():
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
-            pip += ["--target", str(folder), *(() if dependencies else ("--no-deps",))]
+            # Few of the modules are imported, and Python compiles those then.
+            pip += ["--no-compile", "--target", str(folder), *(() if dependencies else ("--no-deps",))]
             result = subprocess.run([*pip, *requirements], capture_output=True, text=True)
             if result.returncode:
                 raise RuntimeError(f"pip can't install {', '.join(requirements)}:\n{result.stderr}")

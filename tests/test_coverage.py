@@ -19,6 +19,7 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import UnknownNameError
 
+pytestmark = pytest.mark.slow
 SETTLED = "with RMS norms: every norm, rotary embedding and gated MLP proven or refused"
 
 

@@ -54,8 +54,11 @@ def environment(tmp_path_factory) -> FreshEnvironment:
     return environment
 
 
-def run(environment, code):
-    return json.loads(environment.run("-c", MODEL + textwrap.dedent(code)).strip().splitlines()[-1])
+@pytest.fixture(scope="module")
+def run(environment):
+    """Runs code after that of ``MODEL``; gives what it printed last."""
+    with environment.forks("transformers.models.llama.modeling_llama", "veomni_core.build") as forked:
+        yield lambda code: json.loads(forked("-c", MODEL + textwrap.dedent(code)).strip().splitlines()[-1])
 
 
 def test_every_kernel_passes_the_check(environment):
@@ -64,9 +67,8 @@ def test_every_kernel_passes_the_check(environment):
     assert len(results) == 12  # four kernels in three dtypes
 
 
-def test_its_variant_is_found_and_trains_as_eager(environment):
+def test_its_variant_is_found_and_trains_as_eager(run):
     own, bound, sites, verified = run(
-        environment,
         """
         mine = with_log_weights()
         config = {"preset": "eager", "rms_norm_implementation": {"default": "eager", "*.input_layernorm": "acme"}}
@@ -80,9 +82,8 @@ def test_its_variant_is_found_and_trains_as_eager(environment):
     assert verified == ["rms_norm/log_weight:acme at 2 sites"]
 
 
-def test_a_job_sets_its_option_per_site(environment):
+def test_a_job_sets_its_option_per_site(run):
     own, bound, kernels = run(
-        environment,
         """
         mine = with_log_weights()
         less = {"kernel": "acme", "options": {"keep": "inputs"}}
@@ -99,11 +100,10 @@ def test_a_job_sets_its_option_per_site(environment):
     }
 
 
-def test_a_value_that_its_option_does_not_allow_is_refused(environment, tmp_path):
+def test_a_value_that_its_option_does_not_allow_is_refused(run, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text("{preset: eager, rms_norm_implementation: {kernel: acme, options: {keep: outputs}}}")
     (refusal,) = run(
-        environment,
         f"""
         from veomni_core import OpsConfig
         from veomni_core.errors import ConfigError
@@ -117,9 +117,8 @@ def test_a_value_that_its_option_does_not_allow_is_refused(environment, tmp_path
     assert refusal == wanted
 
 
-def test_its_attention_gets_the_masks_that_it_builds(environment):
+def test_its_attention_gets_the_masks_that_it_builds(run):
     own, bound, kinds = run(
-        environment,
         """
         import acme_extensions.attention as attention
         seen = []
@@ -139,9 +138,8 @@ def test_its_attention_gets_the_masks_that_it_builds(environment):
     assert kinds == [True, True]
 
 
-def test_its_layout_is_proven_and_its_limit_is_told_by_the_plan(environment):
+def test_its_layout_is_proven_and_its_limit_is_told_by_the_plan(run):
     variants, few, many = run(
-        environment,
         """
         class UpFirst(torch.nn.Module):
             def __init__(self, like):

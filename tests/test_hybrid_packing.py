@@ -48,6 +48,16 @@ REFUSED = {
     "zaya": rf"qkv_proj \(ZayaCCAProjection\) would mix them: {STATE}",
 }
 ALL = (*TYPES, "zaya")  # whose convolutions no site knows
+
+
+@pytest.fixture(scope="module")
+def bound(request):
+    """A bound model of the parameter's type. Finding its sites takes far longer than a step, so questions share it."""
+    model = hybrid(request.param)
+    bind(model, KERNELS)
+    return model
+
+
 # What layers of transformers that mix positions by other means than attention have in their code.
 MIXERS = re.compile(r"update_conv_state|update_recurrent_state|A_log|causal_conv1d_fn")
 
@@ -113,32 +123,28 @@ def assert_apart(model, row, inputs, lengths):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", sorted(RIGHT))
-def test_packed_equals_separate_in_logits_and_every_gradient(model_type, way):
-    model = hybrid(model_type)
-    model.config.use_cache = False
-    bind(model, KERNELS)
-    assert_apart(model, tokens(1, sum(LENGTHS)), WAYS[way], LENGTHS)
+@pytest.mark.parametrize("bound", sorted(RIGHT), indirect=True)
+def test_packed_equals_separate_in_logits_and_every_gradient(bound, way, monkeypatch):
+    monkeypatch.setattr(bound.config, "use_cache", False, raising=False)
+    bound.zero_grad()
+    assert_apart(bound, tokens(1, sum(LENGTHS)), WAYS[way], LENGTHS)
 
 
-@pytest.mark.parametrize("model_type", sorted(RIGHT))
-def test_rows_of_a_batch_are_packed_each_by_its_positions(model_type):
-    model, (first, second) = hybrid(model_type), (POSITIONS, torch.arange(sum(LENGTHS))[None])
-    bind(model, KERNELS)
+@pytest.mark.parametrize("bound", sorted(RIGHT), indirect=True)
+def test_rows_of_a_batch_are_packed_each_by_its_positions(bound):
+    first, second = POSITIONS, torch.arange(sum(LENGTHS))[None]
     row = tokens(2, sum(LENGTHS))
-    packed = model(row, position_ids=torch.cat([first, second])).logits
-    separate = torch.cat([model(part, use_cache=False).logits for part in row[:1].split(LENGTHS, dim=1)], dim=1)
+    packed = bound(row, position_ids=torch.cat([first, second])).logits
+    separate = torch.cat([bound(part, use_cache=False).logits for part in row[:1].split(LENGTHS, dim=1)], dim=1)
     torch.testing.assert_close(packed[:1], separate, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(packed[1:], model(row[1:], use_cache=False).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[1:], bound(row[1:], use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_what_no_kernel_keeps_apart_is_refused_by_name(model_type, way):
-    model = hybrid(model_type)
-    bind(model, KERNELS)
-    with pytest.raises(PackedSequencesError, match=REFUSED[model_type]):
-        model(tokens(1, sum(LENGTHS)), **WAYS[way])
+@pytest.mark.parametrize("bound, words", REFUSED.items(), ids=REFUSED, indirect=["bound"])
+def test_what_no_kernel_keeps_apart_is_refused_by_name(bound, words, way):
+    with pytest.raises(PackedSequencesError, match=words):
+        bound(tokens(1, sum(LENGTHS)), **WAYS[way])
 
 
 def test_an_eager_layer_refuses_packed_sequences_and_nothing_else():
@@ -163,11 +169,10 @@ def test_an_eager_layer_refuses_packed_sequences_and_nothing_else():
         ({"seq_idx": NUMBERS[:, :-1]}, r"seq_idx is \[1, 15\], and the input has 1 rows of 16 positions"),
     ],
 )
-def test_boundaries_that_can_not_be_are_refused(inputs, words):
-    model = hybrid("qwen3_next")
-    bind(model, KERNELS)
+@pytest.mark.parametrize("bound", ["qwen3_next"], indirect=True)
+def test_boundaries_that_can_not_be_are_refused(bound, inputs, words):
     with pytest.raises(PackedSequencesError, match=words):
-        model(tokens(1, sum(LENGTHS)), **inputs)
+        bound(tokens(1, sum(LENGTHS)), **inputs)
 
 
 def test_bounds_of_one_row_are_refused_for_two():

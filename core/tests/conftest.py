@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from counting_kernels import calls
+from forked_processes import Forked, finish, run_veomni
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 
@@ -100,17 +101,21 @@ def registry() -> Registry:
 
 @pytest.fixture
 def veomni(tmp_path: Path) -> Callable[..., str]:
-    """Runs ``veomni`` in a process; plugins that the test installs are seen beside the real ones."""
-    path = os.pathsep.join(filter(None, [str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")]))
+    """Runs ``veomni`` in a process; plugins that the test installs are seen beside the real ones.
+
+    ``plan`` builds a model, for which it imports transformers: it runs in a fork of a process that has done so.
+    """
+    site_packages = str(tmp_path / "site-packages")
+    path = os.pathsep.join(filter(None, [site_packages, os.environ.get("PYTHONPATH", "")]))
 
     def run(*arguments: object, code: int = 0, **environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "veomni_core.cli", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
-            cwd=tmp_path,
-        )
+        words, variables = [*map(str, arguments)], {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment}
+        if words[0] == "plan":
+            fork = Forked(run_veomni, *words, environment=variables, folder=tmp_path, path=[site_packages])
+            (done,) = finish([fork], timeout=120)
+        else:
+            command = [sys.executable, "-m", "veomni_core.cli", *words]
+            done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         return done.stdout if code == 0 else done.stdout + done.stderr

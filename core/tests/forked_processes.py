@@ -33,13 +33,24 @@ _LAST_WORDS = 30.0  # seconds in which the other processes may end by themselves
 
 
 class Forked:
-    """A running ``function(*arguments)``, in a session and a folder of its own, with its printed text in files."""
+    """A running ``function(*arguments)``, in a session of its own, with its printed text in files.
 
-    def __init__(self, function: Callable[..., None], *arguments: Any, environment: Mapping[str, str]) -> None:
+    Its working directory is ``folder``, or this process's, and ``path`` comes first where it looks for modules.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *arguments: Any,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        path: Sequence[str] = (),
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._arguments = arguments
+        where = str(folder or Path.cwd()), [*path]
         self.process = _SERVER.Process(
-            target=_run, args=(self._folder.name, dict(environment), os.getcwd(), function, arguments)
+            target=_run, args=(self._folder.name, dict(environment), *where, function, arguments)
         )
         self.process.start()
 
@@ -115,7 +126,12 @@ def run_veomni(*arguments: str) -> None:
 
 
 def _run(
-    outputs: str, environment: dict[str, str], folder: str, function: Callable[..., None], arguments: tuple[Any, ...]
+    outputs: str,
+    environment: dict[str, str],
+    folder: str,
+    path: list[str],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # what was imported before the fork stays as long as this process
     os.setsid()  # a process group of its own, so that what it starts ends with it
@@ -125,6 +141,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    sys.path[:0] = path
     sys.modules["torch"].set_num_threads(1)
     ended = 1
     try:

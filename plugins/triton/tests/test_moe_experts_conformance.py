@@ -13,6 +13,7 @@ from veomni_core.testing import check_kernel
 from veomni_triton.moe_experts import layer, tiles
 from veomni_triton.plugin import veomni_kernels
 
+pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [spec for spec in veomni_kernels() if spec.op_name == "moe_experts"]
 # Triton's interpreter runs one element after the other.

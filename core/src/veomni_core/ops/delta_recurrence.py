@@ -50,6 +50,10 @@ def over_tokens(
     q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
     shape = (value.shape[2], key.shape[3], value.shape[3])
+    # Of each token: q and k [B, HV, K, 1], v [B, HV, 1, V]. Unbound at once, since the gradient of one token that is
+    # selected by its index has the size of the whole sequence.
+    parts = (q[..., None], k[..., None], v[..., None, :], decay[..., None], rate[..., None, None])
+    tokens = [*zip(*(part.unbind(1) for part in parts), strict=True)]
     outputs, finals = [], []
     for index, (first, last) in enumerate(bounds or ((0, query.shape[1]),)):
         rows = slice(None) if bounds is None else slice(index, index + 1)
@@ -57,14 +61,14 @@ def over_tokens(
             state = torch.zeros(query.shape[0], *shape, dtype=wide, device=query.device)
         else:
             state = initial_state[rows].to(wide)
-        for t in range(first, last):
-            state = state * decay[:, t, :, :, None]
-            read = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-            correction = rate[:, t, :, None] * (v[:, t] - read)
-            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], correction)
-            outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        for q_t, k_t, v_t, decay_t, rate_t in tokens[first:last]:
+            state = state * decay_t
+            read = k_t.mT @ state
+            correction = rate_t * (v_t - read)
+            state = state + k_t * correction
+            outputs.append(q_t.mT @ state)
         finals.append(state)
-    output = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
+    output = torch.stack(outputs, dim=1).squeeze(-2) if outputs else torch.zeros_like(v)
     return output.to(query.dtype), torch.cat(finals)
 
 

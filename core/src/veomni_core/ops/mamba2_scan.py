@@ -75,7 +75,7 @@ def standard(
         tensor([1.0000, 1.5000, 1.0000])
     """
     check_call(x, dt, A, B, C, D, dt_bias, initial_states, dt_limit, seq_idx)
-    wide, (batch, length, heads, width) = compute_dtype(x), x.shape
+    wide, (batch, _, heads, width) = compute_dtype(x), x.shape
     values, steps = x.to(wide), dt.to(wide)
     writes, reads = (each.to(wide).repeat_interleave(heads // each.shape[2], dim=2) for each in (B, C))
     if dt_bias is not None:
@@ -88,14 +88,16 @@ def standard(
         state = values.new_zeros(batch, heads, width, B.shape[3])
     else:
         state = initial_states.to(wide, copy=True)  # of no tokens it is the final state too
+    # Of each token: what is added [B, H, P, 1], where [B, H, 1, N], and how it is read [B, H, N, 1]. Unbound at once,
+    # since the gradient of one token that is selected by its index has the size of the whole sequence.
+    parts = ((values * steps[..., None])[..., None], writes[..., None, :], reads[..., None], decays[..., None, None])
     outputs = []
-    for t in range(length):
+    for t, (added, write, read, decay) in enumerate(zip(*(part.unbind(1) for part in parts), strict=True)):
         if seq_idx is not None and t:
             state = state.masked_fill((seq_idx[:, t] != seq_idx[:, t - 1])[:, None, None, None], 0.0)
-        added = torch.einsum("bhp,bhn->bhpn", values[:, t] * steps[:, t, :, None], writes[:, t])
-        state = decays[:, t, :, None, None] * state + added
-        outputs.append(torch.einsum("bhpn,bhn->bhp", state, reads[:, t]))
-    output = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(values)
+        state = decay * state + added * write
+        outputs.append(state @ read)
+    output = torch.stack(outputs, dim=1).squeeze(-1) if outputs else torch.zeros_like(values)
     if D is not None:
         output = output + D.to(wide)[:, None] * values
     return output, state if return_final_states else None

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from veomni_core.testing.triton_operators import DirectOperators
+
 
 def quicken(interpreter: Any) -> None:
     """Patch the module ``triton.runtime.interpreter``, and the language's types and semantic that it uses."""
@@ -32,7 +34,7 @@ def _quicken_patching(interpreter: Any) -> None:
     """List the language's builtins once, and patch them once per launch instead of once per called function."""
     import triton.language as tl
 
-    patch_lang = interpreter._patch_lang
+    patch_lang, direct = interpreter._patch_lang, DirectOperators(interpreter)
     patched: set[int] = set()
     checking = tl.core.builtin(int).__code__  # of the functions that only check that they were given the semantic
 
@@ -41,7 +43,7 @@ def _quicken_patching(interpreter: Any) -> None:
         return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
     @functools.cache
-    def interpreted(member: Any, builder: Any) -> Any:
+    def interpreted(package: Any, name: str, member: Any, builder: Any) -> Any:
         semantic = interpreter.TritonSemantic(builder)
         if getattr(member, "__code__", None) is checking:
             member = member.__wrapped__
@@ -50,10 +52,10 @@ def _quicken_patching(interpreter: Any) -> None:
             kwargs["_semantic"] = semantic
             return member(*args, **kwargs)
 
-        return call
+        return direct.of(name, call) if package is tl.tensor else call
 
     def patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        scope.set_attr(package, name, interpreted(member, builder))
+        scope.set_attr(package, name, interpreted(package, name, member, builder))
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name, member in builtins_of(package):
@@ -143,7 +145,7 @@ def _quicken_operands(interpreter: Any) -> None:
 
     semantic = interpreter.TritonSemantic
     check_operands, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    make_constant, cast = semantic.scalar_constant, semantic.cast
+    make_constant, cast, to_tensor = semantic.scalar_constant, semantic.cast, semantic.to_tensor
 
     @functools.cache
     def constant_of(self: Any, kind: Any, sign: float, value: Any, dtype: Any) -> Any:
@@ -157,10 +159,23 @@ def _quicken_operands(interpreter: Any) -> None:
             return make_constant(self, value, dtype)
         return constant_of(self, kind, math.copysign(1.0, value), value, dtype)
 
+    def spread(tensor: Any, sizes: list[int]) -> Any:
+        if tensor.type.shape.values == sizes:
+            return tensor
+        data = np.broadcast_to(tensor.handle.data, sizes)
+        handle = interpreter.TensorHandle(data, tensor.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(tensor.dtype, sizes))
+
     def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
         of_lhs, of_rhs = lhs.type, rhs.type
-        if of_lhs.is_block() and of_rhs.is_block() and of_lhs.shape is of_rhs.shape:
-            return lhs, rhs
+        if of_lhs.is_block() and of_rhs.is_block():
+            if of_lhs.shape is of_rhs.shape:
+                return lhs, rhs
+            sizes = of_lhs.shape.values, of_rhs.shape.values
+            if len(sizes[0]) == len(sizes[1]):
+                wider = [right if left == 1 else left for left, right in zip(*sizes, strict=True)]
+                if all(size in (1, wide) for size, wide in zip(sizes[1], wider, strict=True)):
+                    return spread(lhs, wider), spread(rhs, wider)
         return broadcast(self, lhs, rhs)
 
     def check_unlike(
@@ -184,7 +199,11 @@ def _quicken_operands(interpreter: Any) -> None:
             return input
         return cast(self, input, dst_ty, fp_downcast_rounding)
 
+    def to_tensor_unless_one(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tl.tensor else to_tensor(self, x, check_type)
+
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_unlike, broadcast_unlike
+    semantic.to_tensor = to_tensor_unless_one
     semantic.scalar_constant, semantic.cast = constant, cast_unlike
 
 
