@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.activation import Activation, activate
+from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
@@ -32,6 +33,7 @@ def gate_up_product(
     activation: Activation,
     launch: Launch,
     use_descriptors: bool,
+    outer: Outer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations and activations of every route.
 
@@ -46,6 +48,7 @@ def gate_up_product(
         activation: The activation, and whether gate and up are halves of ``2I`` or every other one.
         launch: Sizes of the tiles; ``block_m`` is the routing's.
         use_descriptors: Whether to load weights and store results through TMA descriptors.
+        outer: An adapter's part of the pre-activations, which is added before rounding.
 
     Returns:
         ``pre[N, 2I]`` in the order of ``gate_up_proj``'s rows, and ``activated[N, I]``. Rows of dropped routes are not
@@ -84,6 +87,7 @@ def gate_up_product(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **activation.constants(),
+        **outer_arguments(outer),
     )
     return pre, activated
 
@@ -139,6 +143,13 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    inner,  # [N, R], or None without an adapter
+    factors,  # [E, RANK, 2I] or None
+    factors_expert_stride,  # of factors, as the next two
+    factors_rank_stride,
+    factors_n_stride,
+    RANK: tl.constexpr,  # 0 without an adapter
+    BLOCK_R: tl.constexpr,
 ):
     m_tiles = tl.load(tiles)
     n_tiles = tl.cdiv(intermediate, BLOCK_N)
@@ -183,6 +194,20 @@ def _gate_up(
             # w is [BLOCK_K, 2 * BLOCK_N] either way.
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(x, w, product, input_precision="ieee")
+        if RANK:
+            product = add_outer(
+                product,
+                inner,
+                factors,
+                tl.minimum(rows, start + size - 1),
+                expert,
+                weight_row,
+                factors_expert_stride,
+                factors_rank_stride,
+                factors_n_stride,
+                RANK,
+                BLOCK_R,
+            )
         if bias is not None:
             product += tl.load(bias + expert * 2 * intermediate + weight_row)[None, :].to(tl.float32)
         # Rounded before the activation, not only for the store: backward computes it from the stored values.

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
@@ -26,6 +27,7 @@ def row_product(
     launch: Launch,
     use_descriptors: bool,
     bias: Tensor | None = None,
+    outer: Outer | None = None,
 ) -> Tensor:
     """``rows[g] @ matrices[e] (+ bias[e])`` for the group ``g`` of each expert ``e``, summed in float32: ``[N, B]``.
 
@@ -36,6 +38,7 @@ def row_product(
         launch: Sizes of the tiles; ``block_m`` is the routing's.
         use_descriptors: Whether to load and store through TMA descriptors.
         bias: ``[E, B]``, contiguous.
+        outer: An adapter's part of the result, which is added before rounding.
 
     Returns:
         ``[N, B]`` in rows' dtype; rows of dropped routes are not written.
@@ -73,6 +76,7 @@ def row_product(
         GROUP_M=launch.group_m,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **outer_arguments(outer),
     )
     return result
 
@@ -101,6 +105,13 @@ def _row_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    inner,  # [N, R], or None without an adapter
+    factors,  # [E, RANK, B] or None
+    factors_expert_stride,  # of factors, as the next two
+    factors_rank_stride,
+    factors_n_stride,
+    RANK: tl.constexpr,  # 0 without an adapter
+    BLOCK_R: tl.constexpr,
 ):
     m_tiles = tl.load(tiles)
     n_tiles = tl.cdiv(columns, BLOCK_N)
@@ -113,8 +124,8 @@ def _row_product(
         # Columns beyond B wrap and rows beyond the group repeat its last: every address is valid without a mask, and
         # store_group drops what is computed of them.
         column = (n * BLOCK_N + tl.arange(0, BLOCK_N)) % columns  # [BLOCK_N]
+        rows = tl.minimum(row + tl.arange(0, BLOCK_M), start + size - 1)  # [BLOCK_M]
         if not DESCRIBED:
-            rows = tl.minimum(row + tl.arange(0, BLOCK_M), start + size - 1)  # [BLOCK_M]
             # int64 where the product can exceed 2**31: N * A, and E * A * B.
             row_pointers = source + rows[:, None].to(tl.int64) * width + ks[None, :]  # [BLOCK_M, BLOCK_K]
             weight_pointers = weight + expert.to(tl.int64) * expert_stride + column[None, :] * n_stride
@@ -133,6 +144,20 @@ def _row_product(
                 w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)  # [BLOCK_K, BLOCK_N]
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(x, w, product, input_precision="ieee")
+        if RANK:
+            product = add_outer(
+                product,
+                inner,
+                factors,
+                rows,
+                expert,
+                column,
+                factors_expert_stride,
+                factors_rank_stride,
+                factors_n_stride,
+                RANK,
+                BLOCK_R,
+            )
         if bias is not None:
             # Before the result is rounded to 16 bits, so that it is rounded once.
             product += tl.load(bias + expert * columns + column)[None, :].to(tl.float32)
