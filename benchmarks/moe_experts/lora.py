@@ -1,11 +1,13 @@
 """Fused experts under PEFT's adapters, forward and backward: adapters beside the weights, and added to a copy of them.
 
-Writes ``docs/benchmarks/lora_on_experts.json`` and ``.md``. The module is Qwen3-MoE's, wrapped by PEFT and bound to
-``grouped_mm``; "added" is the same kernel without the feature ``lora``, and transformers' own code. Contenders take
-turns in each process. A ratio is that of the medians of one process, as the median and the range over processes.
+Writes ``docs/benchmarks/lora_on_experts.json`` and ``.md``. The module is Qwen3-MoE's, wrapped by PEFT and bound to our
+kernels; "added" is the same kernel without the feature ``lora``, and transformers' own code. Contenders take turns.
+On a CPU, a ratio is that of the medians of one process, as the median and the range over processes.
 Memory is the peak of what PyTorch's allocator holds above weights, adapters and inputs.
 
-Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are ``lora_on_experts_gpu``.
+Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are ``lora_on_experts_gpu``. One process
+measures all cases there, and a ratio is that of two calls of one turn, as the median and the middle 60 % of turns.
+``--kernels`` prints which GPU kernels the time goes to, and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import json
 import statistics
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
+from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
+from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
 from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.results import machine, write_results
 from veomni_core import KernelSpec, bind
@@ -36,7 +42,7 @@ from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.ops.moe_experts import standard as reference
 from veomni_torch import moe_experts
-from veomni_torch.plugin import veomni_kernels
+from veomni_torch.plugin import veomni_kernels as torch_kernels
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,22 @@ class Case:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QWEN = {"hidden": 2048, "intermediate": 768, "experts": 128, "k": 8, "dtype": torch.bfloat16}
 ON_CPU = {"many": Case(2048), "few": Case(256), "rank 64": Case(2048, rank=64)}
-ON_GPU = {"qwen3-30b": Case(8192, **QWEN), "qwen3-30b, few": Case(2048, **QWEN)}
+ON_GPU = {
+    "qwen3-30b": Case(8192, **QWEN),
+    "qwen3-30b, many": Case(16384, **QWEN),
+    "qwen3-30b, few": Case(2048, **QWEN),
+    "qwen3-30b, rank 64": Case(8192, rank=64, **QWEN),
+}
 CASES = ON_GPU if DEVICE == "cuda" else ON_CPU
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # the errors of results, as norms
-FULL, OWN, ADDED, BESIDE = "weights trained", "transformers, added", "grouped_mm, added", "grouped_mm, beside"
+FULL, OWN, ADDED, BESIDE = "grouped_mm, trained", "transformers, added", "grouped_mm, added", "grouped_mm, beside"
+FUSED_FULL, FUSED_FROZEN, FUSED_BESIDE = "fused_triton, trained", "fused_triton, frozen", "fused_triton, beside"
+ORDER = (FULL, OWN, BESIDE, FUSED_FULL, FUSED_FROZEN, FUSED_BESIDE) if DEVICE == "cuda" else (FULL, OWN, ADDED, BESIDE)
+RATIOS = (
+    ((FUSED_BESIDE, FUSED_FULL), (FUSED_BESIDE, FULL), (FUSED_BESIDE, BESIDE))
+    if DEVICE == "cuda"
+    else ((BESIDE, FULL), (BESIDE, ADDED))
+)
 
 
 def adapted_experts(case: Case) -> nn.Module:
@@ -87,27 +105,47 @@ def adapted_experts(case: Case) -> nn.Module:
         return inject_adapter_in_model(lora, layer).to(DEVICE, case.dtype)
 
 
-def registry(features: tuple[str, ...]) -> Registry:
-    specs: list[KernelSpec] = [spec for spec in veomni_kernels() if spec.op_name == "moe_experts"]
-    kernels = tuple(replace(spec, features=features) for spec in specs)
-    return build_registry([CORE, PluginRecord("measured", "veomni-torch", "0", __name__, kernels=kernels)], {})
+def bound_experts(case: Case, kernel: str, features: tuple[str, ...] = ("lora",)) -> nn.Module:
+    """The same, bound to ``kernel`` with these features."""
+    layer = adapted_experts(case)
+    bind(layer, {"moe_implementation": kernel}, registry=_registry(kernel, features), device=DEVICE)
+    return layer
+
+
+def _registry(kernel: str, features: tuple[str, ...]) -> Registry:
+    specs: list[KernelSpec] = list(_fused_kernels() if kernel == "fused_triton" else torch_kernels())
+    kernels = tuple(replace(spec, features=features) for spec in specs if spec.op_name == "moe_experts")
+    return build_registry([CORE, PluginRecord("measured", "veomni", "0", __name__, kernels=kernels)], {})
+
+
+def _fused_kernels() -> list[KernelSpec]:
+    from veomni_triton.plugin import veomni_kernels  # here, since CPUs are measured without Triton
+
+    return veomni_kernels()
 
 
 def contenders(case: Case) -> tuple[Calls, list[Tensor]]:
     """The calls, and every tensor that one of them gives a gradient to."""
-    layers = {name: adapted_experts(case) for name in (OWN, ADDED, BESIDE)}
-    for name, features in ((ADDED, ()), (BESIDE, ("lora",))):
-        bind(layers[name], {"moe_implementation": "grouped_mm"}, registry=registry(features), device=DEVICE)
+    layers = {OWN: adapted_experts(case), BESIDE: bound_experts(case, "grouped_mm")}
+    if DEVICE == "cuda":
+        layers[FUSED_BESIDE] = bound_experts(case, "fused_triton")
+    else:
+        layers[ADDED] = bound_experts(case, "grouped_mm", features=())
     options = {"device": DEVICE, "dtype": case.dtype}
     weights, index = torch.randn(case.tokens, case.experts, **options).softmax(-1).topk(case.k)
     hidden, weights = leaf(case.tokens, case.hidden, **options), weights.detach().requires_grad_()
     calls: Calls = {name: lambda layer=layer: layer.experts(hidden, index, weights) for name, layer in layers.items()}
     experts = layers[OWN].experts.get_base_layer()
-    whole = [experts.gate_up_proj.detach().clone(), experts.down_proj.detach().clone()]
-    for weight in whole:
-        weight.requires_grad_()
-    calls = {FULL: lambda: moe_experts.standard(hidden, index, weights, *whole), **calls}
+    frozen = [experts.gate_up_proj.detach(), experts.down_proj.detach()]
+    whole = [weight.clone().requires_grad_() for weight in frozen]
+    calls[FULL] = lambda: moe_experts.standard(hidden, index, weights, *whole)
+    if DEVICE == "cuda":
+        from veomni_triton.moe_experts import standard
+
+        calls[FUSED_FULL] = lambda: standard(hidden, index, weights, *whole)
+        calls[FUSED_FROZEN] = lambda: standard(hidden, index, weights, *frozen)
     _check(calls, layers, (hidden, index, weights), ALLOWED[case.dtype])
+    calls = {name: calls[name] for name in ORDER}
     return calls, [hidden, weights, *whole, *(each for layer in layers.values() for each in layer.parameters())]
 
 
@@ -124,6 +162,7 @@ def _check(calls: Calls, layers: dict[str, nn.Module], inputs: tuple[Tensor, Ten
 
 
 def measure(case: str, repeats: int) -> dict[str, Any]:
+    """The medians of one process."""
     calls, inputs = contenders(CASES[case])
     return {
         "case": str(CASES[case]),
@@ -132,54 +171,91 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def ratios(measured: dict[str, Any], than: str) -> list[float]:
-    """How long adapters beside the weights take, as a share of ``than``, in each process."""
-    times = measured["seconds in each process"]
-    return [mine / theirs for mine, theirs in zip(times[BESIDE], times[than], strict=True)]
+def measure_turns(case: str, repeats: int) -> dict[str, Any]:
+    """Every turn of one process, on a GPU."""
+    calls, inputs = contenders(CASES[case])
+    steps = {name: partial(_step, call) for name, call in calls.items()}
+    before = partial(drop_gradients, inputs)
+    times = seconds_in_turns(steps, repeats, warm_ups=3, before=before, wait=torch.cuda.synchronize)
+    return {
+        "case": str(CASES[case]),
+        "seconds": {which: statistics.median(values) for which, values in times.items()},
+        "seconds in each turn": times,
+        "peak bytes": {which: peak_bytes(call, inputs) for which, call in calls.items()},
+    }
+
+
+def _step(call: Callable[[], Tensor]) -> None:
+    result = call()
+    result.backward(torch.ones_like(result))
+
+
+def print_kernels(case: str) -> None:
+    """Which GPU kernels a step of ours spends its time in."""
+    calls, inputs = contenders(CASES[case])
+    for name in (FUSED_FULL, FUSED_FROZEN, FUSED_BESIDE):
+        _step(calls[name])
+        drop_gradients(inputs)
+        print(f"{CASES[case]}: {name}")
+        for kernel, milliseconds in kernel_times(partial(_step, calls[name])).items():
+            print(f"  {milliseconds:7.3f} ms  {kernel[:100]}")
+
+
+def ratio(measured: dict[str, Any], mine: str, theirs: str) -> str:
+    """How long ``mine`` takes as a share of ``theirs``: the median, and how far it spreads."""
+    if "seconds in each turn" in measured:
+        times = measured["seconds in each turn"]
+        values = sorted(a / b for a, b in zip(times[mine], times[theirs], strict=True))
+        low, *_, high = statistics.quantiles(values, n=5)
+    else:
+        times = measured["seconds in each process"]
+        values = [a / b for a, b in zip(times[mine], times[theirs], strict=True)]
+        low, high = min(values), max(values)
+    return f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
 def row(measured: dict[str, Any]) -> tuple[str, ...]:
-    def share(than: str) -> str:
-        values = ratios(measured, than)
-        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-    order = (FULL, OWN, ADDED, BESIDE)
     return (
         measured["case"],
-        *(f"{1e3 * measured['seconds'][name]:.1f} ms" for name in order),
-        *(share(than) for than in (FULL, ADDED)),
-        " / ".join(f"{measured['peak bytes'][name]['both'] / 2**20:.0f}" for name in order) + " MiB",
+        *(f"{1e3 * measured['seconds'][name]:.1f} ms" for name in ORDER),
+        *(ratio(measured, mine, theirs) for mine, theirs in RATIOS),
+        " / ".join(f"{measured['peak bytes'][name]['both'] / 2**20:.0f}" for name in ORDER) + " MiB",
     )
 
 
-COLUMNS = (
-    *("case", FULL, OWN, ADDED, BESIDE),
-    *("beside, as a share of weights trained", "as a share of grouped_mm, added", "peak memory, in this order"),
-)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--processes", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu = DEVICE == "cuda"
+    parser.add_argument("--repeats", type=int, default=25 if gpu else 9)
+    parser.add_argument("--processes", type=int, default=5, help="on a CPU")
     parser.add_argument("--case", choices=CASES, help="print one case's figures as JSON, and write nothing")
+    parser.add_argument("--kernels", action="store_true", help="on a GPU, print the time of each kernel of one case")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case, options.repeats)))
+    if options.kernels:
+        print_kernels(options.case or next(iter(CASES)))
         return
+    if options.case:
+        print(json.dumps((measure_turns if gpu else measure)(options.case, options.repeats)))
+        return
+    repeats = ["--repeats", str(options.repeats)]
     cases = [
-        measured_in_processes(__file__, ["--case", case, "--repeats", str(options.repeats)], options.processes)
+        measure_turns(case, options.repeats)
+        if gpu
+        else measured_in_processes(__file__, ["--case", case, *repeats], options.processes)
         for case in CASES
     ]
-    gpu = DEVICE == "cuda"
     write_results(
         "lora_on_experts_gpu" if gpu else "lora_on_experts",
         f"Adapters of fused experts, forward and backward, on {'a GPU in bfloat16' if gpu else 'the CPU in float32'}",
         {"cases": cases, "machine": machine()},
-        COLUMNS,
+        (
+            *("case", *ORDER),
+            *(f"{mine}, as a share of {theirs}" for mine, theirs in RATIOS),
+            "peak memory, in this order",
+        ),
         map(row, cases),
-        "*Weights trained* has no adapter, and gradients of all weights. *Added* multiplies by a copy of the weights "
-        "with the adapters added; PEFT's own code makes it.",
+        "*Trained* has no adapter, and gradients of all weights; *frozen* has none of either. *Added* multiplies by a "
+        "copy of the weights with the adapters added; PEFT's own code makes it. *Beside* has them beside the weights.",
         script=__file__,
     )
 

@@ -7,7 +7,7 @@ sorted by expert; the rows of an expert are its group.
 Forward sorts the routes (``routing``), multiplies each group's tokens by its gate and up projection (``gate_up``) and
 the activations by its down projection (``row_product``), and sums each token's ``K`` rows (``rows``). ``layer`` puts
 it together, and ``backward`` the other pass, also from ``weight_gradients`` and ``activation``; ``operators`` is what
-autograd sees. The products share ``tiles``; ``launch`` has their tile sizes. ``adapters`` are multiplied beside weights.
+autograd sees. The products share ``tiles``; ``launch`` has their tile sizes; ``adapters`` go beside the weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.lora_samples import Adapter
 from veomni_triton.moe_experts.activation import Activation
+from veomni_triton.moe_experts.adapters import aligned_factors
 from veomni_triton.moe_experts.operators import forward
 
 _NO_ADAPTER = (None, None, 1.0)
@@ -145,7 +146,7 @@ def _experts(
 ) -> Tensor:
     gate_up_a, gate_up_b, gate_up_scaling = gate_up_lora or _NO_ADAPTER
     down_a, down_b, down_scaling = down_lora or _NO_ADAPTER
-    rows, gate_up_proj, down_proj, *parts = product_operands(
+    rows, gate_up_proj, down_proj, gate_up_bias, down_bias, *factors = product_operands(
         "fused_triton",
         hidden=hidden,
         gate_up_proj=gate_up_proj,
@@ -157,16 +158,17 @@ def _experts(
         gate_up_b=gate_up_b,
         down_b=down_b,
     )
-    # The kernels take no strides of a bias. Factors may have any; but in PEFT's memory the experts alternate in b, where
-    # a tile's values lie far apart, and each product would gather them again.
-    parts = [None if part is None else part.contiguous() for part in parts]
+    # The kernels take no strides of biases.
+    gate_up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
     result: Tensor = forward(
         rows,
         top_k_index,
         top_k_weights,
         gate_up_proj,
         down_proj,
-        *parts,
+        gate_up_bias,
+        down_bias,
+        *aligned_factors(*factors),
         gate_up_scaling,
         down_scaling,
         activation.alpha,

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
@@ -25,7 +26,7 @@ class Adapter:
 
     Attributes:
         a: ``[E, r, A]``.
-        b: ``[E, B, r]``.
+        b: ``[E, B, R]``, zeros in the columns from ``r`` on, so that each of its rows can be loaded in whole blocks.
         scaling: Factor of their product.
     """
 
@@ -39,8 +40,8 @@ class Adapter:
         return self.a.shape[1]
 
     def inner(self, rows: Tensor, routing: Routing, tokens_of_rows: bool = False) -> Tensor:
-        """``[N, R]``: the scaled product of ``rows[N, A]`` with ``a``; ``tokens_of_rows`` as in :func:`inner_product`."""
-        return inner_product(rows, self.a.mT, routing, self.scaling, tokens_of_rows)
+        """``[N, R]``: the scaled product of ``rows[N, A]`` with ``a``; or of tokens, as in :func:`inner_product`."""
+        return inner_product(rows, self.a.mT, self.rank, routing, self.scaling, tokens_of_rows)
 
     def outer(self, inner: Tensor) -> Outer:
         """What is added to the product of the weight."""
@@ -48,11 +49,30 @@ class Adapter:
 
     def inner_gradient(self, dproduct: Tensor, routing: Routing) -> Tensor:
         """``[N, R]``: the gradient of the rows' product with ``a``, from ``dproduct[N, B]``."""
-        return inner_product(dproduct, self.b, routing, self.scaling)
+        return inner_product(dproduct, self.b, self.rank, routing, self.scaling)
 
     def outer_gradient(self, dinner: Tensor, columns: slice = slice(None)) -> Outer:
         """What is added to ``columns`` of the rows' gradient."""
         return Outer(dinner, self.a[:, :, columns])
+
+
+def aligned_factors(
+    gate_up_a: Tensor | None, down_a: Tensor | None, gate_up_b: Tensor | None, down_b: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Contiguous factors, and ``b`` in whole blocks of ranks, differentiably.
+
+    The kernels take any strides. But in PEFT's memory the experts alternate in ``b``: the values of a tile lie far
+    apart, and each product would gather them again.
+    """
+
+    def in_whole_blocks(b: Tensor | None) -> Tensor | None:
+        if b is None:
+            return None
+        missing = padded_rank(b.shape[2]) - b.shape[2]
+        return (functional.pad(b, (0, missing)) if missing else b).contiguous()
+
+    a = (None if a is None else a.contiguous() for a in (gate_up_a, down_a))
+    return *a, in_whole_blocks(gate_up_b), in_whole_blocks(down_b)
 
 
 def adapter_of(a: Tensor | None, b: Tensor | None, scaling: float) -> Adapter | None:
@@ -66,7 +86,7 @@ class Outer:
 
     Attributes:
         inner: ``[N, R]``, contiguous, zeros in the columns from ``r`` on.
-        factors: ``[E, r, B]``, of any strides.
+        factors: ``[E, r, B]`` or ``[E, R, B]``, of any strides.
     """
 
     inner: Tensor
@@ -75,21 +95,16 @@ class Outer:
 
 def outer_arguments(outer: Outer | None) -> dict[str, Tensor | int | None]:
     """The parameters of kernels that call :func:`add_outer`. The rank is 0 where there is no adapter."""
-    if outer is None:
-        nothing = dict.fromkeys(
-            ("factors_expert_stride", "factors_rank_stride", "factors_n_stride", "RANK", "BLOCK_R"), 0
-        )
-        return {"inner": None, "factors": None, **nothing}
-    expert_stride, rank_stride, n_stride = outer.factors.stride()
-    rank = outer.factors.shape[1]
+    inner, factors = (None, None) if outer is None else (outer.inner, outer.factors)
+    expert_stride, rank_stride, n_stride = (0, 0, 0) if factors is None else factors.stride()
     return {
-        "inner": outer.inner,
-        "factors": outer.factors,
+        "inner": inner,
+        "inner_stride": 0 if inner is None else inner.stride(0),
+        "factors": factors,
         "factors_expert_stride": expert_stride,
         "factors_rank_stride": rank_stride,
         "factors_n_stride": n_stride,
-        "RANK": rank,
-        "BLOCK_R": rank_block(rank),
+        "RANK": 0 if factors is None else factors.shape[1],
     }
 
 
@@ -105,13 +120,14 @@ def padded_rank(rank: int) -> int:
 
 
 def inner_product(
-    rows: Tensor, matrices: Tensor, routing: Routing, scaling: float, tokens_of_rows: bool = False
+    rows: Tensor, matrices: Tensor, rank: int, routing: Routing, scaling: float, tokens_of_rows: bool = False
 ) -> Tensor:
     """``scaling * rows[g] @ matrices[e]`` for the group ``g`` of each expert ``e``: ``[N, R]``, summed in float32.
 
     Args:
         rows: ``[N, A]``, contiguous; or with ``tokens_of_rows`` the tokens ``[T, A]``, contiguous along ``A``.
-        matrices: ``[E, A, r]``, of any strides.
+        matrices: ``[E, A, r]`` or ``[E, A, R]``, of any strides.
+        rank: ``r``.
         routing: Which rows are whose, and which token each is.
         scaling: A factor, multiplied before the result is rounded.
         tokens_of_rows: Whether each row is to be gathered from the tokens.
@@ -120,8 +136,7 @@ def inner_product(
         ``[N, R]`` in rows' dtype, where ``R`` is ``r`` rounded up to whole blocks; zeros in the columns from ``r`` on.
         Rows of dropped routes are not written.
     """
-    width, rank = matrices.shape[1:]
-    block = rank_block(rank)
+    width, block = matrices.shape[1], rank_block(rank)
     inner = rows.new_empty(routing.routes, padded_rank(rank))
     block_k = 32 if rows.dtype == torch.float32 else 64
     # A program per row tile: all of a tile's columns are read once for ranks of up to 64.
@@ -152,33 +167,32 @@ def inner_product(
 def factor_gradient(
     rows: Tensor,
     inner: Tensor,
+    columns: int,
     routing: Routing,
-    rank: int,
     weights: Tensor | None = None,
     tokens_of_rows: bool = False,
     transposed: bool = False,
 ) -> Tensor:
-    """``rows[g].T @ inner[g]`` for the group ``g`` of each expert: ``[E, A, r]``, summed in float32.
+    """``rows[g].T @ inner[g]`` for the group ``g`` of each expert, summed in float32; a gradient of ``a`` or ``b``.
 
     Args:
         rows: ``[N, A]``, or with ``tokens_of_rows`` the tokens ``[T, A]``, as in :func:`inner_product`.
         inner: ``[N, R]``, contiguous.
+        columns: The first columns of inner, which are multiplied.
         routing: Which rows are whose, and which token each is.
-        rank: ``r``.
         weights: ``[T, K]``, contiguous: inner is multiplied by them first.
         tokens_of_rows: Whether each row is to be gathered from the tokens.
-        transposed: Whether the result is stored as ``[E, r, A]``.
+        transposed: Whether the result is stored as ``[E, columns, A]``.
 
     Returns:
-        ``[E, A, r]`` or ``[E, r, A]``, contiguous, in rows' dtype; zeros for experts without rows.
+        ``[E, A, columns]`` or ``[E, columns, A]``, contiguous, in rows' dtype; zeros for experts without rows.
     """
-    width, block = rows.shape[1], rank_block(rank)
-    shape = (rank, width) if transposed else (width, rank)
+    width, block = rows.shape[1], rank_block(columns)
+    shape = (columns, width) if transposed else (width, columns)
     result = rows.new_empty(routing.experts, *shape)
     target = result.mT if transposed else result
-    is_wide = rows.dtype == torch.float32
-    block_n, block_k = (64, 32) if is_wide else (128, 64)
-    _factor_gradient[(triton.cdiv(width, block_n), routing.experts, inner.shape[1] // block)](
+    block_n, block_k = (64, 32) if rows.dtype == torch.float32 else (128, 64)
+    _factor_gradient[(triton.cdiv(width, block_n), routing.experts, triton.cdiv(columns, block))](
         rows,
         inner,
         target,
@@ -190,7 +204,7 @@ def factor_gradient(
         inner.shape[1],
         rows.stride(0),
         *target.stride(),
-        RANK=rank,
+        COLUMNS=columns,
         TOKENS=tokens_of_rows,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -208,7 +222,8 @@ def factor_gradient(
 @triton.jit
 def add_outer(
     product,  # [BLOCK_M, BLOCK_N], float32
-    inner,  # [N, R]
+    inner,  # [N, R], rows inner_stride apart
+    inner_stride,
     factors,  # [E, RANK, B]
     rows,  # [BLOCK_M], each of them a row of inner
     expert,
@@ -217,14 +232,14 @@ def add_outer(
     rank_stride,
     column_stride,
     RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
     """``product + inner[rows] @ factors[expert][:, column]``."""
-    STRIDE: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R * BLOCK_R  # R
+    # The least that tl.dot takes: beside the widest tiles, little shared memory is left.
+    BLOCK_R: tl.constexpr = 16
     # Unrolled: a second loop would keep the caller's loops over tiles and k from being merged into one.
     for start in tl.static_range(0, RANK, BLOCK_R):
         rank = start + tl.arange(0, BLOCK_R)  # [BLOCK_R]
-        x = tl.load(inner + rows[:, None].to(tl.int64) * STRIDE + rank[None, :])  # [BLOCK_M, BLOCK_R]
+        x = tl.load(inner + rows[:, None].to(tl.int64) * inner_stride + rank[None, :])  # [BLOCK_M, BLOCK_R]
         pointers = factors + expert.to(tl.int64) * expert_stride + column[None, :] * column_stride
         # [BLOCK_R, BLOCK_N]
         w = load_within(pointers + rank[:, None] * rank_stride, rank[:, None], RANK, RANK % BLOCK_R == 0)
@@ -236,7 +251,7 @@ def add_outer(
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _inner_product(
     source,  # [N, A], or [T, A] with route_of_row; rows source_stride apart
-    matrices,  # [E, A, r]
+    matrices,  # [E, A, r], or more columns
     inner,  # [N, R], written
     route_of_row,  # [N], or None where source has a row for each route
     tiles,  # [1 + 2 * max_tiles]
@@ -286,7 +301,7 @@ def _inner_product(
 def _factor_gradient(
     source,  # [N, A], or [T, A] if TOKENS; rows source_stride apart
     inner,  # [N, R]
-    target,  # [E, A, r], written
+    target,  # [E, A, COLUMNS], written
     weights,  # [T, K] or None
     route_of_row,  # [N]
     offsets,  # [E + 1]
@@ -297,7 +312,7 @@ def _factor_gradient(
     expert_stride,  # of target, as the next two
     column_stride,
     rank_stride,
-    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of source
     BLOCK_K: tl.constexpr,  # rows, which are reduced
@@ -330,5 +345,5 @@ def _factor_gradient(
         product = tl.dot(x.T, i, product, input_precision="ieee")
     # int64, since E * A * r can exceed 2**31.
     pointers = target + expert.to(tl.int64) * expert_stride + column[:, None] * column_stride
-    mask = (column < width)[:, None] & (rank < RANK)[None, :]
+    mask = (column < width)[:, None] & (rank < COLUMNS)[None, :]
     tl.store(pointers + rank[None, :] * rank_stride, product.to(target.dtype.element_ty), mask=mask)

@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
     weight: Tensor  # [E, B, A]
     bias: Tensor  # [E, B]
     a: Tensor  # [E, r, A]
-    b: Tensor  # [E, B, r]
+    b: Tensor  # [E, B, R]
 
 
 def backward(
@@ -98,9 +98,9 @@ def _through_down(
     if wanted.bias:
         bias = bias_gradient(drows, routing, layer.top_k_weights)
     if wanted.a and adapter is not None and dinner is not None:
-        a = factor_gradient(weighted, dinner, routing, adapter.rank, transposed=True)
+        a = factor_gradient(weighted, dinner, adapter.rank, routing, transposed=True)
     if wanted.b and adapter is not None:
-        b = factor_gradient(drows, inner, routing, adapter.rank, weights=layer.top_k_weights)
+        b = factor_gradient(drows, inner, inner.shape[1], routing, weights=layer.top_k_weights)
     return dpre, dweights, Gradients(_unless_added(weight, into), bias, a, b)
 
 
@@ -118,9 +118,9 @@ def _through_gate_up(
         bias = bias_gradient(dpre, routing)
     dinner = None if adapter is None else adapter.inner_gradient(dpre, routing)  # [N, R]
     if wanted.a and adapter is not None and dinner is not None:
-        a = factor_gradient(layer.hidden, dinner, routing, adapter.rank, tokens_of_rows=True, transposed=True)
+        a = factor_gradient(layer.hidden, dinner, adapter.rank, routing, tokens_of_rows=True, transposed=True)
     if wanted.b and adapter is not None:
-        b = factor_gradient(dpre, inner, routing, adapter.rank)
+        b = factor_gradient(dpre, inner, inner.shape[1], routing)
     return _hidden_gradient(layer, dpre, dinner, routing), Gradients(_unless_added(weight, into), bias, a, b)
 
 

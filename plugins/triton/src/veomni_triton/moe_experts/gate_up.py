@@ -144,12 +144,12 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     inner,  # [N, R], or None without an adapter
+    inner_stride,
     factors,  # [E, RANK, 2I] or None
     factors_expert_stride,  # of factors, as the next two
     factors_rank_stride,
     factors_n_stride,
     RANK: tl.constexpr,  # 0 without an adapter
-    BLOCK_R: tl.constexpr,
 ):
     m_tiles = tl.load(tiles)
     n_tiles = tl.cdiv(intermediate, BLOCK_N)
@@ -198,6 +198,7 @@ def _gate_up(
             product = add_outer(
                 product,
                 inner,
+                inner_stride,
                 factors,
                 tl.minimum(rows, start + size - 1),
                 expert,
@@ -206,7 +207,6 @@ def _gate_up(
                 factors_rank_stride,
                 factors_n_stride,
                 RANK,
-                BLOCK_R,
             )
         if bias is not None:
             product += tl.load(bias + expert * 2 * intermediate + weight_row)[None, :].to(tl.float32)

@@ -76,8 +76,8 @@ class ExpertsLayer:
         """The result ``[T, H]``, and what backward needs.
 
         Returns:
-            The result, the pre-activations ``[N, 2I]``, the routing, and the inner products ``[N, R]`` of both adapters;
-            they are empty tensors where there is no adapter.
+            The result, the pre-activations ``[N, 2I]``, the routing, and both adapters' inner products ``[N, R]``,
+            which are empty without an adapter.
         """
         routing = route(self.top_k_index, self.gate_up_proj.shape[0], self.launches.block_m)
         gate_up_inner, down_inner = self.hidden.new_empty(0), self.hidden.new_empty(0)

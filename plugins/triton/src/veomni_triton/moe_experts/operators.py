@@ -60,7 +60,7 @@ def forward(
 
 
 def _layer(
-    operands: tuple[Any, ...],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     factors: Sequence[Tensor | None],
     gate_up_scaling: float,
     down_scaling: float,
@@ -72,8 +72,12 @@ def _layer(
     """The layer of operands that come one by one, since an operator's schema has no dataclass."""
     gate_up_a, down_a, gate_up_b, down_b = factors
     activation = Activation(alpha, limit, up_offset, interleaved)
-    adapters = adapter_of(gate_up_a, gate_up_b, gate_up_scaling), adapter_of(down_a, down_b, down_scaling)
-    return ExpertsLayer(*operands, activation, *adapters)
+    return ExpertsLayer(
+        *operands,
+        activation=activation,
+        gate_up_adapter=adapter_of(gate_up_a, gate_up_b, gate_up_scaling),
+        down_adapter=adapter_of(down_a, down_b, down_scaling),
+    )
 
 
 @forward.register_fake

@@ -106,12 +106,12 @@ def _row_product(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     inner,  # [N, R], or None without an adapter
+    inner_stride,
     factors,  # [E, RANK, B] or None
     factors_expert_stride,  # of factors, as the next two
     factors_rank_stride,
     factors_n_stride,
     RANK: tl.constexpr,  # 0 without an adapter
-    BLOCK_R: tl.constexpr,
 ):
     m_tiles = tl.load(tiles)
     n_tiles = tl.cdiv(columns, BLOCK_N)
@@ -148,6 +148,7 @@ def _row_product(
             product = add_outer(
                 product,
                 inner,
+                inner_stride,
                 factors,
                 rows,
                 expert,
@@ -156,7 +157,6 @@ def _row_product(
                 factors_rank_stride,
                 factors_n_stride,
                 RANK,
-                BLOCK_R,
             )
         if bias is not None:
             # Before the result is rounded to 16 bits, so that it is rounded once.
