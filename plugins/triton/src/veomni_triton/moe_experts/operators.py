@@ -106,6 +106,11 @@ def _(
     )
 
 
+# Of hidden, routing weights, and gate_up_proj's and down_proj's weight, bias, a and b in turns. It is no list, which
+# functionalization refuses of an operator that writes to an operand.
+_AllGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 @library.custom_op("veomni_triton::moe_experts_backward", mutates_args=("gate_up_sum", "down_sum"))
 def _backward(
     dresult: Tensor,
@@ -133,7 +138,7 @@ def _backward(
     wanted: Sequence[bool],
     gate_up_sum: Tensor | None,
     down_sum: Tensor | None,
-) -> list[Tensor]:
+) -> _AllGradients:
     """The gradients of all but the index, in the order of the operands.
 
     Args:
@@ -152,7 +157,8 @@ def _backward(
     of_both = Wanted(*wanted[::2]), Wanted(*wanted[1::2])
     inners, sums = (gate_up_inner, down_inner), (gate_up_sum, down_sum)
     dhidden, dweights, of_gate_up, of_down = backward(layer, dresult, pre, places, inners, of_both, sums)
-    return [dhidden, dweights, *chain.from_iterable(zip(of_gate_up, of_down, strict=True))]
+    of_parameters = chain.from_iterable(zip(of_gate_up, of_down, strict=True))
+    return dhidden, dweights, *of_parameters  # type: ignore[return-value]
 
 
 @_backward.register_fake
@@ -182,13 +188,14 @@ def _(
     wanted: Sequence[bool],
     gate_up_sum: Tensor | None,
     down_sum: Tensor | None,
-) -> list[Tensor]:
+) -> _AllGradients:
     projections = (gate_up_proj if gate_up_sum is None else None, down_proj if down_sum is None else None)
     others = (gate_up_bias, down_bias, gate_up_a, down_a, gate_up_b, down_b)
     operands = zip((*projections, *others), wanted, strict=True)
     none = hidden.new_empty(0)
     asked = (tensor if is_wanted and tensor is not None else none for tensor, is_wanted in operands)
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (hidden, top_k_weights, *asked)]
+    given = (hidden, top_k_weights, *asked)
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in given)  # type: ignore[return-value]
 
 
 _PARAMETERS = slice(3, 11)  # of forward's inputs: both projections, both biases, both adapters' factors
