@@ -7,7 +7,7 @@ Memory is the peak of what PyTorch's allocator holds above weights, adapters and
 
 Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are ``lora_on_experts_gpu``. One process
 measures all cases there, and a ratio is that of two calls of one turn, as the median and the middle 60 % of turns.
-``--kernels`` prints which GPU kernels the time goes to, and writes nothing.
+``--kernels`` prints the GPU kernels that the time goes to, and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.accuracy import hold
-from benchmarks.shared.gpu_kernels import kernel_times
+from benchmarks.shared.gpu_kernels import launch_times
 from benchmarks.shared.in_processes import Calls, leaf, measured_in_processes, median_seconds
 from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
 from benchmarks.shared.memory import peak_bytes
@@ -191,13 +191,14 @@ def _step(call: Callable[[], Tensor]) -> None:
 
 
 def print_kernels(case: str) -> None:
-    """Which GPU kernels a step of ours spends its time in."""
+    """The GPU kernels of our steps in order, and how long each takes."""
     calls, inputs = contenders(CASES[case])
     for name in (FUSED_FULL, FUSED_FROZEN, FUSED_BESIDE):
         _step(calls[name])
         drop_gradients(inputs)
-        print(f"{CASES[case]}: {name}")
-        for kernel, milliseconds in kernel_times(partial(_step, calls[name])).items():
+        launches = launch_times(partial(_step, calls[name]))
+        print(f"{CASES[case]}: {name}: {sum(each for _, each in launches):.3f} ms of kernels")
+        for kernel, milliseconds in launches:
             print(f"  {milliseconds:7.3f} ms  {kernel[:100]}")
 
 
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25 if gpu else 9)
     parser.add_argument("--processes", type=int, default=5, help="on a CPU")
     parser.add_argument("--case", choices=CASES, help="print one case's figures as JSON, and write nothing")
-    parser.add_argument("--kernels", action="store_true", help="on a GPU, print the time of each kernel of one case")
+    parser.add_argument("--kernels", action="store_true", help="on a GPU, print each kernel of one case in order")
     options = parser.parse_args()
     if options.kernels:
         print_kernels(options.case or next(iter(CASES)))

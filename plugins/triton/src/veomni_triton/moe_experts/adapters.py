@@ -47,9 +47,9 @@ class Adapter:
         """What is added to the product of the weight."""
         return Outer(inner, self.b.mT)
 
-    def inner_gradient(self, dproduct: Tensor, routing: Routing) -> Tensor:
-        """``[N, R]``: the gradient of the rows' product with ``a``, from ``dproduct[N, B]``."""
-        return inner_product(dproduct, self.b, self.rank, routing, self.scaling)
+    def inner_gradient(self, dproduct: Tensor, routing: Routing, tokens_of_rows: bool = False) -> Tensor:
+        """``[N, R]``: the gradient of the rows' product with ``a``, from ``dproduct[N, B]`` or that of tokens."""
+        return inner_product(dproduct, self.b, self.rank, routing, self.scaling, tokens_of_rows)
 
     def outer_gradient(self, dinner: Tensor, columns: slice = slice(None)) -> Outer:
         """What is added to ``columns`` of the rows' gradient."""

@@ -82,15 +82,28 @@ def _through_down(
     """The gradients of the pre-activations ``[N, 2I]``, of the routing weights ``[T, K]``, and of down_proj."""
     launches, described, adapter = layer.launches, layer.described, layer.down_adapter
     weight, bias, a, b = (dresult.new_empty(0) for _ in range(4))
-    drows = spread_rows(dresult, routing)  # [N, H], without the routing weights
+    # The gradients of the weight and the bias read rows [N, H]. All else gathers them from the tokens, so that frozen
+    # experts write no copy of them. Neither has the routing weights.
+    gathered = not (wanted.weight or wanted.bias)
+    drows = dresult if gathered else spread_rows(dresult, routing)
     dinner = outer = None
     if adapter is not None:
-        dinner = adapter.inner_gradient(drows, routing)  # [N, R], likewise
+        dinner = adapter.inner_gradient(drows, routing, gathered)  # [N, R], likewise
         outer = adapter.outer_gradient(dinner)
     # [N, I]. The weights come in only in activation_backward, which needs the product without them too.
-    dactivation = row_product(drows, layer.down_proj, routing, launches.dactivation, described, outer=outer)
+    dactivation = row_product(
+        drows, layer.down_proj, routing, launches.dactivation, described, outer=outer, tokens_of_rows=gathered
+    )
     dpre, weighted, dweights = activation_backward(
-        dactivation, pre, layer.top_k_index, layer.top_k_weights, routing, layer.activation, drows, layer.down_bias
+        dactivation,
+        pre,
+        layer.top_k_index,
+        layer.top_k_weights,
+        routing,
+        layer.activation,
+        dresult,
+        layer.down_bias,
+        weighted=wanted.weight or wanted.a,
     )
     # `weighted` has the routing weights, so drows must not. Where it takes no part, the weights are passed.
     if wanted.weight:
@@ -100,7 +113,7 @@ def _through_down(
     if wanted.a and adapter is not None and dinner is not None:
         a = factor_gradient(weighted, dinner, adapter.rank, routing, transposed=True)
     if wanted.b and adapter is not None:
-        b = factor_gradient(drows, inner, inner.shape[1], routing, weights=layer.top_k_weights)
+        b = factor_gradient(drows, inner, inner.shape[1], routing, weights=layer.top_k_weights, tokens_of_rows=gathered)
     return dpre, dweights, Gradients(_unless_added(weight, into), bias, a, b)
 
 

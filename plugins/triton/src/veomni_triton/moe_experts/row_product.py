@@ -28,29 +28,33 @@ def row_product(
     use_descriptors: bool,
     bias: Tensor | None = None,
     outer: Outer | None = None,
+    tokens_of_rows: bool = False,
 ) -> Tensor:
     """``rows[g] @ matrices[e] (+ bias[e])`` for the group ``g`` of each expert ``e``, summed in float32: ``[N, B]``.
 
     Args:
-        rows: ``[N, A]``, contiguous.
+        rows: ``[N, A]``, contiguous; or with ``tokens_of_rows`` the tokens ``[T, A]``, likewise.
         matrices: ``[E, A, B]``; either of the last two dimensions may be the contiguous one.
         routing: Which rows are whose.
         launch: Sizes of the tiles; ``block_m`` is the routing's.
         use_descriptors: Whether to load and store through TMA descriptors.
         bias: ``[E, B]``, contiguous.
         outer: An adapter's part of the result, which is added before rounding.
+        tokens_of_rows: Whether each row is to be gathered from the tokens.
 
     Returns:
         ``[N, B]`` in rows' dtype; rows of dropped routes are not written.
     """
     width, columns = matrices.shape[1:]
-    result = rows.new_empty(rows.shape[0], columns)
+    result = rows.new_empty(routing.routes, columns)
     k_contiguous = matrices.stride(1) == 1
     source, weight, target = rows, matrices, result
     if use_descriptors:
         m, n, k = launch.block_m, launch.block_n, launch.block_k
         # Only stores must stop at the group's end. Rows that a load takes from the next group are not stored.
-        source, target = described(rows, [m, k]), described_rows(result, [m, n])
+        target = described_rows(result, [m, n])
+        # Gathered rows are no block of the tokens: they are loaded through pointers.
+        source = rows if tokens_of_rows else described(rows, [m, k])
         # TMA needs the last dimension contiguous: a matrix that lies the other way is loaded transposed.
         weight = described(matrices.mT, [1, n, k]) if k_contiguous else described(matrices, [1, k, n])
     # An upper bound, since the number of tiles is on the device. A program takes every num_programs-th tile, so a
@@ -61,9 +65,11 @@ def row_product(
         weight,
         bias,
         target,
+        routing.route_of_row if tokens_of_rows else None,
         routing.tiles,
         routing.offsets,
         routing.max_tiles,
+        routing.k,
         columns,
         width,
         *matrices.stride(),
@@ -84,15 +90,17 @@ def row_product(
 # N rows, one per route and sorted by expert; E experts; matrices [A, B]. A is the reduced dimension, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel. A, B and the strides are
 # the model's; specialised on divisibility by 16, they let Triton vectorise the loads.
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _row_product(
-    source,  # [N, A], or a descriptor of it with blocks [BLOCK_M, BLOCK_K]
+    source,  # [N, A], or a descriptor of it with blocks [BLOCK_M, BLOCK_K]; [T, A] with route_of_row
     weight,  # [E, A, B], or a descriptor with blocks [1, BLOCK_K, BLOCK_N], or [1, BLOCK_N, BLOCK_K] if K_CONTIGUOUS
     bias,  # [E, B] or None
     target,  # [N, B], or a ragged descriptor of it with blocks [BLOCK_M, BLOCK_N]; written
+    route_of_row,  # [N], or None where source has a row for each route
     tiles,  # [1 + 2 * max_tiles]
     offsets,  # [E + 1]
     max_tiles,
+    k_per_token,  # K
     columns,  # B
     width,  # A
     expert_stride,  # of weight, as the next two
@@ -125,22 +133,28 @@ def _row_product(
         # store_group drops what is computed of them.
         column = (n * BLOCK_N + tl.arange(0, BLOCK_N)) % columns  # [BLOCK_N]
         rows = tl.minimum(row + tl.arange(0, BLOCK_M), start + size - 1)  # [BLOCK_M]
-        if not DESCRIBED:
-            # int64 where the product can exceed 2**31: N * A, and E * A * B.
+        # int64 below where the product can exceed 2**31: N * A, and E * A * B.
+        if route_of_row is not None:
+            tokens = tl.load(route_of_row + rows) // k_per_token  # [BLOCK_M]
+            row_pointers = source + tokens[:, None].to(tl.int64) * width + ks[None, :]  # [BLOCK_M, BLOCK_K]
+        elif not DESCRIBED:
             row_pointers = source + rows[:, None].to(tl.int64) * width + ks[None, :]  # [BLOCK_M, BLOCK_K]
+        if not DESCRIBED:
             weight_pointers = weight + expert.to(tl.int64) * expert_stride + column[None, :] * n_stride
             weight_pointers += ks[:, None] * k_stride  # [BLOCK_K, BLOCK_N]
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
         for k in range(0, width, BLOCK_K):
-            if DESCRIBED:
+            if DESCRIBED and route_of_row is None:
                 x = source.load([row, k])  # [BLOCK_M, BLOCK_K], with rows of the next group at a group's end
+            else:
+                x = load_within(row_pointers + k, ks[None, :], width - k, EVEN_K)  # [BLOCK_M, BLOCK_K]
+            if DESCRIBED:
                 # Columns beyond A are zeros in both operands. .T changes only how the dot reads shared memory.
                 if K_CONTIGUOUS:
                     w = tl.reshape(weight.load([expert, n * BLOCK_N, k]), (BLOCK_N, BLOCK_K)).T
                 else:
                     w = tl.reshape(weight.load([expert, k, n * BLOCK_N]), (BLOCK_K, BLOCK_N))
             else:
-                x = load_within(row_pointers + k, ks[None, :], width - k, EVEN_K)  # [BLOCK_M, BLOCK_K]
                 w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)  # [BLOCK_K, BLOCK_N]
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(x, w, product, input_precision="ieee")
