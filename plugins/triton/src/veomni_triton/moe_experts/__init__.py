@@ -17,7 +17,7 @@ from torch import Tensor
 from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.lora_samples import Adapter
 from veomni_triton.moe_experts.activation import Activation
-from veomni_triton.moe_experts.adapters import aligned_factors
+from veomni_triton.moe_experts.factors import by_expert
 from veomni_triton.moe_experts.operators import forward
 
 _NO_ADAPTER = (None, None, 1.0)
@@ -168,7 +168,8 @@ def _experts(
         down_proj,
         gate_up_bias,
         down_bias,
-        *aligned_factors(*factors),
+        *(None if a is None else a.contiguous() for a in factors[:2]),
+        *(None if b is None else by_expert(b) for b in factors[2:]),
         gate_up_scaling,
         down_scaling,
         activation.alpha,

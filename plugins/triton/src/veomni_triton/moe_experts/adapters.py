@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
@@ -54,25 +53,6 @@ class Adapter:
     def outer_gradient(self, dinner: Tensor, columns: slice = slice(None)) -> Outer:
         """What is added to ``columns`` of the rows' gradient."""
         return Outer(dinner, self.a[:, :, columns])
-
-
-def aligned_factors(
-    gate_up_a: Tensor | None, down_a: Tensor | None, gate_up_b: Tensor | None, down_b: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Contiguous factors, and ``b`` in whole blocks of ranks, differentiably.
-
-    The kernels take any strides. But in PEFT's memory the experts alternate in ``b``: the values of a tile lie far
-    apart, and each product would gather them again.
-    """
-
-    def in_whole_blocks(b: Tensor | None) -> Tensor | None:
-        if b is None:
-            return None
-        missing = padded_rank(b.shape[2]) - b.shape[2]
-        return (functional.pad(b, (0, missing)) if missing else b).contiguous()
-
-    a = (None if a is None else a.contiguous() for a in (gate_up_a, down_a))
-    return *a, in_whole_blocks(gate_up_b), in_whole_blocks(down_b)
 
 
 def adapter_of(a: Tensor | None, b: Tensor | None, scaling: float) -> Adapter | None:
