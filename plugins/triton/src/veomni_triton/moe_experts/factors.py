@@ -1,7 +1,7 @@
 """An adapter's factors as the kernels read them: expert by expert.
 
-In PEFT's memory ``b`` is ``[B, r, E]``: the experts alternate, so that the values of one expert's tile lie far apart, and
-each product would gather them again. They are copied once, and the gradient is copied back to the factor's own layout.
+In PEFT's memory ``b`` is ``[B, r, E]``: the experts alternate, so that the values of one expert's tile lie far apart,
+and each product would gather them again. They are copied once, and the gradient is copied back to the factor's layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from veomni_triton.moe_experts.adapters import padded_rank
 
 
 def by_expert(b: Tensor) -> Tensor:
-    """``b[E, B, r]`` of any strides as ``[E, B, R]``, contiguous, with zeros from column ``r`` on; ``b`` if it is so."""
+    """``b[E, B, r]`` of any strides as ``[E, B, R]``, contiguous, with zeros from column ``r`` on; may be ``b``."""
     if b.is_contiguous() and b.shape[2] == padded_rank(b.shape[2]):
         return b
     result: Tensor = _by_expert(b)
