@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.moe_experts.factors import padded_rank, rank_block, with_last_contiguous
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
 
@@ -72,6 +73,13 @@ class Outer:
     inner: Tensor
     factors: Tensor
 
+    def lines(self, rank_contiguous: bool) -> Tensor:
+        """The factors as a TMA descriptor takes them: ``[E, B, r]`` or ``[E, r, B]``, the last dimension contiguous.
+
+        They lie so, unless the weight whose product they extend lies the other way than usual. Then they are copied.
+        """
+        return with_last_contiguous(self.factors.mT) if rank_contiguous else with_last_contiguous(self.factors)
+
 
 def outer_arguments(outer: Outer | None) -> dict[str, Tensor | int | None]:
     """The parameters of kernels that call :func:`add_outer`. The rank is 0 where there is no adapter."""
@@ -86,17 +94,6 @@ def outer_arguments(outer: Outer | None) -> dict[str, Tensor | int | None]:
         "factors_n_stride": n_stride,
         "RANK": 0 if factors is None else factors.shape[1],
     }
-
-
-def rank_block(rank: int) -> int:
-    """Columns of inner that are multiplied at a time: a power of two of at least 16, as ``tl.dot`` wants it."""
-    return min(max(triton.next_power_of_2(rank), 16), 64)
-
-
-def padded_rank(rank: int) -> int:
-    """``R``: the rank in whole blocks."""
-    block = rank_block(rank)
-    return triton.cdiv(rank, block) * block
 
 
 def inner_product(

@@ -15,7 +15,17 @@ import triton.language as tl
 from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_triton.moe_experts.adapters import padded_rank
+
+
+def rank_block(rank: int) -> int:
+    """Columns of inner that are multiplied at a time: a power of two of at least 16, as ``tl.dot`` wants it."""
+    return min(max(triton.next_power_of_2(rank), 16), 64)
+
+
+def padded_rank(rank: int) -> int:
+    """``R``: the rank in whole blocks."""
+    block = rank_block(rank)
+    return triton.cdiv(rank, block) * block
 
 
 def by_expert(b: Tensor) -> Tensor:
@@ -83,6 +93,15 @@ def _copied(source: Tensor, target: Tensor) -> None:
         PLACES=_PLACES,
         num_warps=4,
     )
+
+
+def with_last_contiguous(factor: Tensor) -> Tensor:
+    """``factor[E, B, r]``, or where its last dimension is not contiguous, a copy ``[E, B, R]`` with zeros after it."""
+    if factor.stride(2) == 1:
+        return factor
+    result = factor.new_empty(*factor.shape[:2], padded_rank(factor.shape[2]))
+    _copied(factor, result)
+    return result
 
 
 _EXPERTS, _PLACES = 64, 64  # of one tile, which each side reads or writes along its own contiguous dimension

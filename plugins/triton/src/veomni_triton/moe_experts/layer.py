@@ -63,6 +63,12 @@ class ExpertsLayer:
             and lines_are_aligned
             and _matrices_can_be_described(gate_up_proj)
             and _matrices_can_be_described(down_proj)
+            and all(
+                can_be_described(factor)
+                for adapter in (gate_up_adapter, down_adapter)
+                if adapter is not None
+                for factor in (adapter.a, adapter.b)
+            )
         )
         # gate_up loads blocks of gate_up_proj that are contiguous along H; row_product can also take its transpose.
         self.gate_up_described = self.described and can_be_described(gate_up_proj)

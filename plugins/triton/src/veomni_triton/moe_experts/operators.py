@@ -19,8 +19,9 @@ from torch import Tensor, library
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton.moe_experts.activation import Activation
-from veomni_triton.moe_experts.adapters import adapter_of, padded_rank
+from veomni_triton.moe_experts.adapters import adapter_of
 from veomni_triton.moe_experts.backward import Wanted, backward
+from veomni_triton.moe_experts.factors import padded_rank
 from veomni_triton.moe_experts.layer import ExpertsLayer
 from veomni_triton.moe_experts.routing import routing_size
 

@@ -57,6 +57,11 @@ def row_product(
         source = rows if tokens_of_rows else described(rows, [m, k])
         # TMA needs the last dimension contiguous: a matrix that lies the other way is loaded transposed.
         weight = described(matrices.mT, [1, n, k]) if k_contiguous else described(matrices, [1, k, n])
+    adapter = outer_arguments(outer)
+    if use_descriptors and outer is not None:
+        # Like source and weight, since the kernel's loop goes on over them.
+        adapter["inner"] = outer.inner if tokens_of_rows else described(outer.inner, [m, k])
+        adapter["factors"] = described(outer.lines(k_contiguous), [1, n, k] if k_contiguous else [1, k, n])
     # An upper bound, since the number of tiles is on the device. A program takes every num_programs-th tile, so a
     # program per multiprocessor is enough, and one that finds no tile ends.
     tiles = routing.max_tiles * triton.cdiv(columns, launch.block_n)
@@ -82,7 +87,7 @@ def row_product(
         GROUP_M=launch.group_m,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **outer_arguments(outer),
+        **adapter,
     )
     return result
 
@@ -137,28 +142,43 @@ def _row_product(
         if route_of_row is not None:
             tokens = tl.load(route_of_row + rows) // k_per_token  # [BLOCK_M]
             row_pointers = source + tokens[:, None].to(tl.int64) * width + ks[None, :]  # [BLOCK_M, BLOCK_K]
+            if RANK and DESCRIBED:
+                inner_pointers = inner + rows[:, None].to(tl.int64) * inner_stride + ks[None, :]
         elif not DESCRIBED:
             row_pointers = source + rows[:, None].to(tl.int64) * width + ks[None, :]  # [BLOCK_M, BLOCK_K]
         if not DESCRIBED:
             weight_pointers = weight + expert.to(tl.int64) * expert_stride + column[None, :] * n_stride
             weight_pointers += ks[:, None] * k_stride  # [BLOCK_K, BLOCK_N]
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-        for k in range(0, width, BLOCK_K):
-            if DESCRIBED and route_of_row is None:
-                x = source.load([row, k])  # [BLOCK_M, BLOCK_K], with rows of the next group at a group's end
-            else:
+        # With descriptors, an adapter's ranks are further steps of this loop, which so are loaded ahead as well.
+        ends = tl.cdiv(width, BLOCK_K) * BLOCK_K if RANK and DESCRIBED else width
+        for step in range(0, ends + (RANK if DESCRIBED else 0), BLOCK_K):
+            x_from, w_from, k = source, weight, step
+            if RANK and DESCRIBED:
+                is_outer = step >= ends
+                if is_outer:
+                    w_from, k = factors, step - ends
+                if route_of_row is None:
+                    if is_outer:
+                        x_from = inner
+                else:
+                    pointers = tl.where(is_outer, inner_pointers, row_pointers) + k
+                    x = tl.load(pointers, mask=ks[None, :] < tl.where(is_outer, RANK, width) - k, other=0.0)
+            elif not DESCRIBED or route_of_row is not None:
                 x = load_within(row_pointers + k, ks[None, :], width - k, EVEN_K)  # [BLOCK_M, BLOCK_K]
+            if DESCRIBED and route_of_row is None:
+                x = x_from.load([row, k])  # [BLOCK_M, BLOCK_K], with rows of the next group at a group's end
             if DESCRIBED:
                 # Columns beyond A are zeros in both operands. .T changes only how the dot reads shared memory.
                 if K_CONTIGUOUS:
-                    w = tl.reshape(weight.load([expert, n * BLOCK_N, k]), (BLOCK_N, BLOCK_K)).T
+                    w = tl.reshape(w_from.load([expert, n * BLOCK_N, k]), (BLOCK_N, BLOCK_K)).T
                 else:
-                    w = tl.reshape(weight.load([expert, k, n * BLOCK_N]), (BLOCK_K, BLOCK_N))
+                    w = tl.reshape(w_from.load([expert, k, n * BLOCK_N]), (BLOCK_K, BLOCK_N))
             else:
                 w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)  # [BLOCK_K, BLOCK_N]
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(x, w, product, input_precision="ieee")
-        if RANK:
+        if RANK and not DESCRIBED:
             product = add_outer(
                 product,
                 inner,
