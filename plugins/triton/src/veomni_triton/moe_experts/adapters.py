@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.factors import padded_rank, rank_block, with_last_contiguous
+from veomni_triton.moe_experts.launch import NarrowLaunch, factor_launch, inner_launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
 
@@ -97,7 +97,13 @@ def outer_arguments(outer: Outer | None) -> dict[str, Tensor | int | None]:
 
 
 def inner_product(
-    rows: Tensor, matrices: Tensor, rank: int, routing: Routing, scaling: float, tokens_of_rows: bool = False
+    rows: Tensor,
+    matrices: Tensor,
+    rank: int,
+    routing: Routing,
+    scaling: float,
+    tokens_of_rows: bool = False,
+    launch: NarrowLaunch | None = None,
 ) -> Tensor:
     """``scaling * rows[g] @ matrices[e]`` for the group ``g`` of each expert ``e``: ``[N, R]``, summed in float32.
 
@@ -108,6 +114,7 @@ def inner_product(
         routing: Which rows are whose, and which token each is.
         scaling: A factor, multiplied before the result is rounded.
         tokens_of_rows: Whether each row is to be gathered from the tokens.
+        launch: Sizes of the blocks, instead of those of the dtype; the routing's tiles are whole numbers of its rows.
 
     Returns:
         ``[N, R]`` in rows' dtype, where ``R`` is ``r`` rounded up to whole blocks; zeros in the columns from ``r`` on.
@@ -115,9 +122,10 @@ def inner_product(
     """
     width, block = matrices.shape[1], rank_block(rank)
     inner = rows.new_empty(routing.routes, padded_rank(rank))
-    block_k = 32 if rows.dtype == torch.float32 else 64
-    # A program per row tile: all of a tile's columns are read once for ranks of up to 64.
-    _inner_product[(routing.max_tiles, inner.shape[1] // block)](
+    launch = launch or inner_launch(rows.dtype)
+    parts = routing.block_m // launch.rows
+    # A program per block of rows, not persistent: all columns of a row are read once for ranks of up to 64.
+    _inner_product[(routing.max_tiles * parts, inner.shape[1] // block)](
         rows,
         matrices,
         inner,
@@ -131,12 +139,13 @@ def inner_product(
         *matrices.stride(),
         scaling,
         RANK=rank,
-        EVEN_K=width % block_k == 0,
-        BLOCK_M=routing.block_m,
-        BLOCK_K=block_k,
+        EVEN_K=width % launch.columns == 0,
+        PARTS=parts,
+        BLOCK_M=launch.rows,
+        BLOCK_K=launch.columns,
         BLOCK_R=block,
-        num_warps=4,
-        num_stages=4,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     return inner
 
@@ -149,6 +158,7 @@ def factor_gradient(
     weights: Tensor | None = None,
     tokens_of_rows: bool = False,
     transposed: bool = False,
+    launch: NarrowLaunch | None = None,
 ) -> Tensor:
     """``rows[g].T @ inner[g]`` for the group ``g`` of each expert, summed in float32; a gradient of ``a`` or ``b``.
 
@@ -160,6 +170,7 @@ def factor_gradient(
         weights: ``[T, K]``, contiguous: inner is multiplied by them first.
         tokens_of_rows: Whether each row is to be gathered from the tokens.
         transposed: Whether the result is stored as ``[E, columns, A]``.
+        launch: Sizes of the blocks, instead of those of the dtype.
 
     Returns:
         ``[E, A, columns]`` or ``[E, columns, A]``, contiguous, in rows' dtype; zeros for experts without rows.
@@ -168,8 +179,8 @@ def factor_gradient(
     shape = (columns, width) if transposed else (width, columns)
     result = rows.new_empty(routing.experts, *shape)
     target = result.mT if transposed else result
-    block_n, block_k = (64, 32) if rows.dtype == torch.float32 else (128, 64)
-    _factor_gradient[(triton.cdiv(width, block_n), routing.experts, triton.cdiv(columns, block))](
+    launch = launch or factor_launch(rows.dtype)
+    _factor_gradient[(triton.cdiv(width, launch.columns), routing.experts, triton.cdiv(columns, block))](
         rows,
         inner,
         target,
@@ -183,11 +194,11 @@ def factor_gradient(
         *target.stride(),
         COLUMNS=columns,
         TOKENS=tokens_of_rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=launch.columns,
+        BLOCK_K=launch.rows,
         BLOCK_R=block,
-        num_warps=4,
-        num_stages=4,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     return result
 
@@ -243,14 +254,16 @@ def _inner_product(
     scaling,
     RANK: tl.constexpr,
     EVEN_K: tl.constexpr,  # whether BLOCK_K divides A
+    PARTS: tl.constexpr,  # of a tile, each BLOCK_M rows
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    # The grid has a program for every tile that there can be; the number of tiles is known here alone.
-    if tl.program_id(0) < tl.load(tiles):
-        expert, row, start, size = tile_rows(tiles, offsets, max_tiles, tl.program_id(0))
-        rows = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    # The grid has programs for every tile that there can be; the number of tiles is known here alone.
+    if tl.program_id(0) // PARTS < tl.load(tiles):
+        expert, row, start, size = tile_rows(tiles, offsets, max_tiles, tl.program_id(0) // PARTS)
+        # Where a part has no rows, its tile's last row is read, and nothing is stored.
+        rows = row + tl.program_id(0) % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         exists = rows < start + size
         ks = tl.arange(0, BLOCK_K)  # [BLOCK_K]
         rank = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
