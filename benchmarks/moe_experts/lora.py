@@ -6,7 +6,9 @@ On a CPU, a ratio is that of the medians of one process, as the median and the r
 Memory is the peak of what PyTorch's allocator holds above weights, adapters and inputs.
 
 Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are ``lora_on_experts_gpu``. One process
-measures all cases there, and a ratio is that of two calls of one turn, as the median and the middle 60 % of turns.
+measures all cases there. A step is timed on the wall clock, where the GPU waits for Python; and by the sum of its
+kernels' times, which is what a step takes where the CPU is ahead. A ratio of the first is that of two calls of one turn,
+as the median and the middle 60 % of turns; a ratio of the second is that of medians.
 ``--kernels`` prints the GPU kernels that the time goes to, and writes nothing.
 """
 
@@ -181,8 +183,17 @@ def measure_turns(case: str, repeats: int) -> dict[str, Any]:
         "case": str(CASES[case]),
         "seconds": {which: statistics.median(values) for which, values in times.items()},
         "seconds in each turn": times,
+        "seconds of kernels": {which: _seconds_of_kernels(step, before) for which, step in steps.items()},
         "peak bytes": {which: peak_bytes(call, inputs) for which, call in calls.items()},
     }
+
+
+def _seconds_of_kernels(step: Callable[[], None], before: Callable[[], None]) -> float:
+    sums = []
+    for _ in range(5):
+        before()
+        sums.append(sum(milliseconds for _, milliseconds in launch_times(step)) / 1e3)
+    return statistics.median(sums)
 
 
 def _step(call: Callable[[], Tensor]) -> None:
@@ -212,13 +223,22 @@ def ratio(measured: dict[str, Any], mine: str, theirs: str) -> str:
         times = measured["seconds in each process"]
         values = [a / b for a, b in zip(times[mine], times[theirs], strict=True)]
         low, high = min(values), max(values)
-    return f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
+    found = f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
+    if of_kernels := measured.get("seconds of kernels"):
+        found += f"; of kernels {of_kernels[mine] / of_kernels[theirs]:.2f}"
+    return found
+
+
+def step_time(measured: dict[str, Any], name: str) -> str:
+    """On the wall clock, and on a GPU also that of the kernels."""
+    of_kernels = measured.get("seconds of kernels")
+    return f"{1e3 * measured['seconds'][name]:.1f} ms" + (f" / {1e3 * of_kernels[name]:.2f}" if of_kernels else "")
 
 
 def row(measured: dict[str, Any]) -> tuple[str, ...]:
     return (
         measured["case"],
-        *(f"{1e3 * measured['seconds'][name]:.1f} ms" for name in ORDER),
+        *(step_time(measured, name) for name in ORDER),
         *(ratio(measured, mine, theirs) for mine, theirs in RATIOS),
         " / ".join(f"{measured['peak bytes'][name]['both'] / 2**20:.0f}" for name in ORDER) + " MiB",
     )
