@@ -7,7 +7,7 @@ Memory is the peak of what PyTorch's allocator holds above weights, adapters and
 
 Where there is a GPU, the shape is that of Qwen3-30B in bf16, and the files are ``lora_on_experts_gpu``. One process
 measures all cases there. A step is timed on the wall clock, where the GPU waits for Python; and by the sum of its
-kernels' times, which is what a step takes where the CPU is ahead. A ratio of the first is that of two calls of one turn,
+kernels' times, which is what a step takes where the CPU is ahead. A ratio of the first is that of two calls of a turn,
 as the median and the middle 60 % of turns; a ratio of the second is that of medians.
 ``--kernels`` prints the GPU kernels that the time goes to, and writes nothing.
 """
