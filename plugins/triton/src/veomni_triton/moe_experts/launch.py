@@ -126,10 +126,10 @@ def launches(dtype: torch.dtype, rows_per_expert: int, gate_up_size: int, descri
 
 
 def inner_launch(dtype: torch.dtype) -> NarrowLaunch:
-    """The launch of ``adapters.inner_product``: its columns are reduced."""
+    """The launch of ``adapters.inner_product``: its columns are reduced. Not tuned."""
     return NarrowLaunch(64, 32, 4, 2) if dtype == torch.float32 else NarrowLaunch(64, 64, 4, 4)
 
 
 def factor_launch(dtype: torch.dtype) -> NarrowLaunch:
-    """The launch of ``adapters.factor_gradient``: its rows are reduced."""
+    """The launch of ``adapters.factor_gradient``: its rows are reduced. Not tuned."""
     return NarrowLaunch(32, 64, 4, 2) if dtype == torch.float32 else NarrowLaunch(64, 128, 4, 4)
