@@ -54,7 +54,7 @@ GUARDED = (
     Guarded("kda/kda.py", "cuda", _TORCH),
     Guarded("load_balancing_loss/triton_load_balancing_loss.py", "cuda", _BOTH),
     Guarded("mamba2_scan/mamba2_scan.py", "cuda", _TORCH),
-    Guarded("moe_experts/lora.py", "cuda", _TORCH),
+    Guarded("moe_experts/lora.py", "cuda", _BOTH),
     Guarded("moe_experts/moe.py", "cuda", (*_BOTH, "quack")),
     Guarded("rms_norm/triton_rms_norm.py", "cuda", _TRITON),
     Guarded("rms_norm_gated/triton_rms_norm_gated.py", "cuda", _TRITON),

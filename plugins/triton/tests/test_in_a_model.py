@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels_anywhere import DEVICE, registry
+from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING
 
 from models import step
@@ -51,6 +52,23 @@ def test_a_step_is_as_eager(model_type):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     for name, gradient in wanted_gradients.items():
         assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_pefts_adapters_of_a_model_run_beside_the_weights(model_type):
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    model = get_peft_model(tiny_model(model_type, torch.float32).to(DEVICE), lora)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    wanted, wanted_gradients = step(model, ids)
+    fields = {"preset": "eager", "moe_implementation": "fused_triton"}
+    with bind(model, fields, registry=registry(anywhere=True)) as binding:
+        found, gradients = step(model, ids)
+        assert binding.receipt.changed == {}  # no kernel runs on a copy of the weights with the adapters added
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert wanted_gradients.keys() == gradients.keys() and all("lora_" in name for name in gradients)
+    for name, gradient in wanted_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 def test_without_a_gpu_they_are_refused_and_for_an_h200_they_are_planned():

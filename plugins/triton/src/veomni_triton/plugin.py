@@ -10,6 +10,7 @@ _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=("triton>
 # The tiles of the gated delta rule take 66 KB of shared memory, and SM75 has 64.
 _AMPERE = HardwareRequirement("cuda", min_compute_capability=80, packages=("triton>=3.6",))
 _PREFERENCE = 60
+_FEATURES = {"moe_experts": ("lora",), "chunk_gated_delta_rule": ("wide_heads",)}
 _MAX_TOKENS = KernelOption(
     "max_tokens", 0, minimum=0, description="rows from each rank to each other one; 0: as many as there are, counted"
 )
@@ -31,7 +32,7 @@ def _kernels(
         expert_parallel=op_name == "moe_experts",
         preference=_PREFERENCE,
         can_run=can_run,
-        features=("wide_heads",) if op_name == "chunk_gated_delta_rule" else (),
+        features=_FEATURES.get(op_name, ()),
         batch_invariant=op_name in ("rms_norm", "rms_norm_gated"),
     )
 
@@ -47,6 +48,7 @@ def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
         description=f"fused_triton, {description}",
         expert_parallel=kernel == "standard_recomputing",  # the other one needs weights that are leaves
         preference=0,
+        features=_FEATURES["moe_experts"],
     )
 
 

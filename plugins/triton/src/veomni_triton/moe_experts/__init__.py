@@ -6,8 +6,8 @@ sorted by expert; the rows of an expert are its group.
 
 Forward sorts the routes (``routing``), multiplies each group's tokens by its gate and up projection (``gate_up``) and
 the activations by its down projection (``row_product``), and sums each token's ``K`` rows (``rows``). ``layer`` puts
-both passes together, backward also from ``weight_gradients`` and ``activation``; ``operators`` is what autograd sees.
-The products share ``tiles``; ``launch`` has their tile sizes.
+it together, and ``backward`` the other pass, also from ``weight_gradients`` and ``activation``; ``operators`` is what
+autograd sees. The products share ``tiles``; ``launch`` has their tile sizes; ``adapters`` go beside the weights.
 """
 
 from __future__ import annotations
@@ -15,17 +15,28 @@ from __future__ import annotations
 from torch import Tensor
 
 from veomni_core.ops.autocast import product_operands
+from veomni_core.ops.lora_samples import Adapter
 from veomni_triton.moe_experts.activation import Activation
+from veomni_triton.moe_experts.factors import by_expert
 from veomni_triton.moe_experts.operators import forward
+
+_NO_ADAPTER = (None, None, 1.0)
 
 
 def standard(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_lora: Adapter | None = None,
+    down_lora: Adapter | None = None,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``, with gradients of all but the index.
 
     Sums are float32, rounded to hidden's dtype at the end. Under autocast, operands are cast to its dtype, and the
-    result back to hidden's. Experts without tokens get gradients of zero.
+    result back to hidden's. Experts without tokens get gradients of zero. Nothing is
+    computed for the gradient of a parameter that requires none.
 
     Args:
         hidden: ``[T, H]``.
@@ -34,32 +45,50 @@ def standard(
         gate_up_proj: ``[E, 2I, H]``, gate in the first half; either of the last two dimensions may be the contiguous
             one.
         down_proj: ``[E, H, I]``, likewise.
+        gate_up_lora: ``(a[E, r, H], b[E, 2I, r], scaling)``, which is multiplied beside ``gate_up_proj``.
+        down_lora: ``(a[E, r, I], b[E, H, r], scaling)``, likewise.
 
     Returns:
         ``[T, H]`` in hidden's dtype.
 
     Raises:
-        TypeError: hidden and the projections differ in dtype, and autocast is off.
+        TypeError: hidden, the projections and the adapters differ in dtype, and autocast is off.
     """
-    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj)
+    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora)
 
 
 def standard_recomputing(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_lora: Adapter | None = None,
+    down_lora: Adapter | None = None,
 ) -> Tensor:
     """:func:`standard`, recomputing the pre-activations in backward instead of saving ``2I`` values per route."""
-    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, recompute=True)
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora, recompute=True
+    )
 
 
 def standard_accumulating(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_lora: Adapter | None = None,
+    down_lora: Adapter | None = None,
 ) -> Tensor:
     """:func:`standard`, adding the projections' gradients in place to those that ``.grad`` already holds.
 
     Autograd then gets no gradient for them, so hooks in C++ (``DistributedDataParallel``'s) don't run. A projection
     with Python hooks gets its gradient through autograd as usual, and so does everything under ``torch.compile``.
     """
-    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, accumulate=True)
+    return _experts(
+        hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora, accumulate=True
+    )
 
 
 def clamped(
@@ -74,6 +103,8 @@ def clamped(
     limit: float = 7.0,
     interleaved: bool = False,
     up_offset: float = 1.0,
+    gate_up_lora: Adapter | None = None,
+    down_lora: Adapter | None = None,
 ) -> Tensor:
     """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
 
@@ -89,12 +120,14 @@ def clamped(
         limit: Bound of gate from above, and of up from both sides.
         interleaved: Whether gate and up are the even and odd rows of ``gate_up_proj``; otherwise they are its halves.
         up_offset: Added to the clamped up.
+        gate_up_lora: An adapter, as in :func:`standard`.
+        down_lora: An adapter, as in :func:`standard`.
 
     Returns:
         ``[T, H]`` in hidden's dtype. Gradients reach all tensors but the index.
     """
-    activation = Activation(alpha, limit, up_offset, interleaved)
-    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, activation)
+    operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora)
+    return _experts(*operands, gate_up_bias, down_bias, Activation(alpha, limit, up_offset, interleaved))
 
 
 def _experts(
@@ -103,21 +136,29 @@ def _experts(
     top_k_weights: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
+    gate_up_lora: Adapter | None,
+    down_lora: Adapter | None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: Activation = Activation(),  # noqa: B008, it is frozen
     recompute: bool = False,
     accumulate: bool = False,
 ) -> Tensor:
-    rows, gate_up_proj, down_proj, gate_up_bias, down_bias = product_operands(
+    gate_up_a, gate_up_b, gate_up_scaling = gate_up_lora or _NO_ADAPTER
+    down_a, down_b, down_scaling = down_lora or _NO_ADAPTER
+    rows, gate_up_proj, down_proj, gate_up_bias, down_bias, *factors = product_operands(
         "fused_triton",
         hidden=hidden,
         gate_up_proj=gate_up_proj,
         down_proj=down_proj,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
+        gate_up_a=gate_up_a,
+        down_a=down_a,
+        gate_up_b=gate_up_b,
+        down_b=down_b,
     )
-    # The kernels take no strides of a bias.
+    # The kernels take no strides of biases.
     gate_up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
     result: Tensor = forward(
         rows,
@@ -127,6 +168,10 @@ def _experts(
         down_proj,
         gate_up_bias,
         down_bias,
+        *(None if a is None else a.contiguous() for a in factors[:2]),
+        *(None if b is None else by_expert(b) for b in factors[2:]),
+        gate_up_scaling,
+        down_scaling,
         activation.alpha,
         activation.limit,
         activation.up_offset,

@@ -89,20 +89,22 @@ def activation_backward(
     top_k_weights: Tensor,
     routing: Routing,
     activation: Activation,
-    drows: Tensor | None = None,
+    dresult: Tensor | None = None,
     down_bias: Tensor | None = None,
+    weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the pre-activations and of the routing weights, and the weighted activations.
 
     Args:
-        dactivation: ``[N, I]``, ``drows @ down``, not yet times the routing weights. Overwritten.
+        dactivation: ``[N, I]``, ``dresult[token] @ down``, without the routing weights. Overwritten if ``weighted``.
         pre: ``[N, 2I]``, contiguous.
         top_k_index: ``[T, K]``.
         top_k_weights: ``[T, K]``.
         routing: Which route each row is.
         activation: The activation, and how ``pre`` is laid out.
-        drows: ``[N, H]``, the gradient of each row's output; read only with ``down_bias``.
+        dresult: ``[T, H]``, contiguous; read only with ``down_bias``.
         down_bias: ``[E, H]``, contiguous, or ``None``. A part of the output, hence of the routing weights' gradient.
+        weighted: Whether the weighted activations are computed.
 
     Returns:
         ``dpre[N, 2I]``; the activations times their routing weights ``[N, I]``, in dactivation's memory, which are the
@@ -121,15 +123,17 @@ def activation_backward(
         top_k_index.contiguous(),
         top_k_weights.contiguous(),
         dweights,
-        drows,
+        dresult,
         down_bias,
         routing.route_of_row,
         routing.offsets,
         routing.experts,
+        routing.k,
         width,
         0 if down_bias is None else down_bias.shape[1],
         HALF=half,
         UNIT=unit,
+        WEIGHTED=weighted,
         BLOCK=min(triton.next_power_of_2(width), 1024),
         num_warps=4,
         **activation.constants(),
@@ -138,19 +142,20 @@ def activation_backward(
 
 
 # One program per row, because a routing weight's gradient is a sum over a whole row: no atomics, one order.
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "k_per_token"])
 def _activation_backward(
-    dactivation,  # [N, I], read, then overwritten with the weighted activations
+    dactivation,  # [N, I], read, then if WEIGHTED overwritten with the weighted activations
     pre,  # [N, 2I]
     dpre,  # [N, 2I], written
     top_k_index,  # [T, K]
     top_k_weights,  # [T, K]
     dweights,  # [T, K], written
-    drows,  # [N, H] or None
+    dresult,  # [T, H] or None
     down_bias,  # [E, H] or None
     route_of_row,  # [N]
     offsets,  # [E + 1]
     experts,  # E
+    k_per_token,  # K
     width,  # I
     hidden_width,  # H, 0 without down_bias
     alpha,
@@ -159,6 +164,7 @@ def _activation_backward(
     CLAMPED: tl.constexpr,
     HALF: tl.constexpr,
     UNIT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # int64, since N * 2I can exceed 2**31.
@@ -180,20 +186,22 @@ def _activation_backward(
         dweight += d * value
         # d comes without the routing weight, because dweight needs it so; gate and up need it times the weight.
         dgate, dup = activation_gradients(d * weight, gate, up, alpha, limit, up_offset, CLAMPED)
-        # In place, which saves a tensor [N, I]: nothing reads these elements of d again.
-        tl.store(dactivation + row * width + column, (value * weight).to(dactivation.dtype.element_ty), mask=mask)
+        if WEIGHTED:
+            # In place, which saves a tensor [N, I]: nothing reads these elements of d again.
+            tl.store(dactivation + row * width + column, (value * weight).to(dactivation.dtype.element_ty), mask=mask)
         tl.store(dpre + at, dgate.to(dpre.dtype.element_ty), mask=mask)
         tl.store(dpre + at + HALF, dup.to(dpre.dtype.element_ty), mask=mask)
     total = tl.sum(dweight)
     if down_bias is not None:
         # The output is weight * (down @ activation + bias): the bias's share of the dot product with the gradient.
         expert = tl.load(top_k_index + route)
+        token = (route // k_per_token).to(tl.int64)
         for start in range(0, hidden_width, BLOCK):
             column = start + tl.arange(0, BLOCK)  # [BLOCK]
             # A dropped route's expert is no index of down_bias; `kept` keeps it from being read.
             mask = (column < hidden_width) & kept
             bias = tl.load(down_bias + expert * hidden_width + column, mask=mask, other=0.0).to(tl.float32)
-            d = tl.load(drows + row * hidden_width + column, mask=mask, other=0.0).to(tl.float32)
+            d = tl.load(dresult + token * hidden_width + column, mask=mask, other=0.0).to(tl.float32)
             total += tl.sum(d * bias)
     # Every route has one row, so that all of dweights is written, with zeros for the dropped.
     tl.store(dweights + route, tl.where(kept, total, 0.0).to(dweights.dtype.element_ty))

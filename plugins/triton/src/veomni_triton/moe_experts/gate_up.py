@@ -7,8 +7,10 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from veomni_triton.moe_experts.activation import Activation, activate
+from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
@@ -32,6 +34,7 @@ def gate_up_product(
     activation: Activation,
     launch: Launch,
     use_descriptors: bool,
+    outer: Outer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations and activations of every route.
 
@@ -46,6 +49,7 @@ def gate_up_product(
         activation: The activation, and whether gate and up are halves of ``2I`` or every other one.
         launch: Sizes of the tiles; ``block_m`` is the routing's.
         use_descriptors: Whether to load weights and store results through TMA descriptors.
+        outer: An adapter's part of the pre-activations, which is added before rounding.
 
     Returns:
         ``pre[N, 2I]`` in the order of ``gate_up_proj``'s rows, and ``activated[N, I]``. Rows of dropped routes are not
@@ -57,8 +61,11 @@ def gate_up_product(
     activated = hidden.new_empty(routing.routes, intermediate)
     # Each tile stores pre in two parts of BLOCK_N columns: gate and up, or the left and right half where interleaved.
     operands: tuple[Any, ...] = (gate_up_proj, pre, pre if activation.interleaved else pre[:, intermediate:], activated)
+    adapter = outer_arguments(outer)
     if use_descriptors:
         operands = _described(gate_up_proj, pre, activated, activation.interleaved, launch)
+        if outer is not None:
+            adapter["factors"] = _described_weight(outer.lines(True), activation.interleaved, launch)
     # An upper bound, since the number of tiles is on the device; one program per multiprocessor goes through them.
     tiles = routing.max_tiles * triton.cdiv(intermediate, launch.block_n)
     _gate_up[(min(multiprocessors(hidden.device), tiles),)](
@@ -84,6 +91,7 @@ def gate_up_product(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **activation.constants(),
+        **adapter,
     )
     return pre, activated
 
@@ -94,16 +102,23 @@ def _described(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool
     The weight's block is gate and up of one tile, so that one load brings both: ``2 * block_n`` adjacent rows where
     they are interleaved, else ``block_n`` rows of either half, from the view ``[E, 2, I, H]``.
     """
-    half = weight.shape[1] // 2
-    m, n, k = launch.block_m, launch.block_n, launch.block_k
-    out = described_rows(activated, [m, n])
+    m, n = launch.block_m, launch.block_n
+    out, described_weight = described_rows(activated, [m, n]), _described_weight(weight, interleaved, launch)
     if interleaved:
         # Stored in two parts here too: one block of 2 * block_n columns would not fit shared memory.
         whole = described_rows(pre, [m, n])
-        return described(weight, [1, 2 * n, k]), whole, whole, out
+        return described_weight, whole, whole, out
     # Each half is bounded by its own width: with one descriptor, gate's last tile would write into up's first columns.
-    left, right = (described_rows(part, [m, n]) for part in pre.split(half, dim=1))
-    return described(weight.unflatten(1, (2, half)), [1, 2, n, k]), left, right, out
+    left, right = (described_rows(part, [m, n]) for part in pre.chunk(2, dim=1))
+    return described_weight, left, right, out
+
+
+def _described_weight(weight: Tensor, interleaved: bool, launch: Launch) -> TensorDescriptor:
+    """A descriptor of ``weight[E, 2I, …]``, whose block is gate and up of one tile."""
+    n, k = launch.block_n, launch.block_k
+    if interleaved:
+        return described(weight, [1, 2 * n, k])
+    return described(weight.unflatten(1, (2, weight.shape[1] // 2)), [1, 2, n, k])
 
 
 # T tokens, N rows, one per route and sorted by expert; E experts, H hidden, I intermediate. A tile is BLOCK_M rows by
@@ -139,6 +154,13 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    inner,  # [N, R], or None without an adapter
+    inner_stride,
+    factors,  # [E, RANK, 2I] or None
+    factors_expert_stride,  # of factors, as the next two
+    factors_rank_stride,
+    factors_n_stride,
+    RANK: tl.constexpr,  # 0 without an adapter
 ):
     m_tiles = tl.load(tiles)
     n_tiles = tl.cdiv(intermediate, BLOCK_N)
@@ -152,6 +174,10 @@ def _gate_up(
         # Rows beyond the group read token 0, whatever is there: store_group drops them, so no mask is needed below.
         token = tl.load(route_of_row + rows, mask=rows < start + size, other=0) // k_per_token
         hidden_pointers = hidden + token[:, None].to(tl.int64) * hidden_stride + ks[None, :]  # [BLOCK_M, BLOCK_K]
+        if RANK:
+            # Rows beyond the group repeat its last.
+            inner_rows = tl.minimum(rows, start + size - 1)  # [BLOCK_M]
+            inner_pointers = inner + inner_rows[:, None].to(tl.int64) * inner_stride + ks[None, :]
         # The product's columns, as rows of gate_up_proj: BLOCK_N of gate and then as many of up, or both alternating.
         both = tl.arange(0, 2 * BLOCK_N)  # [2 * BLOCK_N], as the next four
         if INTERLEAVED:
@@ -169,20 +195,44 @@ def _gate_up(
             weight_pointers = weight + expert.to(tl.int64) * expert_stride + weight_row[None, :] * n_stride
             weight_pointers += ks[:, None] * k_stride
         product = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)  # [BLOCK_M, 2 * BLOCK_N]
-        for k in range(0, width, BLOCK_K):
-            x = load_within(hidden_pointers + k, ks[None, :], width - k, EVEN_K)  # [BLOCK_M, BLOCK_K]
+        # With descriptors, an adapter's ranks are further steps of this loop, which so are loaded ahead as well.
+        ends = tl.cdiv(width, BLOCK_K) * BLOCK_K if RANK and DESCRIBED else width
+        for step in range(0, ends + (RANK if DESCRIBED else 0), BLOCK_K):
+            w_from, k = weight, step
+            if RANK and DESCRIBED:
+                is_outer = step >= ends
+                if is_outer:
+                    w_from, k = factors, step - ends
+                pointers = tl.where(is_outer, inner_pointers, hidden_pointers) + k  # [BLOCK_M, BLOCK_K]
+                x = tl.load(pointers, mask=ks[None, :] < tl.where(is_outer, RANK, width) - k, other=0.0)
+            else:
+                x = load_within(hidden_pointers + k, ks[None, :], width - k, EVEN_K)  # [BLOCK_M, BLOCK_K]
             if DESCRIBED:
                 # Either block is 2 * BLOCK_N rows in the order of `both`; .T changes only how the dot reads it.
                 if INTERLEAVED:
-                    w = weight.load([expert, n * 2 * BLOCK_N, k])
+                    w = w_from.load([expert, n * 2 * BLOCK_N, k])
                 else:
-                    w = weight.load([expert, 0, n * BLOCK_N, k])
+                    w = w_from.load([expert, 0, n * BLOCK_N, k])
                 w = tl.reshape(w, (2 * BLOCK_N, BLOCK_K)).T
             else:
                 w = load_within(weight_pointers + k * k_stride, ks[:, None], width - k, EVEN_K)
             # w is [BLOCK_K, 2 * BLOCK_N] either way.
             # ieee: float32 operands are multiplied exactly, not as TF32; it changes nothing for 16-bit ones.
             product = tl.dot(x, w, product, input_precision="ieee")
+        if RANK and not DESCRIBED:
+            product = add_outer(
+                product,
+                inner,
+                inner_stride,
+                factors,
+                inner_rows,
+                expert,
+                weight_row,
+                factors_expert_stride,
+                factors_rank_stride,
+                factors_n_stride,
+                RANK,
+            )
         if bias is not None:
             product += tl.load(bias + expert * 2 * intermediate + weight_row)[None, :].to(tl.float32)
         # Rounded before the activation, not only for the store: backward computes it from the stored values.

@@ -49,6 +49,23 @@ class Launches:
         return self.down.block_m
 
 
+@dataclass(frozen=True)
+class NarrowLaunch:
+    """A launch configuration of a product with one dimension of an adapter's rank, which memory bounds.
+
+    Attributes:
+        rows: Rows of a block.
+        columns: Columns of a block.
+        num_warps: Warps per program.
+        num_stages: Depth of the software pipeline along the reduced dimension.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
 # Launch(block_m, block_n, block_k, group_m, num_warps, num_stages). gate_up has half the block_n of down, because its
 # accumulator is [block_m, 2 * block_n]: gate and up side by side.
 _FULL_TILES = Launches(
@@ -106,3 +123,13 @@ def launches(dtype: torch.dtype, rows_per_expert: int, gate_up_size: int, descri
     if few_rows:
         return _HALF_TILES
     return _FULL_TILES_OF_LARGE_EXPERTS if gate_up_size >= _LARGE_EXPERT else _FULL_TILES
+
+
+def inner_launch(dtype: torch.dtype) -> NarrowLaunch:
+    """The launch of ``adapters.inner_product``: its columns are reduced. Not tuned."""
+    return NarrowLaunch(64, 32, 4, 2) if dtype == torch.float32 else NarrowLaunch(64, 64, 4, 4)
+
+
+def factor_launch(dtype: torch.dtype) -> NarrowLaunch:
+    """The launch of ``adapters.factor_gradient``: its rows are reduced. Not tuned."""
+    return NarrowLaunch(32, 64, 4, 2) if dtype == torch.float32 else NarrowLaunch(64, 128, 4, 4)
