@@ -26,11 +26,9 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
 )
-# Those that mix positions by a convolution, a delta rule or a scan, where tiny_model makes them with such a layer.
-HYBRID = (
-    *("bamba", "granitemoehybrid", "kimi_linear", "nemotron_h"),
-    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-)
+# Those that mix positions by a delta rule too. Bamba's and Nemotron-H's scans are not among them: 5.2 and 5.9 build these
+# models with kernels from the Hub.
+HYBRID = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 def test_the_version_is_the_one_that_was_asked_for():
@@ -73,7 +71,7 @@ def test_bound_equals_eager(family):
         if bound:
             binding = bind(model, {"preset": "auto", "attn_implementation": "eager"})
             ran = {op.op_name for op in binding.plan.ops if any(decision.bound for decision in op.sites)}
-            assert family not in HYBRID or ran & {"chunk_gated_delta_rule", "kda", "mamba2_scan"}
+            assert family not in HYBRID or ran & {"chunk_gated_delta_rule", "kda"}
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         losses.append(loss.detach())
