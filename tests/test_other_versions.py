@@ -26,8 +26,8 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
 )
-# Those that mix positions by a delta rule too. Bamba's and Nemotron-H's scans are not among them: 5.2 and 5.9 build these
-# models with kernels from the Hub.
+# Those that mix positions by a delta rule too. Scans are not among them: 5.2 and 5.9 build Bamba and Nemotron-H with
+# kernels from the Hub.
 HYBRID = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
