@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,16 @@ def install_absent(install: Installer) -> Callable[[str], str]:
 def registry() -> Registry:
     """What the plugins installed beside the tests describe."""
     return discover({})
+
+
+@pytest.fixture
+def bf16_accelerator() -> Iterator[Any]:
+    """Accelerate under autocast to bfloat16. A process has one state of it, which another test may have set."""
+    accelerate = pytest.importorskip("accelerate")
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    reset(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -140,16 +140,12 @@ def test_a_parametrization_after_bind_is_computed_once_a_step():
     assert [counter.calls for counter in counters] == [1, 1]
 
 
-def test_accelerate_s_autocast_leaves_the_logits_uncomputed_and_its_unwrapping_the_kernel():
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a trainer's, of another test
-    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+def test_accelerate_s_autocast_leaves_the_logits_uncomputed_and_its_unwrapping_the_kernel(bf16_accelerator):
     model, _ = bound_and_eager()
     ids = tokens()
-    output = accelerator.prepare_model(model)(input_ids=ids, labels=ids)
+    output = bf16_accelerator.prepare_model(model)(input_ids=ids, labels=ids)
     output.loss.backward()
     assert fused_losses() == 1
-    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    bf16_accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     step(model)
     assert fused_losses() == 2
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

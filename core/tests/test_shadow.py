@@ -168,12 +168,10 @@ def test_a_cache_is_left_out_where_it_is_empty_and_named_where_it_is_not():
         assert first.past_key_values.get_seq_length() == ids.shape[1]
 
 
-def test_under_autocast_of_accelerate_the_own_code_runs_under_it_too():
-    from accelerate import Accelerator
-
+def test_under_autocast_of_accelerate_the_own_code_runs_under_it_too(bf16_accelerator):
     model = build("llama")
     bind(model, {**EVERY_KERNEL, "attn_implementation": "sdpa"}, autocast="bfloat16", device="cpu")
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    prepared = bf16_accelerator.prepare_model(model)
     wanted = step(prepared)
     with Shadow(model) as shadow:
         for _ in range(3):
@@ -195,9 +193,7 @@ def test_a_site_that_other_code_took_over_is_not_called_equal():
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped by accelerate"])
 @pytest.mark.parametrize("wrong", ["cross_entropy_loss", "load_balancing_loss"])
-def test_of_two_sites_in_one_forward_the_wrong_one_is_found(wrong, wrapped, monkeypatch):
-    from accelerate import Accelerator
-
+def test_of_two_sites_in_one_forward_the_wrong_one_is_found(wrong, wrapped, monkeypatch, bf16_accelerator):
     from veomni_core.ops import cross_entropy_loss, load_balancing_loss
 
     specs = []
@@ -211,7 +207,7 @@ def test_of_two_sites_in_one_forward_the_wrong_one_is_found(wrong, wrapped, monk
     model = build("qwen3_moe")
     fields = {registry.op(spec.op_name).config_field: "planted" for spec in specs}
     bind(model, {"preset": "eager", **fields}, registry=registry)
-    running = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model) if wrapped else model
+    running = bf16_accelerator.prepare_model(model) if wrapped else model
     with Shadow(model, registry) as shadow:
         step(running)
     assert [*shadow.breaches] == [""]

@@ -119,12 +119,9 @@ def test_a_plan_keeps_the_autocast_that_it_was_made_for():
         assert binding.receipt.plan.autocast == "bfloat16"
 
 
-def test_accelerate_s_autocast_around_a_forward_is_no_change_of_what_was_bound():
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a trainer's, of another test
+def test_accelerate_s_autocast_around_a_forward_is_no_change_of_what_was_bound(bf16_accelerator):
     model = build("llama")
     binding = bind(model, {"preset": "auto"}, registry=half_registry(), autocast="bfloat16")
-    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    prepared = bf16_accelerator.prepare_model(model)
     step(prepared)
     assert calls[("cross_entropy_loss", "causal", "one")] and not binding.receipt.changed
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
