@@ -15,7 +15,7 @@ from veomni_core.ops.causal_conv1d import standard as reference
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_triton.causal_conv1d import launch, standard
-from veomni_triton.causal_conv1d.layout import has_adjacent_positions
+from veomni_triton.causal_conv1d.layout import adjacent_channels, adjacent_positions, has_adjacent_positions
 from veomni_triton.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +67,16 @@ def test_both_layouts_and_every_length_of_a_run(adjacent, width, positions, pack
     found = with_gradients(standard, leaves, upstream, seq_idx=seq_idx)
     wanted = with_gradients(reference, leaves, upstream, seq_idx=seq_idx)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("first, copied", [(0, False), (4, False), (1, True)])
+@pytest.mark.parametrize("adjacent", LAYOUTS)
+def test_what_vectors_could_not_load_is_copied(adjacent, first, copied):
+    lines = torch.arange(2 * 8 * 16 + 8.0)[first:][: 2 * 8 * 16].view(2, 8, 16)
+    x, read_as = (lines, adjacent_positions) if adjacent == "positions" else (lines.mT, adjacent_channels)
+    read = read_as(x)
+    assert torch.equal(read, x) and read.stride() == x.stride()
+    assert read.data_ptr() % 16 == 0 and (read.data_ptr() != x.data_ptr()) == copied
 
 
 @pytest.mark.parametrize("adjacent", LAYOUTS)

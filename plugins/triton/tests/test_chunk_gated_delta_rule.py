@@ -112,6 +112,14 @@ def test_projections_are_read_where_they_lie():
     assert token_rows(joined[:, ::2].unflatten(-1, (6, 16))).stride(1) == 192
 
 
+@pytest.mark.parametrize("first, width, copied", [(0, 16, False), (4, 16, False), (1, 16, True), (1, 6, False)])
+def test_tokens_that_vectors_could_not_load_are_copied(first, width, copied):
+    tokens = torch.arange(2 * 5 * 3 * width + 8.0)[first:][: 2 * 5 * 3 * width].view(2, 5, 3, width)
+    read = token_rows(tokens)
+    assert torch.equal(read, tokens) and (read.data_ptr() != tokens.data_ptr()) == copied
+    assert read.data_ptr() % 16 == 0 or width % 4
+
+
 def test_autograd_keeps_the_inputs_and_two_tables():
     inputs = drawn()
     kept = []

@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 
 from veomni_triton.moe_experts.activation import activation_backward
-from veomni_triton.moe_experts.adapters import factor_gradient
 from veomni_triton.moe_experts.layer import ExpertsLayer
+from veomni_triton.moe_experts.narrow_products import factor_gradient
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.row_product import row_product
 from veomni_triton.moe_experts.rows import combine_rows, spread_rows
