@@ -396,7 +396,8 @@ def test_make_bench_compares_a_real_kernel_in_a_clone(tmp_path):
     kernel = tmp_path / "plugins/torch_native/src/veomni_torch/causal_conv1d.py"
     kernel.write_text(kernel.read_text(encoding="utf-8") + "# Changed.\n", encoding="utf-8")
     clone.commit()
-    make = ["make", "--dry-run", "bench", "BASE=HEAD~1", "PAIRS=1"]
+    # Under `make test` this make is a sub-make, whose last line says that it leaves its directory.
+    make = ["make", "--no-print-directory", "--dry-run", "bench", "BASE=HEAD~1", "PAIRS=1"]
     command = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()[-1].split()
     assert command[0].endswith("/bin/python")
     quick = ["--devices", "cpu", "--shapes", "short", "--repeats", "1"]
