@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
 
 from planted_faults import failures_of, right
 from veomni_core import KernelSpec
-from veomni_core.ops import load_balancing_loss, rms_norm
+from veomni_core.ops import chunk_gated_delta_rule, kda, load_balancing_loss, rms_norm
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_core.testing.generated_samples import MISSING
+from veomni_core.testing.sample_changes import MEMORY, VALUES, SampleChange
+from veomni_core.testing.subject import Position, Subject
 
 
 def wrong_past_32_rows(gate, up):
@@ -68,6 +71,10 @@ def test_a_fault_that_only_a_generated_call_shows_is_caught_and_named(kernel, wo
     assert words in failure
 
 
+def as_spec(contract):
+    return KernelSpec("reference", contract.op_name, contract.variant, f"veomni_core.ops.{contract.op_name}:standard")
+
+
 def test_the_same_calls_are_generated_every_time():
     assert failures_of(wrong_past_32_rows) == failures_of(wrong_past_32_rows)
 
@@ -75,6 +82,26 @@ def test_the_same_calls_are_generated_every_time():
 def test_changes_that_must_meet_are_found_and_reported_in_their_simplest_form():
     (failure,) = failures_of(wrong_where_equal_values_meet_a_frozen_input)
     assert "(values equal, frozen yes)" in failure
+
+
+def test_no_generated_sample_leaves_the_ranges_of_its_contract():
+    """A kernel of the delta rule is right for decays and for corrections that add up, and is asked nothing else."""
+    for op in (chunk_gated_delta_rule, kda):
+        contract = op.CONTRACTS["standard"]
+        subject = Subject(as_spec(contract), contract.reference, contract, torch.device("cpu"), torch.float32)
+        changes = [SampleChange(values=VALUES[index:], shared=True, memory=MEMORY[index:]) for index in range(6)]
+        for position, change in itertools.product(subject.positions(Size.SMALL), changes):
+            inputs = subject.inputs(change.applied(subject, subject.sample(position)))
+            assert (inputs["g"] <= 0).all() and (inputs["beta"] >= 0).all(), change
+
+
+def test_only_inputs_of_one_range_lie_over_each_other():
+    contract = chunk_gated_delta_rule.CONTRACTS["standard"]
+    subject = Subject(as_spec(contract), contract.reference, contract, torch.device("cpu"), torch.float32)
+    inputs = subject.inputs(SampleChange(shared=True).applied(subject, subject.sample(Position(Size.SMALL, 1))))
+    places = {name: inputs[name].untyped_storage().data_ptr() for name in ("query", "key", "value", "g", "beta")}
+    assert places["query"] == places["key"] == places["value"]
+    assert len({places[name] for name in ("query", "g", "beta")}) == 3
 
 
 def test_without_hypothesis_the_report_says_what_was_not_asked(monkeypatch):

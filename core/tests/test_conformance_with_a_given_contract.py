@@ -34,9 +34,9 @@ def _broken_samples(device, dtype):
     raise IndexError("no third number")
 
 
-def _contracts(reference=_twice, samples=_one_sample, dtype="float32"):
+def _contracts(reference=_twice, samples=_one_sample, dtype="float32", **options):
     exact = {dtype: Tolerance(1e-6, 1e-6)}
-    return {"standard": Contract("twice", "standard", reference, samples, exact, exact)}
+    return {"standard": Contract("twice", "standard", reference, samples, exact, exact, **options)}
 
 
 FAILING_CONTRACTS = {
@@ -44,6 +44,7 @@ FAILING_CONTRACTS = {
     "the reference fails on its own sample 'two arguments': TypeError": _contracts(samples=_too_many_arguments),
     "its samples fail in float32: IndexError: no third number": _contracts(samples=_broken_samples),
     "has no tolerance of values in float32": _contracts(dtype="bfloat16"),
+    "it has a range for 'y', no parameter of its reference. Known: x.": _contracts(ranges={"y": (0.0, 1.0)}),
 }
 right_contracts = _contracts()
 

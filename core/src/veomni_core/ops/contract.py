@@ -120,6 +120,8 @@ class Contract:
             generated samples are checked with them. An input of one row may serve all rows.
         large_factor: what generated samples multiply inputs by where they ask for large values.
         denormal_inputs: whether generated samples ask for inputs below the dtype's smallest normal number.
+        ranges: the least and the greatest value of a parameter of the reference, where the op's meaning bounds it. No
+            generated sample has values outside, and none puts inputs of different ranges into one memory.
 
     Example:
         >>> def relu_squared(x):
@@ -147,6 +149,7 @@ class Contract:
     rows: tuple[str, ...] = ()
     large_factor: float = 1e3
     denormal_inputs: bool = True
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def contract_for(op: OpSpec, variant: str) -> Contract:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from veomni_core.ops.contract import Contract
 from veomni_core.ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_core.ops.delta_rule_samples import GRADIENTS, VALUES, DeltaRuleSamples, present
+from veomni_core.ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, present
 
 
 def standard(
@@ -40,7 +40,7 @@ def standard(
         key: of the query's shape.
         value: ``[B, S, HV, V]``.
         g: the logarithm of the decay of each key channel ``[B, S, HV, K]``, at most 0, mostly in float32.
-        beta: how much of the correction is written ``[B, S, HV]``.
+        beta: how much of the correction is written ``[B, S, HV]``, at least 0.
         scale: multiplies the query; ``K ** -0.5`` by default.
         initial_state: ``[N, HV, K, V]``, the state before the first token of each sequence; zeros by default.
         output_final_state: whether the state after the last token of each sequence is returned.
@@ -116,5 +116,6 @@ CONTRACTS = {
         primary=present,
         # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
         rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
+        ranges=RANGES,
     ),
 }

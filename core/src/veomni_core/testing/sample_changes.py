@@ -26,10 +26,10 @@ class SampleChange:
     Attributes:
         rows: the rows of the call, counted modulo the sample's; ``None`` leaves them.
         values: for each input that wants a gradient, one of :data:`VALUES`; ``infinite`` is its first element only. How
-            large, and whether denormal, the op's contract says.
+            large, and whether denormal, the op's contract says, and in which range an input stays.
         memory: for each tensor, one of :data:`MEMORY`.
         frozen: for each input that wants a gradient, whether it is frozen.
-        shared: inputs of one shape and dtype lie over each other in one memory.
+        shared: inputs of one shape, dtype and range lie over each other in one memory.
     """
 
     rows: tuple[int, ...] | None = None
@@ -60,16 +60,17 @@ class SampleChange:
                 sample = select_rows(rows, inputs, sample, [row % count for row in self.rows])
         sample = self._with_values(subject, sample)
         if self.shared:
-            sample = _over_each_other(sample)
+            sample = _over_each_other(subject, sample)
         sample = self._with_memory(sample)
         return self._with_frozen(sample)
 
     def _with_values(self, subject: Subject, sample: Sample) -> Sample:
-        wanted = list(subject.differentiable(sample).values())
-        kinds = {id(tensor): self.values[index % len(self.values)] for index, tensor in enumerate(wanted)}
-        return map_tensors(
-            sample, lambda tensor: _leaf(_valued(tensor, kinds.get(id(tensor), USUAL), subject.contract), tensor)
-        )
+        contract = subject.contract
+        changed = {
+            id(tensor): _within(_valued(tensor, self.values[index % len(self.values)], contract), name, contract)
+            for index, (name, tensor) in enumerate(subject.differentiable(sample).items())
+        }
+        return map_tensors(sample, lambda tensor: _leaf(changed.get(id(tensor), tensor), tensor))
 
     def _with_memory(self, sample: Sample) -> Sample:
         index = -1
@@ -133,6 +134,11 @@ def _valued(tensor: Tensor, kind: str, contract: Contract) -> Tensor:
     return changed
 
 
+def _within(tensor: Tensor, name: str, contract: Contract) -> Tensor:
+    """``tensor`` with what is outside the range of the parameter called ``name`` at the range's end."""
+    return tensor.clamp(*contract.ranges[name]) if name in contract.ranges else tensor
+
+
 def _windows(tensor: Tensor) -> Tensor:
     """Rows that begin one element after each other, as windows over a signal do. The values are others."""
     if tensor.dim() < 2 or not tensor.numel():
@@ -149,15 +155,16 @@ def _one_row(tensor: Tensor) -> Tensor:
     return tensor[:1].expand(tensor.shape) if tensor.shape[0] else tensor
 
 
-def _over_each_other(sample: Sample) -> Sample:
-    """Put inputs of one shape and dtype into one memory, each one element after the one before. Values change."""
+def _over_each_other(subject: Subject, sample: Sample) -> Sample:
+    """Put inputs of one shape, dtype and range into one memory, each one element after the one before. Values change."""
+    ranges = {id(tensor): subject.contract.ranges.get(name) for name, tensor in subject.inputs(sample).items()}
     memory: dict[object, Tensor] = {}
     offsets: dict[object, int] = {}
 
     def place(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or not tensor.numel():
             return tensor
-        key = (tensor.shape, tensor.dtype)
+        key = (tensor.shape, tensor.dtype, ranges[id(tensor)])
         if key not in memory:
             flat = tensor.detach().reshape(-1)
             memory[key], offsets[key] = torch.cat((flat, flat[: min(8, flat.numel())])), 0

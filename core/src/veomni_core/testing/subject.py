@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.errors import ContractError
+from veomni_core.errors import ContractError, did_you_mean
 from veomni_core.ops.contract import Contract, Sample, Size, dtype_name, other_values
 from veomni_core.testing.comparison import distance, one_line
 from veomni_core.testing.sample_tensors import copy_of, map_tensors, tensors_of, to_float64, upstream_of
@@ -58,6 +58,12 @@ class Subject:
         self.device, self.dtype, self.dtype_name = device, dtype, dtype_name(dtype)
         self.spent = spent or TimeSpent()
         self.parameters = list(inspect.signature(contract.reference).parameters)
+        for name in contract.ranges:
+            if name not in self.parameters:
+                hint = did_you_mean(name, self.parameters)
+                raise ContractError(
+                    f"{self._contract}: it has a range for {name!r}, no parameter of its reference. {hint}"
+                )
         self._drawn: dict[tuple[Size, bool], list[Sample]] = {}
         self._exact: dict[tuple[Position, bool], Outcome] = {}
         self._result_dtypes: dict[Position, list[torch.dtype]] = {}
