@@ -17,8 +17,8 @@ from veomni_core.ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
 
 # A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
 WIDE_HEADS, WIDEST_HEAD = "wide_heads", 128
-# A state that decays, and corrections that add up. With g above 0 or beta below it the state grows with every token, and
-# the triangular systems of chunked kernels grow likewise: what float32 rounds away is then a matter of the order of sums.
+# A state that decays, and corrections that add up. With g above 0 or beta below it the state grows with every token, as
+# do the triangular systems of chunked kernels. What float32 rounds away is then a matter of the order of sums.
 RANGES = {"g": (-math.inf, 0.0), "beta": (0.0, math.inf)}
 _NORMED: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
 

@@ -156,7 +156,7 @@ def _one_row(tensor: Tensor) -> Tensor:
 
 
 def _over_each_other(subject: Subject, sample: Sample) -> Sample:
-    """Put inputs of one shape, dtype and range into one memory, each one element after the one before. Values change."""
+    """Put inputs of one shape, dtype and range into one memory, each one element after the other. Values change."""
     ranges = {id(tensor): subject.contract.ranges.get(name) for name, tensor in subject.inputs(sample).items()}
     memory: dict[object, Tensor] = {}
     offsets: dict[object, int] = {}
