@@ -60,6 +60,16 @@ def wrong_kernel(gate, up):
     return out
 
 
+def asking_kernel(gate, up):
+    # What it asks of Triton's driver decides the width of its blocks.
+    driver = triton.runtime.driver.active
+    block = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"] // 1024
+    block = triton.next_power_of_2(block) * (2 if driver.get_current_target().backend == "hip" else 1)
+    out = torch.empty_like(gate)
+    silu[(triton.cdiv(gate.numel(), block),)](gate, up, out, gate.numel(), BLOCK=block)
+    return out
+
+
 def stopping_kernel(gate, up):
     out = right_kernel(gate, up)
     raise RuntimeError("the first value decides what follows")
@@ -67,10 +77,10 @@ def stopping_kernel(gate, up):
 
 @hookimpl
 def veomni_kernels():
-    needs = HardwareRequirement("cuda", min_compute_capability=80)
+    needs = HardwareRequirement("cuda", min_compute_capability=80) | HardwareRequirement("rocm")
     return [
         KernelSpec(name, "swiglu_mlp", "standard", f"{module}:{name}_kernel", hardware=needs, backward=False)
-        for name in ("right", "large", "wrong", "stopping")
+        for name in ("right", "large", "wrong", "asking", "stopping")
     ]
 """
 
@@ -105,6 +115,20 @@ def test_what_the_gpu_has_no_room_for_fails_there_and_not_elsewhere(compiled):
     assert small["functions"][0]["shared_bytes"] > 101_376
 
 
+def test_a_kernel_is_compiled_for_gpus_of_amd(compiled):
+    row = compiled("right", "mi300x")
+    assert row["result"] == "ok" and {each["name"] for each in row["functions"]} == {"silu"}
+    assert all(8 <= each["registers"] <= 512 and each["spilled_bytes"] == 0 for each in row["functions"])
+    large = compiled("large", "mi300x", code=1)
+    assert "bytes of shared memory, and a block of gfx942 has 65,536" in large["detail"][0]
+
+
+def test_host_code_may_ask_tritons_driver_about_the_gpu(compiled):
+    blocks = {"sm89": "BLOCK=128", "sm90": "BLOCK=256", "mi300x": "BLOCK=128"}
+    for target, block in blocks.items():
+        assert all(block in each["constants"] for each in compiled("asking", target)["functions"]), target
+
+
 def test_what_does_not_compile_fails_with_the_compilers_words(compiled):
     row = compiled("wrong", "h200", code=1)
     assert row["result"] == "FAILED" and not row["functions"]
@@ -119,9 +143,9 @@ def test_where_the_host_code_ended_is_said(compiled):
 
 def test_a_kernel_for_other_gpus_is_skipped_and_other_hardware_refused(veomni, compiled):
     assert compiled("right", "t4", code=1)["result"] == "skipped"
-    for target in ("cpu", "mi300x"):
+    for target in ("cpu", "mps"):
         said = veomni("verify", "acme-triton", "--compile-for", target, code=2)
-        assert "kernels are compiled for NVIDIA's GPUs: write sm90, h200" in " ".join(said.split())
+        assert "kernels are compiled for GPUs of NVIDIA and AMD: write sm90, h200, mi300x" in " ".join(said.split())
     said = veomni("verify", "acme-triton", "--compile-for", "sm90", "--device", "cpu", code=2)
     assert "it takes neither --device nor --certify" in " ".join(said.split())
 

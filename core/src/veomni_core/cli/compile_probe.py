@@ -13,9 +13,10 @@ from veomni_core.discovery.discover import discover
 from veomni_core.errors import VeOmniError
 from veomni_core.ops.contract import contract_for
 from veomni_core.testing.triton_ahead import compile_ahead
+from veomni_core.testing.triton_targets import Target
 
 
-def probe(plugin: str, kernel: str, capability: int, dtypes: list[str]) -> Iterator[dict[str, object]]:
+def probe(plugin: str, kernel: str, hardware: str, dtypes: list[str]) -> Iterator[dict[str, object]]:
     """Compile ``kernel`` of ``plugin`` in each dtype, and yield one row each."""
     registry = discover()
     (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
@@ -24,7 +25,7 @@ def probe(plugin: str, kernel: str, capability: int, dtypes: list[str]) -> Itera
         start = time.perf_counter()
         row: dict[str, object] = {"dtype": dtype}
         try:
-            found = compile_ahead(spec, contract, dtype, capability)
+            found = compile_ahead(spec, contract, dtype, Target.of(registry.named_hardware(hardware)))
         except VeOmniError as error:
             row |= {"result": "FAILED", "detail": [f"{type(error).__name__}: {error}"]}
         else:
@@ -37,9 +38,9 @@ def probe(plugin: str, kernel: str, capability: int, dtypes: list[str]) -> Itera
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Append the rows to a file: the plugin, the kernel, the compute capability, the dtypes, ``0/1``, the file."""
-    plugin, kernel, capability, dtypes, _, file = arguments
-    for row in probe(plugin, kernel, int(capability), dtypes.split(",")):
+    """Append the rows to a file: the plugin, the kernel, the hardware, the dtypes, ``0/1``, the file."""
+    plugin, kernel, hardware, dtypes, _, file = arguments
+    for row in probe(plugin, kernel, hardware, dtypes.split(",")):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(row) + "\n")
 

@@ -31,16 +31,17 @@ def check_device(registry: Registry, name: str) -> None:
         raise UnknownNameError(f"--device {name}: there is no device type {kind!r}. {did_you_mean(kind, known)}")
 
 
-def nvidia_gpu(registry: Registry, name: str) -> Hardware:
-    """The NVIDIA GPU called ``name``: ``sm90``, ``h200``, ...
+def compiled_gpu(registry: Registry, name: str) -> Hardware:
+    """The GPU called ``name`` that Triton's kernels are to be compiled for: ``sm90``, ``h200``, ``mi300x``, ...
 
     Raises:
         UnknownNameError: no hardware has this name.
-        ConfigError: it is no NVIDIA GPU.
+        ConfigError: Triton compiles for no such hardware.
     """
     hardware = registry.named_hardware(name)
-    if hardware.device_type != "cuda" or hardware.compute_capability is None:
+    if hardware.device_type != "rocm" and hardware.compute_capability is None:
         raise ConfigError(
-            f"{name} is {hardware.describe()}, and kernels are compiled for NVIDIA's GPUs: write sm90, h200"
+            f"{name} is {hardware.describe()}, and Triton's kernels are compiled for GPUs of NVIDIA and AMD: write sm90, "
+            "h200, mi300x"
         )
     return hardware

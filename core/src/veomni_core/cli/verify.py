@@ -20,7 +20,7 @@ from veomni_core.cli.completion import (
     complete_op,
     complete_plugin,
 )
-from veomni_core.cli.names import check_device, find_op, nvidia_gpu
+from veomni_core.cli.names import check_device, compiled_gpu, find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Checks, Row, joined
 from veomni_core.descriptions.hardware import Hardware
@@ -75,7 +75,7 @@ def verify(
         typer.Option(
             "--compile-for",
             metavar="HARDWARE",
-            help="Run nothing: compile Triton's kernels for this GPU of NVIDIA's (sm90, h200, ...). Needs no GPU.",
+            help="Run nothing: compile Triton's kernels for this GPU (sm90, h200, mi300x, ...). Needs no GPU.",
             autocompletion=complete_hardware,
         ),
     ] = None,
@@ -212,7 +212,7 @@ class _Where:
         hardware: what kernels ask for.
         name: in words.
         checks: starts the processes that check, for so many jobs.
-        asked: the device, or the compute capability, as these processes take it.
+        asked: the device, or the GPU's name, as these processes take it.
         compiles: whether nothing is run.
     """
 
@@ -234,8 +234,8 @@ def _device(registry: Registry, asked: str | None) -> _Where:
 
 
 def _target(registry: Registry, asked: str) -> _Where:
-    hardware = nvidia_gpu(registry, asked)
-    return _Where(hardware, hardware.describe(), Checks.compiling, f"{hardware.compute_capability or 0}", compiles=True)
+    hardware = compiled_gpu(registry, asked)
+    return _Where(hardware, hardware.describe(), Checks.compiling, asked, compiles=True)
 
 
 def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:

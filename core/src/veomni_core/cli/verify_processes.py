@@ -110,7 +110,7 @@ class Checks:
         Args:
             plugin: the kernel's.
             spec: the kernel.
-            where: a device, or the compute capability to compile for.
+            where: a device, or the name of the GPU to compile for.
             dtypes: in which it is checked, one after the other.
             timeout: seconds for all of them.
             part: ``(index, count)``: only this one of ``count`` parts of the check.
