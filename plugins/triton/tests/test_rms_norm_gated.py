@@ -215,6 +215,12 @@ def test_what_it_refuses(x, gate, weight, group_size, error):
 
 def test_every_group_that_fits_has_a_launch():
     for width in range(1, WHOLE_GROUP + 1):
-        launches = forward_launch(width), backward_launch(width)
+        launches = forward_launch(width), backward_launch(width, 2, 227 << 10)
         assert all(launch.rows * width <= 32 * 32 * launch.warps for launch in launches)
         assert launches[1].programs * launches[1].warps * 32 * launches[1].registers <= 65536
+
+
+def test_the_pipeline_is_as_deep_as_shared_memory_allows():
+    stages = {size: backward_launch(8192, 4, size << 10).stages for size in (64, 99, 163, 227)}
+    assert stages == {64: 1, 99: 2, 163: 2, 227: 3}
+    assert all(backward_launch(8192, 2, size << 10).stages == 3 for size in (99, 163, 227))

@@ -41,7 +41,7 @@ def compiled_gpu(registry: Registry, name: str) -> Hardware:
     hardware = registry.named_hardware(name)
     if hardware.device_type != "rocm" and hardware.compute_capability is None:
         raise ConfigError(
-            f"{name} is {hardware.describe()}, and Triton's kernels are compiled for GPUs of NVIDIA and AMD: write sm90, "
-            "h200, mi300x"
+            f"{name} is {hardware.describe()}, and Triton's kernels are compiled for GPUs of NVIDIA and AMD: write "
+            "sm90, h200, mi300x"
         )
     return hardware

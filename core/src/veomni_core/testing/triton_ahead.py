@@ -25,6 +25,7 @@ from veomni_core.testing.triton_targets import Target
 # "tcgen05.alloc").
 _TENSOR_MEMORY_COLUMNS = 512
 
+
 @dataclass(frozen=True)
 class CompiledFunction:
     """One Triton function, specialised to the arguments of a launch, as it is on the target.

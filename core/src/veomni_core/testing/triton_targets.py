@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +73,8 @@ class Target:
         properties = {"max_shared_mem": self.shared_bytes or 49152, "multiprocessor_count": _MULTIPROCESSORS}
         return SimpleNamespace(
             get_current_target=lambda: target,
-            get_current_device=lambda: 0,
+            # Triton remembers what it compiled by the device's number.
+            get_current_device=lambda: zlib.crc32(self.name.encode()),
             get_current_stream=lambda device: 0,
             get_active_torch_device=lambda: torch.device("cpu"),
             utils=SimpleNamespace(get_device_properties=lambda device: properties),

@@ -17,9 +17,9 @@ from torch.autograd import Function
 
 from veomni_core.ops.autocast import as_softmax_takes
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_triton.gpu import multiprocessors, register_limit
 from veomni_triton.limits import MAX_EXPERTS
 from veomni_triton.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
-from veomni_triton.multiprocessors import multiprocessors
 
 
 def standard(
@@ -140,7 +140,7 @@ def loss_and_slope(
             TOKENS=launch.tokens,
             STAGES=launch.stages,
             num_warps=launch.num_warps,
-            maxnreg=launch.registers,
+            **register_limit(loss.device, launch.registers),
             **sizes,
         )
         # One program, so that all sums are added in one order; a tile of 8192 elements over 16 warps is 16 a thread.

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterable
 
-from veomni_core import HardwareRequirement, KernelOption, KernelSpec, hookimpl
+from veomni_core import HardwareRequirement, KernelOption, KernelSpec, Suspicion, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
-_GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=("triton>=3.6",))
-# The tiles of the gated delta rule take 66 KB of shared memory, and SM75 has 64.
-_AMPERE = HardwareRequirement("cuda", min_compute_capability=80, packages=("triton>=3.6",))
+_TRITON = ("triton>=3.6",)
+_AMD = HardwareRequirement("rocm", packages=_TRITON)
+_GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) | _AMD
+# Triton has no matrix units of earlier GPUs of NVIDIA's: it computes products one by one, and spills about 10 KB a thread.
+_MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
+_PRODUCTS = ("moe_experts", "chunk_gated_delta_rule")
+# They compile for AMD's GPUs, which is tested, and nobody has run them there.
+_NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU"),)
 _PREFERENCE = 60
 _FEATURES = {"moe_experts": ("lora",), "chunk_gated_delta_rule": ("wide_heads",)}
 _MAX_TOKENS = KernelOption(
@@ -27,7 +32,8 @@ def _kernels(
         name=name,
         op_name=op_name,
         factory=f"veomni_triton.{op_name}:{{variant}}",
-        hardware=_AMPERE if op_name == "chunk_gated_delta_rule" else _GPU,
+        hardware=_MATRIX_UNITS if op_name in _PRODUCTS else _GPU,
+        suspicions=_NEVER_RUN,
         description=description,
         expert_parallel=op_name == "moe_experts",
         preference=_PREFERENCE,
@@ -44,7 +50,8 @@ def _asked_for(suffix: str, kernel: str, description: str) -> KernelSpec:
         op_name="moe_experts",
         variant="standard",
         factory=f"veomni_triton.moe_experts:{kernel}",
-        hardware=_GPU,
+        hardware=_MATRIX_UNITS,
+        suspicions=_NEVER_RUN,
         description=f"fused_triton, {description}",
         expert_parallel=kernel == "standard_recomputing",  # the other one needs weights that are leaves
         preference=0,
@@ -93,6 +100,7 @@ def veomni_kernels() -> list[KernelSpec]:
             variant="standard",
             factory="veomni_triton.causal_conv1d:standard",
             hardware=_GPU,
+            suspicions=_NEVER_RUN,
             description="fused with bias and activation, one pass each way along channels or positions",
             preference=_PREFERENCE,
             features=("any_width",),
@@ -104,6 +112,7 @@ def veomni_kernels() -> list[KernelSpec]:
             variant="causal",
             factory="veomni_triton.token_logprobs:causal",
             hardware=_GPU,
+            suspicions=_NEVER_RUN,
             description="one pass over each tile of logits; as many of them kept for backward as asked",
             preference=_PREFERENCE,
             features=("top1", "mean_logit", "log_sum_squares"),

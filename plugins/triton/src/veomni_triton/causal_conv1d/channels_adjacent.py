@@ -14,6 +14,7 @@ from torch import Tensor
 from veomni_triton.causal_conv1d.arithmetic import bias_of, gradients_of, results_of, taps_of
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.runs import guarded, loaded, numbers_of, place, zeros
+from veomni_triton.gpu import register_limit
 
 
 def forward(
@@ -48,7 +49,7 @@ def forward(
         STEP=launch.step,
         STAGES=launch.stages,
         num_warps=launch.warps,
-        maxnreg=launch.registers,
+        **register_limit(x.device, launch.registers),
     )
 
 
@@ -91,7 +92,7 @@ def backward(
         STEP=launch.step,
         STAGES=launch.stages,
         num_warps=launch.warps,
-        maxnreg=launch.registers,
+        **register_limit(x.device, launch.registers),
     )
     return partials
 

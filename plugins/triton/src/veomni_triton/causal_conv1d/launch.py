@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from veomni_triton.multiprocessors import multiprocessors
+from veomni_triton.gpu import multiprocessors
 
 _REGISTERS = 65536  # of a multiprocessor
 

@@ -23,6 +23,7 @@ from veomni_triton.causal_conv1d.arithmetic import (
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.layout import positions_of_a_vector
 from veomni_triton.causal_conv1d.vectors import numbers_of, store_vectors, vectors_of
+from veomni_triton.gpu import register_limit
 
 
 def forward(
@@ -47,7 +48,7 @@ def forward(
         STEP=launch.step,
         VECTOR=positions_of_a_vector(x),
         num_warps=launch.warps,
-        maxnreg=launch.registers,
+        **register_limit(x.device, launch.registers),
     )
 
 
@@ -85,7 +86,7 @@ def backward(
         STEP=launch.step,
         VECTOR=positions_of_a_vector(x),
         num_warps=launch.warps,
-        maxnreg=launch.registers,
+        **register_limit(x.device, launch.registers),
     )
     return partials
 

@@ -14,7 +14,7 @@ from veomni_triton.chunk_gated_delta_rule.gradients import (
     query_gradients_kernel,
     shared_gradients_kernel,
 )
-from veomni_triton.chunk_gated_delta_rule.launch import SHARED_TILE, launches, padded
+from veomni_triton.chunk_gated_delta_rule.launch import SHARED_TILE, padded
 from veomni_triton.chunk_gated_delta_rule.outputs import correction_gradients_kernel
 from veomni_triton.chunk_gated_delta_rule.states import state_gradients_kernel
 
@@ -29,7 +29,7 @@ def write_gradients(
 ) -> None:
     """The gradients of q, k, v, g and beta, and of the initial states."""
     (key_width, value_width), heads = call.widths, call.value_heads
-    launch = launches(call.q.dtype)
+    launch = call.launches
     dx, read_scale, dafter = call.per_token(value_width), call.per_token(), torch.empty_like(corrections.before)
     strides = (*call.q.stride()[1:3], *call.k.stride()[1:3])
     if len(call.chunks):

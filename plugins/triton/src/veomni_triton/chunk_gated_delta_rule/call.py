@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from veomni_triton.aligned_rows import begins_aligned, compact
-from veomni_triton.chunk_gated_delta_rule.launch import Launch, chunk_length, columns, padded, precision
+from veomni_triton.chunk_gated_delta_rule.launch import (
+    Launch,
+    Launches,
+    chunk_length,
+    columns,
+    launches,
+    padded,
+    precision,
+)
+from veomni_triton.gpu import gpu_of, register_limit
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,11 @@ class Call:
         """How many sequences there are."""
         return len(self.spans)
 
+    @property
+    def launches(self) -> Launches:
+        """How the kernels are launched."""
+        return launches(self.q.dtype, gpu_of(self.q.device).shared_bytes)
+
     def shared(self, launch: Launch) -> dict[str, Any]:
         """What every kernel is launched with."""
         key_width, value_width = self.widths
@@ -82,7 +96,7 @@ class Call:
             "PRECISION": precision(self.q.dtype),
             "num_warps": launch.warps,
             "num_stages": launch.stages,
-            "maxnreg": launch.registers,
+            **register_limit(self.q.device, launch.registers),
         }
 
     def per_token(self, *width: int) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from veomni_triton.chunk_gated_delta_rule.call import Call
 from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
-from veomni_triton.chunk_gated_delta_rule.launch import launches
 from veomni_triton.chunk_gated_delta_rule.outputs import outputs_kernel
 from veomni_triton.chunk_gated_delta_rule.states import states_kernel
 
@@ -29,7 +28,7 @@ class Corrections:
 def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_inverse: bool) -> Corrections:
     """The corrections of all tokens, and the states before chunks; those after the last are written into ``final``."""
     (key_width, value_width), heads = call.widths, call.value_heads
-    launch, size = launches(call.q.dtype), call.chunk
+    launch, size = call.launches, call.chunk
     x, w, left = call.per_token(value_width), call.per_token(key_width), call.per_chunk()
     inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
     before = call.per_chunk(key_width, value_width)
@@ -77,7 +76,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
 
 def write_outputs(call: Call, corrections: Corrections, out: Tensor) -> None:
     """The outputs of all tokens."""
-    shared = call.shared(launches(call.q.dtype).outputs)
+    shared = call.shared(call.launches.outputs)
     outputs_kernel[(triton.cdiv(call.widths[1], shared["V"]), call.value_heads, len(call.chunks))](
         call.q,
         call.k,

@@ -13,7 +13,7 @@ lost digits of denormal values. Chunks of 32 tokens keep what is unrolled small.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -67,6 +67,9 @@ SIXTEEN_BITS = Launches(
     query_gradients=Launch(128, 4, 1),
     key_gradients=Launch(32, 4, 3),
 )
+SIXTEEN_BITS_BYTES = 99 << 10  # of shared memory; heads of 256 columns take 90 KB
+# Not tuned: for AMD's GPUs before CDNA 4.
+SIXTEEN_BITS_IN_64_KIB = replace(SIXTEEN_BITS, state_gradients=Launch(32, 4, 1))
 # Products in float32 are unrolled into single ones, so tiles are small.
 FLOAT32 = Launches(
     corrections=Launch(WHOLE, 4, 1),
@@ -80,9 +83,11 @@ FLOAT32 = Launches(
 )
 
 
-def launches(dtype: torch.dtype) -> Launches:
-    """The launches for queries, keys and values of ``dtype``."""
-    return FLOAT32 if dtype == torch.float32 else SIXTEEN_BITS
+def launches(dtype: torch.dtype, shared_bytes: int) -> Launches:
+    """The launches for queries, keys and values of ``dtype`` on a GPU whose programs have so much shared memory."""
+    if dtype == torch.float32:
+        return FLOAT32
+    return SIXTEEN_BITS if shared_bytes >= SIXTEEN_BITS_BYTES else SIXTEEN_BITS_IN_64_KIB
 
 
 def precision(dtype: torch.dtype) -> str:

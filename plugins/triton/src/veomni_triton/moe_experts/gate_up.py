@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from veomni_triton.gpu import multiprocessors
 from veomni_triton.moe_experts.activation import Activation, activate
 from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton.moe_experts.launch import Launch
@@ -23,7 +24,6 @@ from veomni_triton.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
-from veomni_triton.multiprocessors import multiprocessors
 
 
 def gate_up_product(

@@ -97,7 +97,8 @@ def _same(rows: Launch, gate_up: Launch) -> Launches:
     return Launches(gate_up, rows, rows, rows, rows, rows)
 
 
-# Not tuned. Through pointers, for 16-bit values: GPUs before SM90, and operands that TMA can't address.
+# Not tuned. Through pointers, for 16-bit values: other GPUs, and operands that TMA can't address. They take 64 KiB of
+# shared memory.
 _POINTERS = _same(Launch(128, 128, 64, 4, 8, 3), gate_up=Launch(128, 64, 64, 4, 8, 3))
 _POINTERS_HALF_TILES = _same(Launch(64, 128, 64, 4, 4, 3), gate_up=Launch(64, 64, 64, 4, 4, 3))
 # Not tuned. float32 products are exact, not TF32 (10-bit mantissas) on tensor cores: small tiles, which fit registers.

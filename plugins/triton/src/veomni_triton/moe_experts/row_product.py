@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.gpu import multiprocessors
 from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
@@ -17,7 +18,6 @@ from veomni_triton.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
-from veomni_triton.multiprocessors import multiprocessors
 
 
 def row_product(

@@ -1,28 +1,34 @@
 """What the three products share: the order of their tiles, and how tiles are loaded and stored.
 
-With ``DESCRIBED``, operands are TMA descriptors (SM90 and above), and the hardware checks bounds. Otherwise they are
+With ``DESCRIBED``, operands are TMA descriptors (SM90 and SM100), and the hardware checks bounds. Otherwise they are
 pointers, and masks or clamped indices keep a tile within its operand. A group is the rows of one expert, adjacent after
 sorting. A ragged descriptor is bounded by one group: a tile that reaches beyond it reads zeros and writes nothing.
 """
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from veomni_triton.gpu import Gpu, gpu_of
+
+# Of shared memory: what SM90 and SM100 have, where the tiles of `launch.py` for descriptors were tuned. They take up to
+# 213 KB. SM120 has a copy engine, and 99 KB.
+DESCRIBED_TILES_BYTES = 227 << 10
 COPY_ENGINE_ALIGNMENT = 16  # bytes; what TMA requires of the base address and of every stride but the last
 
 
 def can_be_described(tensor: Tensor) -> bool:
-    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or above."""
+    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or SM100."""
     # float32 takes the pointer path: its exact products don't run on tensor cores, and its tiles are small.
-    return tensor.element_size() == 2 and _has_copy_engine(tensor.device) and has_aligned_lines(tensor)
+    return tensor.element_size() == 2 and _takes_descriptors(gpu_of(tensor.device)) and has_aligned_lines(tensor)
+
+
+def _takes_descriptors(gpu: Gpu) -> bool:
+    return gpu.has_copy_engine and gpu.shared_bytes >= DESCRIBED_TILES_BYTES
 
 
 def has_aligned_lines(tensor: Tensor) -> bool:
@@ -31,11 +37,6 @@ def has_aligned_lines(tensor: Tensor) -> bool:
         return False
     places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     return all(place % COPY_ENGINE_ALIGNMENT == 0 for place in places)
-
-
-@functools.cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def described(tensor: Tensor, block: list[int]) -> TensorDescriptor:

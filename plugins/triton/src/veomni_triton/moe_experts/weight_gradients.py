@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.gpu import multiprocessors
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
@@ -14,7 +15,6 @@ from veomni_triton.moe_experts.tiles import (
     load_group,
     tile_position,
 )
-from veomni_triton.multiprocessors import multiprocessors
 
 
 def weight_gradient(

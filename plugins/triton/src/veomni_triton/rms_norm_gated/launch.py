@@ -6,13 +6,16 @@ row's result would depend on the batch it comes in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import triton
 
 # Backward holds x, the gate, dy, the weight and its gradient in float32: 40960 of a multiprocessor's 65536 registers.
 WHOLE_GROUP = 8192
 _REGISTERS = 65536  # of a multiprocessor
+_LOADED_AHEAD = 3  # tensors: dy, x and the gate
+_SCRATCH_BYTES = 1024  # of shared memory, more than the sums of a program's warps take
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,15 @@ def forward_launch(width: int) -> ForwardLaunch:
     return FORWARD[_padded(width)]
 
 
-def backward_launch(width: int) -> BackwardLaunch:
-    """The backward launch for groups of ``width`` elements, at most ``WHOLE_GROUP``."""
-    return BACKWARD[_padded(width)]
+@cache
+def backward_launch(width: int, element_size: int, shared_bytes: int) -> BackwardLaunch:
+    """The backward launch for groups of ``width`` elements, at most ``WHOLE_GROUP``, of ``element_size`` bytes each.
+
+    The pipeline is as deep as the GPU's shared memory allows. That changes no sum.
+    """
+    launch = BACKWARD[_padded(width)]
+    tiles = _LOADED_AHEAD * launch.rows * _padded(width) * element_size
+    return replace(launch, stages=min(launch.stages, 1 + (shared_bytes - _SCRATCH_BYTES) // tiles))
 
 
 def _padded(width: int) -> int:

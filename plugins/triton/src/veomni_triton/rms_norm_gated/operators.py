@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 
 from veomni_triton.aligned_rows import aligned_rows, aligned_weight
+from veomni_triton.gpu import gpu_of
 from veomni_triton.rms_norm_gated import whole_groups, wide_groups
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.launch import WHOLE_GROUP, backward_launch, forward_launch
@@ -65,7 +66,8 @@ def _write_gradients(
     width = x.shape[-1] // reciprocal.shape[1]
     with torch.cuda.device_of(x):
         if width <= WHOLE_GROUP:
-            whole_groups.backward(*inputs, form, dx, dgate, dweight, backward_launch(width))
+            launch = backward_launch(width, x.element_size(), gpu_of(x.device).shared_bytes)
+            whole_groups.backward(*inputs, form, dx, dgate, dweight, launch)
         else:
             wide_groups.backward(*inputs, form, dx, dgate, dweight)
 

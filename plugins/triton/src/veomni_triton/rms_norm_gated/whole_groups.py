@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.aligned_rows import alignment
-from veomni_triton.multiprocessors import multiprocessors
+from veomni_triton.gpu import multiprocessors, register_limit
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
 from veomni_triton.rms_norm_gated.form import Form
@@ -120,7 +120,7 @@ def backward(
         SIGMOID=form.sigmoid,
         STAGES=launch.stages,
         num_warps=launch.warps,
-        maxnreg=launch.registers,
+        **register_limit(x.device, launch.registers),
     )
     if dweight is not None and partials is not None:
         sum_partials(partials, dweight)
