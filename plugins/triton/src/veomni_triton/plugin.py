@@ -9,7 +9,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 _TRITON = ("triton>=3.6",)
 _AMD = HardwareRequirement("rocm", packages=_TRITON)
 _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) | _AMD
-# Triton has no matrix units of earlier GPUs of NVIDIA's: it computes products one by one, and spills about 10 KB a thread.
+# For NVIDIA's GPUs before these Triton computes products one by one, and spills about 10 KB a thread.
 _MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
 _PRODUCTS = ("moe_experts", "chunk_gated_delta_rule")
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
