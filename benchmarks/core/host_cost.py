@@ -299,8 +299,8 @@ def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 NOTE = (
-    "Microseconds of host time, the least of several repeats, on a CPU with a stand-in for Triton's driver: kernels are "
-    "compiled for sm90, and their launch does nothing. No GPU's time is in it, and neither are CUDA's driver and "
+    "Microseconds of host time, the least of several repeats, on a CPU with a stand-in for Triton's driver: kernels "
+    "are compiled for sm90, and their launch does nothing. No GPU's time is in it, and neither are CUDA's driver and "
     "allocator, nor what Triton's launcher does in C. Tensors are bfloat16 and small."
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
 from veomni_triton.chunk_gated_delta_rule.call import Call
@@ -12,6 +11,7 @@ from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
 from veomni_triton.chunk_gated_delta_rule.launch import launches
 from veomni_triton.chunk_gated_delta_rule.outputs import outputs_kernel
 from veomni_triton.chunk_gated_delta_rule.states import states_kernel
+from veomni_triton.sizes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
             **call.shared(launch.corrections),
         )
     shared = call.shared(launch.states)
-    states_kernel[(triton.cdiv(value_width, shared["V"]), heads, call.sequences)](
+    states_kernel[(ceil_div(value_width, shared["V"]), heads, call.sequences)](
         call.k,
         w,
         x,
@@ -78,7 +78,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
 def write_outputs(call: Call, corrections: Corrections, out: Tensor) -> None:
     """The outputs of all tokens."""
     shared = call.shared(launches(call.q.dtype).outputs)
-    outputs_kernel[(triton.cdiv(call.widths[1], shared["V"]), call.value_heads, len(call.chunks))](
+    outputs_kernel[(ceil_div(call.widths[1], shared["V"]), call.value_heads, len(call.chunks))](
         call.q,
         call.k,
         call.g,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.routing import Routing
+from veomni_triton.sizes import power_of_two
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def activation_backward(
         HALF=half,
         UNIT=unit,
         WEIGHTED=weighted,
-        BLOCK=min(triton.next_power_of_2(width), 1024),
+        BLOCK=min(power_of_two(width), 1024),
         num_warps=4,
         **activation.constants(),
     )

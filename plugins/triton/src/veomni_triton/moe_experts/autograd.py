@@ -56,11 +56,14 @@ class Experts(Function):
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[_PARAMETERS])
-        sums = [None, None]
+        sums: list[Tensor | None] = [None, None]
         # The other parameters are small, and go through autograd.
         if ctx.accumulate and not torch.compiler.is_compiling():
             sums = [_sum_so_far(ctx, position, tensors[position]) for position in (_GATE_UP_PROJ, _DOWN_PROJ)]
         dhidden, dweights, *found = moe_experts_backward(dresult, *tensors, *ctx.constants, wanted, *sums)
+        for total in sums:
+            if total is not None:
+                torch.autograd.graph.increment_version(total)  # of a write that autograd did not see
         totals = (*sums, *[None] * 6)
         given = [
             gradient if is_wanted and total is None else None

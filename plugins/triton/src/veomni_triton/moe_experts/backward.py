@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from veomni_triton.moe_experts.activation import activation_backward
@@ -19,6 +18,7 @@ from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.row_product import row_product
 from veomni_triton.moe_experts.rows import combine_rows, spread_rows
 from veomni_triton.moe_experts.weight_gradients import bias_gradient, weight_gradient
+from veomni_triton.sizes import ceil_div
 
 _ALIGNED_COLUMNS = 8  # 16-bit values in 16 bytes: a slice of columns must begin at such a multiple for TMA
 
@@ -149,7 +149,7 @@ def _hidden_gradient(layer: ExpertsLayer, dpre: Tensor, dinner: Tensor | None, r
     """
     dhidden = torch.empty_like(layer.hidden, memory_format=torch.contiguous_format)
     width, parts = dhidden.shape[1], 2 if routing.k > 2 else 1
-    size = triton.cdiv(width, parts * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+    size = ceil_div(width, parts * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
     adapter, launch = layer.gate_up_adapter, layer.launches.dhidden
     for first in range(0, width, size):
         part = slice(first, first + size)

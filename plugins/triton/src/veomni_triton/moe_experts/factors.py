@@ -16,17 +16,18 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def rank_block(rank: int) -> int:
     """Columns of inner that are multiplied at a time: a power of two of at least 16, as ``tl.dot`` wants it."""
-    return min(max(triton.next_power_of_2(rank), 16), 64)
+    return min(max(power_of_two(rank), 16), 64)
 
 
 def padded_rank(rank: int) -> int:
     """``R``: the rank in whole blocks."""
     block = rank_block(rank)
-    return triton.cdiv(rank, block) * block
+    return ceil_div(rank, block) * block
 
 
 def by_expert(b: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ _cut = torch.ops.veomni_triton.moe_experts_factor_backward.default
 def _copied(source: Tensor, target: Tensor) -> None:
     """Copy ``source[E, B, …]`` to ``target[E, B, …]``; what target has beyond source's columns becomes zeros."""
     experts, lines, columns = target.shape
-    grid = (triton.cdiv(lines * columns, _PLACES), triton.cdiv(experts, _EXPERTS))
+    grid = (ceil_div(lines * columns, _PLACES), ceil_div(experts, _EXPERTS))
     _copy[grid](
         source,
         target,

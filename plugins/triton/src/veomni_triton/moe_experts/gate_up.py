@@ -24,6 +24,7 @@ from veomni_triton.moe_experts.tiles import (
     tile_rows,
 )
 from veomni_triton.multiprocessors import multiprocessors
+from veomni_triton.sizes import ceil_div
 
 
 def gate_up_product(
@@ -67,7 +68,7 @@ def gate_up_product(
         if outer is not None:
             adapter["factors"] = _described_weight(outer.lines(True), activation.interleaved, launch)
     # An upper bound, since the number of tiles is on the device; one program per multiprocessor goes through them.
-    tiles = routing.max_tiles * triton.cdiv(intermediate, launch.block_n)
+    tiles = routing.max_tiles * ceil_div(intermediate, launch.block_n)
     _gate_up[(min(multiprocessors(hidden.device), tiles),)](
         hidden,
         *operands,

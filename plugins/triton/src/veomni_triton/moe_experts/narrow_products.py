@@ -13,6 +13,7 @@ from veomni_triton.moe_experts.factors import padded_rank, rank_block
 from veomni_triton.moe_experts.launch import NarrowLaunch, factor_launch, inner_launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
+from veomni_triton.sizes import ceil_div
 
 
 def inner_product(
@@ -99,7 +100,7 @@ def factor_gradient(
     result = rows.new_empty(routing.experts, *shape)
     target = result.mT if transposed else result
     launch = launch or factor_launch(rows.dtype)
-    _factor_gradient[(triton.cdiv(width, launch.columns), routing.experts, triton.cdiv(columns, block))](
+    _factor_gradient[(ceil_div(width, launch.columns), routing.experts, ceil_div(columns, block))](
         rows,
         inner,
         target,

@@ -31,9 +31,7 @@ _OPERANDS = (
     "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
     " Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_a, Tensor? down_a, Tensor? gate_up_b, Tensor? down_b"
 )
-_CONSTANTS = (
-    "float gate_up_scaling, float down_scaling, float alpha, float? limit, float up_offset, bool interleaved"
-)
+_CONSTANTS = "float gate_up_scaling, float down_scaling, float alpha, float? limit, float up_offset, bool interleaved"
 _LIBRARY.define(
     f"moe_experts_forward({_OPERANDS}, {_CONSTANTS})"
     " -> (Tensor result, Tensor pre, Tensor routing, Tensor gate_up_inner, Tensor down_inner)"

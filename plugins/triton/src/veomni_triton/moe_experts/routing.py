@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.sizes import ceil_div, power_of_two
+
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
 
 _BLOCK = 256  # routes per program in the kernels over routes
@@ -91,16 +93,16 @@ def route(top_k_index: Tensor, experts: int, block_m: int) -> Routing:
     tokens, k = index.shape
     routing = Routing(buffer, tokens, k, experts, block_m)
     # One bin more than experts, for the dropped routes; a power of two, as tl.arange and tl.histogram want it.
-    routes, bins = routing.routes, triton.next_power_of_2(experts + 1)
-    blocks = triton.cdiv(routes, _BLOCK)
+    routes, bins = routing.routes, power_of_two(experts + 1)
+    blocks = ceil_div(routes, _BLOCK)
     # Bins first: _scan then reads a bin's counts as one contiguous line.
     counts = torch.empty(bins, blocks, dtype=torch.int32, device=index.device)
     totals = torch.empty(bins, dtype=torch.int32, device=index.device)
     _count[(blocks,)](index, counts, routes, experts, blocks, BINS=bins, BLOCK=_BLOCK)
-    _scan[(bins,)](counts, totals, blocks, BLOCKS=triton.next_power_of_2(max(blocks, 1)))
+    _scan[(bins,)](counts, totals, blocks, BLOCKS=power_of_two(max(blocks, 1)))
     listed = max(_TILE_TABLE // bins, 1)
     # At least one program, which writes the offsets and the number of tiles even without routes.
-    _list_tiles[(max(triton.cdiv(routing.max_tiles, listed), 1),)](
+    _list_tiles[(max(ceil_div(routing.max_tiles, listed), 1),)](
         totals, routing.offsets, routing.tiles, routing.max_tiles, experts, BINS=bins, TILES=listed, BLOCK_M=block_m
     )
     rows, places = routing.route_of_row, routing.row_of_route

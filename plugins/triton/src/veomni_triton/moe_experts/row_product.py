@@ -18,6 +18,7 @@ from veomni_triton.moe_experts.tiles import (
     tile_rows,
 )
 from veomni_triton.multiprocessors import multiprocessors
+from veomni_triton.sizes import ceil_div
 
 
 def row_product(
@@ -64,7 +65,7 @@ def row_product(
         adapter["factors"] = described(outer.lines(k_contiguous), [1, n, k] if k_contiguous else [1, k, n])
     # An upper bound, since the number of tiles is on the device. A program takes every num_programs-th tile, so a
     # program per multiprocessor is enough, and one that finds no tile ends.
-    tiles = routing.max_tiles * triton.cdiv(columns, launch.block_n)
+    tiles = routing.max_tiles * ceil_div(columns, launch.block_n)
     _row_product[(min(multiprocessors(rows.device), tiles),)](
         source,
         weight,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.routing import Routing
+from veomni_triton.sizes import ceil_div, power_of_two
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 
@@ -18,8 +19,8 @@ def spread_rows(hidden: Tensor, routing: Routing) -> Tensor:
     """
     width = hidden.shape[1]
     rows = hidden.new_empty(routing.routes, width)
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (routing.tokens, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (routing.tokens, ceil_div(width, block))
     _spread[grid](hidden, rows, routing.row_of_route, hidden.stride(0), width, K=routing.k, BLOCK=block, num_warps=4)
     return rows
 
@@ -34,8 +35,8 @@ def combine_rows(rows: Tensor, routing: Routing, result: Tensor, weights: Tensor
         weights: ``[T, K]``, contiguous; ones if ``None``.
     """
     width = rows.shape[1]
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (routing.tokens, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (routing.tokens, ceil_div(width, block))
     _combine[grid](
         rows,
         weights,

@@ -15,6 +15,7 @@ from veomni_triton.moe_experts.tiles import (
     tile_position,
 )
 from veomni_triton.multiprocessors import multiprocessors
+from veomni_triton.sizes import ceil_div
 
 
 def weight_gradient(
@@ -43,7 +44,7 @@ def weight_gradient(
         # When accumulating, loads and stores go through pointers: a TMA load of the output tile would need a third
         # shared-memory buffer.
         target = described(result, [1, m, n]) if into is None else result
-    tiles = routing.experts * triton.cdiv(height, m) * triton.cdiv(width, n)
+    tiles = routing.experts * ceil_div(height, m) * ceil_div(width, n)
     _weight_gradient[(min(multiprocessors(left.device), tiles),)](
         a,
         b,
@@ -75,7 +76,7 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
     width = rows.shape[1]
     result = rows.new_empty(routing.experts, width)
     # A program per expert and 128 columns goes through all of the expert's rows: no atomics, so one order.
-    _bias_gradient[(routing.experts, triton.cdiv(width, 128))](
+    _bias_gradient[(routing.experts, ceil_div(width, 128))](
         rows, weights, result, routing.route_of_row, routing.offsets, width, BLOCK_R=64, BLOCK_C=128, num_warps=4
     )
     return result

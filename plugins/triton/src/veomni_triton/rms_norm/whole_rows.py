@@ -12,6 +12,7 @@ from veomni_triton.multiprocessors import multiprocessors
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def forward(
@@ -40,7 +41,7 @@ def forward(
     """
     rows, width = x.shape
     aligned = alignment(width, x.element_size())
-    _forward_kernel[(triton.cdiv(rows, launch.rows),)](
+    _forward_kernel[(ceil_div(rows, launch.rows),)](
         x,
         weight,
         y,
@@ -49,7 +50,7 @@ def forward(
         x.stride(0) // aligned,
         eps,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         ALIGNED=aligned,
         OFFSET=offset,
@@ -83,7 +84,7 @@ def backward(
     """
     rows, width = x.shape
     # Persistent programs, so that the weight's gradient has one partial sum per program, not one per tile.
-    programs = min(triton.cdiv(rows, launch.rows), multiprocessors(x.device) * launch.programs)
+    programs = min(ceil_div(rows, launch.rows), multiprocessors(x.device) * launch.programs)
     partials = None if dweight is None else x.new_empty(programs, width, dtype=torch.float32)
     dy_aligned, x_aligned = alignment(width, dy.element_size()), alignment(width, x.element_size())
     _backward_kernel[(programs,)](
@@ -97,7 +98,7 @@ def backward(
         dy.stride(0) // dy_aligned,
         x.stride(0) // x_aligned,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         DY_ALIGNED=dy_aligned,
         X_ALIGNED=x_aligned,

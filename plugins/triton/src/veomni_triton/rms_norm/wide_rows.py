@@ -11,6 +11,7 @@ from veomni_triton.aligned_rows import alignment
 from veomni_triton.multiprocessors import multiprocessors
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
+from veomni_triton.sizes import ceil_div
 
 PIECE = 4096  # 16 elements for each thread of 8 warps: two vector loads in bfloat16
 WARPS = 8
@@ -69,9 +70,9 @@ def backward(
     )
     if dweight is None:
         return
-    columns = triton.cdiv(width, COLUMNS)
+    columns = ceil_div(width, COLUMNS)
     # PROGRAMS per multiprocessor in all, divided over the pieces of columns: each leaves a row of partial sums.
-    programs = min(rows, triton.cdiv(multiprocessors(x.device) * PROGRAMS, columns))
+    programs = min(rows, ceil_div(multiprocessors(x.device) * PROGRAMS, columns))
     partials = x.new_empty(programs, width, dtype=torch.float32)
     _weight_gradient_kernel[(programs, columns)](
         dy, x, reciprocal, partials, rows, *strides, **shape, COLUMNS=COLUMNS, num_warps=COLUMN_WARPS

@@ -14,6 +14,7 @@ from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, res
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton.root_mean_square import gain, reciprocal_rms
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def forward(
@@ -41,7 +42,7 @@ def forward(
     rows, groups = reciprocal.shape
     width = x.shape[1] // groups
     x_aligned, gate_aligned = alignment(width, x.element_size()), alignment(width, gate.element_size())
-    _forward_kernel[(triton.cdiv(rows, launch.rows) * groups,)](
+    _forward_kernel[(ceil_div(rows, launch.rows) * groups,)](
         x,
         gate,
         weight,
@@ -53,7 +54,7 @@ def forward(
         eps,
         GROUPS=groups,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         X_ALIGNED=x_aligned,
         GATE_ALIGNED=gate_aligned,
@@ -93,7 +94,7 @@ def backward(
     rows, groups = reciprocal.shape
     width = x.shape[1] // groups
     # Persistent programs, each with one group, so that the weight's gradient has one partial sum per program.
-    programs = min(triton.cdiv(rows, launch.rows), max(1, multiprocessors(x.device) * launch.programs // groups))
+    programs = min(ceil_div(rows, launch.rows), max(1, multiprocessors(x.device) * launch.programs // groups))
     partials = None if dweight is None else x.new_empty(programs, x.shape[1], dtype=torch.float32)
     aligned = [alignment(width, tensor.element_size()) for tensor in (dy, x, gate)]
     _backward_kernel[(programs * groups,)](
@@ -111,7 +112,7 @@ def backward(
         gate.stride(0) // aligned[2],
         GROUPS=groups,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         DY_ALIGNED=aligned[0],
         X_ALIGNED=aligned[1],

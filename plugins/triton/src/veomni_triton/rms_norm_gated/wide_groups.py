@@ -13,6 +13,7 @@ from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.root_mean_square import gain, reciprocal_rms
+from veomni_triton.sizes import ceil_div
 
 PIECE = 4096  # 16 elements for each thread of 8 warps: two vector loads in bfloat16
 WARPS = 8
@@ -71,9 +72,9 @@ def backward(
     )
     if dweight is None:
         return
-    pieces = groups * triton.cdiv(width, COLUMNS)
+    pieces = groups * ceil_div(width, COLUMNS)
     # PROGRAMS per multiprocessor in all, divided over the pieces of columns: each leaves a row of partial sums.
-    programs = min(rows, triton.cdiv(multiprocessors(x.device) * PROGRAMS, pieces))
+    programs = min(rows, ceil_div(multiprocessors(x.device) * PROGRAMS, pieces))
     partials = x.new_empty(programs, groups * width, dtype=torch.float32)
     _weight_gradient_kernel[(programs, pieces)](
         dy, x, gate, reciprocal, partials, rows, *strides, **shape, COLUMNS=COLUMNS, num_warps=COLUMN_WARPS

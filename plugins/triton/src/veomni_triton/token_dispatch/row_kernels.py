@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.sizes import ceil_div, power_of_two
+
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 _ROWS = 64  # rows per program where a row is K values
 
@@ -21,8 +23,8 @@ def take(tokens: Tensor, places: Tensor, rows: Tensor) -> None:
     if not rows.numel():
         return
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (count, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (count, ceil_div(width, block))
     _take[grid](tokens, places, rows, len(tokens), tokens.stride(0), rows.stride(0), width, BLOCK=block, num_warps=4)
 
 
@@ -32,8 +34,8 @@ def add_up(rows: Tensor, slots: Tensor) -> Tensor:
     result = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     if not result.numel():
         return result
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (tokens, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (tokens, ceil_div(width, block))
     _add_up[grid](rows, slots, result, rows.stride(0), width, W=ranks, BLOCK=block, num_warps=4)
     return result
 
@@ -61,7 +63,7 @@ def local_choices(
     (count, choices), weights = ids.shape, weights.contiguous()
     if not ids.numel():
         return
-    _local_choices[(triton.cdiv(count, _ROWS),)](
+    _local_choices[(ceil_div(count, _ROWS),)](
         index,
         weights,
         places,
@@ -75,7 +77,7 @@ def local_choices(
         ids.stride(0),
         row_weights.stride(0),
         ROWS=_ROWS,
-        CHOICES=triton.next_power_of_2(choices),
+        CHOICES=power_of_two(choices),
         num_warps=4,
     )
 
