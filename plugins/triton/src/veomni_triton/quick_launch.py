@@ -1,0 +1,133 @@
+"""Launches a compiled kernel with half of the Python that Triton puts before it.
+
+Triton's own launch builds dictionaries, a text and hooks' arguments anew each time. This one asks Triton's own function
+how the arguments specialise a kernel, looks up the compiled one by that, and calls it as Triton would. Triton itself is
+called for whatever is not known yet, and where anything waits to see launches: profilers, debuggers, hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import repeat
+from operator import itemgetter
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, native_specialize_impl
+
+# Whose launch this was read against. Others launch by their own.
+_IS_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
+_RUN, _ENTER, _EXIT = JITFunction.run, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+
+def quick_launch(function: Any) -> Any:
+    """Decorates a kernel beneath ``triton.jit``, for hosts that launch it as ``kernel[grid](…)`` with a tuple as grid.
+
+    Args:
+        function: What ``triton.jit`` made.
+
+    Returns:
+        What is launched in the same way; ``function`` itself in Triton's interpreter, and with another Triton than 3.6.
+    """
+    return QuickLaunch(function) if _IS_KNOWN and type(function) is JITFunction else function
+
+
+class QuickLaunch:
+    """A kernel that is launched quickly: ``kernel[grid](…)``."""
+
+    def __init__(self, function: JITFunction[Any]) -> None:
+        self._function = function
+        self._forms: dict[tuple[Any, ...], _Form] = {}
+        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], /, *arguments: Any, **others: Any) -> None:
+        if self._is_watched():
+            self._function[grid](*arguments, **others)
+            return
+        key = (len(arguments), *others)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = _Form(self._function, len(arguments), others)
+        values = (*arguments, *form.named(others))
+        active = driver.active
+        device = active.get_current_device()
+        known = (active, device, key, form.fixed(values), form.options(others), *form.specialisations(values))
+        kernel = self._compiled.get(known)
+        if kernel is None:
+            launched = self._function[grid](*arguments, **others)
+            if type(launched) is CompiledKernel:
+                self._compiled[known] = launched
+            return
+        kernel.run(
+            *grid,
+            *_ONES[len(grid)],
+            active.get_current_stream(device),
+            kernel.function,
+            kernel.packed_metadata,
+            None,  # for hooks, of which there are none, as the next two
+            None,
+            None,
+            *values,
+        )
+
+    def _is_watched(self) -> bool:
+        runtime = knobs.runtime
+        return bool(
+            _ENTER.calls
+            or _EXIT.calls
+            or runtime.launch_enter_hook is not _ENTER
+            or runtime.launch_exit_hook is not _EXIT
+            or runtime.debug
+            or knobs.compilation.instrumentation_mode
+            or self._function.pre_run_hooks
+            or JITFunction.run is not _RUN
+        )
+
+
+_ONES = ((), (1, 1), (1,), ())  # the dimensions that a grid lacks, by those that it has
+
+
+class _Form:
+    """A way to write a launch: so many positional arguments, and these names. What follows from it is found once."""
+
+    def __init__(self, function: JITFunction[Any], positional: int, names: Iterable[str]) -> None:
+        parameters = function.params
+        known = {parameter.name for parameter in parameters}
+        run_time = [each for each in parameters if not each.is_constexpr]
+        self.named = _getter([each.name for each in parameters[positional:]])
+        self.options = _getter([name for name in names if name not in known])
+        self.fixed = _getter([each.num for each in parameters if each.is_constexpr])
+        self._run_time = _getter([each.num for each in run_time])
+        self._by_value = tuple(not each.do_not_specialize for each in run_time)
+        self._by_alignment = tuple(not each.do_not_specialize_on_alignment for each in run_time)
+        *_, backend, _ = function.device_caches[driver.active.get_current_device()]
+        self._backend = backend
+
+    def specialisations(self, values: tuple[Any, ...]) -> Iterable[Any]:
+        """Dtypes, alignments and divisibilities that the kernel is compiled for, by Triton's own judgement."""
+        return map(
+            native_specialize_impl,
+            repeat(self._backend),
+            self._run_time(values),
+            repeat(False),  # no pointer is declared const
+            self._by_value,
+            self._by_alignment,
+        )
+
+
+def _getter(keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """``itemgetter``, but its results are tuples for any number of keys."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return partial(_each, tuple(keys))
+
+
+def _each(keys: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
+    return tuple(values[key] for key in keys)
