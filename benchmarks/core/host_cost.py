@@ -107,7 +107,7 @@ def load_balancing() -> Case:
 def experts(rank: int = 0) -> Case:
     from veomni_triton import moe_experts
 
-    tokens, hidden, intermediate, count, k = 256, 256, 128, 16, 4
+    tokens, hidden, intermediate, count, k = 64, 128, 64, 16, 4
     states, weights = bfloat16(tokens, hidden), bfloat16(tokens, k)
     index = torch.randn(tokens, count).topk(k).indices
     gate_up, down = bfloat16(count, 2 * intermediate, hidden), bfloat16(count, hidden, intermediate)

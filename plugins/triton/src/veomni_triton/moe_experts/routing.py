@@ -9,6 +9,7 @@ without atomics, so the order is the same on every run; nothing is read on the h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -27,7 +28,7 @@ _TILE_TABLE = 8192  # elements of the [TILES, BINS] table that one program of _l
 
 @dataclass(frozen=True)
 class Routing:
-    """The sorted routes: views of one ``int32`` buffer, which is what autograd saves.
+    """The sorted routes: views of one ``int32`` buffer, which is what autograd saves. A view is made once.
 
     Attributes:
         buffer: ``[routing_size(N, E)]``, the four views below one after the other.
@@ -43,32 +44,32 @@ class Routing:
     experts: int
     block_m: int
 
-    @property
+    @cached_property
     def routes(self) -> int:
         """``N = T * K``, also the number of rows."""
         return self.tokens * self.k
 
-    @property
+    @cached_property
     def route_of_row(self) -> Tensor:
         """``[N]``: the route of each row; divided by ``K``, its token."""
         return self.buffer[: self.routes]
 
-    @property
+    @cached_property
     def row_of_route(self) -> Tensor:
         """``[N]``: the row of each route, the inverse permutation."""
         return self.buffer[self.routes : 2 * self.routes]
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """``[E + 1]``: the first row of each expert's group, then the number of rows in groups (not dropped)."""
         return self.buffer[2 * self.routes : 2 * self.routes + self.experts + 1]
 
-    @property
+    @cached_property
     def tiles(self) -> Tensor:
         """``[1 + 2 * max_tiles]``: the number of tiles, then the expert of each, then the first row of each."""
         return self.buffer[2 * self.routes + self.experts + 1 :]
 
-    @property
+    @cached_property
     def max_tiles(self) -> int:
         """The most tiles of ``block_m`` rows that these routes can need, however they are distributed over experts."""
         # The number itself is on the device only. Each group that isn't empty has at most one tile that isn't full.

@@ -6,11 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.moe_experts.descriptors import described, described_rows
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
-    described,
-    described_rows,
     load_group,
     tile_position,
 )
@@ -41,10 +40,10 @@ def weight_gradient(
     a, b, target = left, right, result
     if use_descriptors:
         # Ragged: rows are the reduced dimension here, so those of the next group must read as zeros.
-        a, b = described_rows(left, [k, m]), described_rows(right, [k, n])
+        a, b = described_rows(left, (k, m)), described_rows(right, (k, n))
         # When accumulating, loads and stores go through pointers: a TMA load of the output tile would need a third
         # shared-memory buffer.
-        target = described(result, [1, m, n]) if into is None else result
+        target = described(result, (1, m, n)) if into is None else result
     tiles = routing.experts * ceil_div(height, m) * ceil_div(width, n)
     _weight_gradient[(min(multiprocessors(left.device), tiles),)](
         a,
