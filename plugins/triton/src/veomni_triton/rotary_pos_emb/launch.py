@@ -107,7 +107,8 @@ def _loadable(x: Tensor) -> Tensor:
 
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
     """The strides of batch, position, head and dimension, in this order for either layout."""
-    return x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim), x.stride(3)
+    strides = x.stride()
+    return strides[0], strides[3 - unsqueeze_dim], strides[unsqueeze_dim], strides[3]
 
 
 def _angle_strides(angles: Tensor) -> tuple[int, int, int]:
