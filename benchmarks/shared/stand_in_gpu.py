@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,10 +25,10 @@ class _Driver:
     """What Triton asks of a driver."""
 
     def __init__(self, target: Any, launcher: type) -> None:
-        self._target, self.launcher_cls = target, launcher
+        self._target, self.launcher_cls, handles = target, launcher, count(1)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": _SHARED_BYTES, "multiprocessor_count": 132},
-            load_binary=lambda name, binary, shared, device: (object(), 1, 0, 0, 1024),
+            load_binary=lambda name, binary, shared, device: (object(), next(handles), 0, 0, 1024),
             fill_tma_descriptor=_nothing,
         )
 

@@ -32,8 +32,8 @@ def write_gradients(
     launch = launches(call.q.dtype)
     dx, read_scale, dafter = call.per_token(value_width), call.per_token(), torch.empty_like(corrections.before)
     strides = (*call.q.stride()[1:3], *call.k.stride()[1:3])
-    if len(call.chunks):
-        correction_gradients_kernel[(heads, len(call.chunks))](
+    if call.count:
+        correction_gradients_kernel[(heads, call.count)](
             call.q,
             call.k,
             call.g,
@@ -71,12 +71,12 @@ def write_gradients(
         HAS_INITIAL=dinitial is not None,
         **shared,
     )
-    if len(call.chunks):
+    if call.count:
         dq, dk, dv, dg, dbeta = gradients
         dscores, dproducts = (call.per_chunk(call.chunk, call.chunk) for _ in range(2))
         dg_known, dbeta_known = call.per_token(), call.per_token()
         places = (*call.g.stride()[1:], *call.beta.stride()[1:])
-        grid = (heads, len(call.chunks))
+        grid = (heads, call.count)
         product_gradients_kernel[grid](
             call.q,
             call.k,

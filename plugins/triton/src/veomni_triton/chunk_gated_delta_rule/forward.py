@@ -33,8 +33,8 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
     x, w, left = call.per_token(value_width), call.per_token(key_width), call.per_chunk()
     inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
     before = call.per_chunk(key_width, value_width)
-    if len(call.chunks):
-        corrections_kernel[(heads, len(call.chunks))](
+    if call.count:
+        corrections_kernel[(heads, call.count)](
             call.k,
             call.v,
             call.g,
@@ -78,7 +78,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
 def write_outputs(call: Call, corrections: Corrections, out: Tensor) -> None:
     """The outputs of all tokens."""
     shared = call.shared(launches(call.q.dtype).outputs)
-    outputs_kernel[(ceil_div(call.widths[1], shared["V"]), call.value_heads, len(call.chunks))](
+    outputs_kernel[(ceil_div(call.widths[1], shared["V"]), call.value_heads, call.count)](
         call.q,
         call.k,
         call.g,
