@@ -16,12 +16,10 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction, native_specialize_impl
+from triton.runtime import driver, jit
 
 # Whose launch this was read against. Others launch by their own.
 _IS_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
-_RUN, _ENTER, _EXIT = JITFunction.run, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
 def quick_launch(function: Any) -> Any:
@@ -33,13 +31,13 @@ def quick_launch(function: Any) -> Any:
     Returns:
         What is launched in the same way; ``function`` itself in Triton's interpreter, and with another Triton than 3.6.
     """
-    return QuickLaunch(function) if _IS_KNOWN and type(function) is JITFunction else function
+    return QuickLaunch(function) if _IS_KNOWN and type(function) is jit.JITFunction else function
 
 
 class QuickLaunch:
     """A kernel that is launched quickly: ``kernel[grid](…)``."""
 
-    def __init__(self, function: JITFunction[Any]) -> None:
+    def __init__(self, function: jit.JITFunction[Any]) -> None:
         self._function = function
         self._forms: dict[tuple[Any, ...], _Form] = {}
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
@@ -78,16 +76,16 @@ class QuickLaunch:
         )
 
     def _is_watched(self) -> bool:
-        runtime = knobs.runtime
+        enter, exit = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         return bool(
-            _ENTER.calls
-            or _EXIT.calls
-            or runtime.launch_enter_hook is not _ENTER
-            or runtime.launch_exit_hook is not _EXIT
-            or runtime.debug
+            type(enter) is not knobs.HookChain
+            or type(exit) is not knobs.HookChain
+            or enter.calls
+            or exit.calls
+            or knobs.runtime.debug
             or knobs.compilation.instrumentation_mode
             or self._function.pre_run_hooks
-            or JITFunction.run is not _RUN
+            or jit.JITFunction.run.__module__ != jit.JITFunction.__module__  # replaced, to compile without a launch
         )
 
 
@@ -97,7 +95,7 @@ _ONES = ((), (1, 1), (1,), ())  # the dimensions that a grid lacks, by those tha
 class _Form:
     """A way to write a launch: so many positional arguments, and these names. What follows from it is found once."""
 
-    def __init__(self, function: JITFunction[Any], positional: int, names: Iterable[str]) -> None:
+    def __init__(self, function: jit.JITFunction[Any], positional: int, names: Iterable[str]) -> None:
         parameters = function.params
         known = {parameter.name for parameter in parameters}
         run_time = [each for each in parameters if not each.is_constexpr]
@@ -113,7 +111,7 @@ class _Form:
     def specialisations(self, values: tuple[Any, ...]) -> Iterable[Any]:
         """Dtypes, alignments and divisibilities that the kernel is compiled for, by Triton's own judgement."""
         return map(
-            native_specialize_impl,
+            jit.native_specialize_impl,
             repeat(self._backend),
             self._run_time(values),
             repeat(False),  # no pointer is declared const
@@ -126,8 +124,7 @@ def _getter(keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """``itemgetter``, but its results are tuples for any number of keys."""
     if len(keys) > 1:
         return itemgetter(*keys)
-    return partial(_each, tuple(keys))
-
-
-def _each(keys: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
-    return tuple(values[key] for key in keys)
+    if not keys:
+        return lambda values: ()
+    (key,) = keys
+    return lambda values: (values[key],)
