@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.in_processes import leaf
-from benchmarks.shared.measuring import seconds
+from benchmarks.shared.measuring import seconds_in_turns
 from benchmarks.shared.results import machine, write_results
 from benchmarks.shared.stand_in_gpu import stand_in_gpu
 
 Call = Callable[[], Any]
-IMPLEMENTATIONS: dict[str, Call] = {}  # by operator, the Python function behind it
-CALLS = 100  # in a row, of which each repeat gives the mean
+Traced = tuple[Any, tuple[Any, ...], dict[str, Any]]  # what is called, and its arguments
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by operator, the Python function behind it
+CALLS = 20  # in a row, of which each repeat gives the mean: a few milliseconds, in which others may stay away
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.found: list[Traced] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found.append((func, args, kwargs or {}))
@@ -210,92 +211,89 @@ def _detached(values: Any) -> Any:
     return values.detach() if isinstance(values, Tensor) else values
 
 
-@dataclass
-class Launches:
-    """Stands before Triton: counts launches, and with ``skipped`` leaves out all that Triton does for one."""
+@contextmanager
+def no_launches() -> Iterator[list[Any]]:
+    """Leave out all that is done for a launch; what would have been launched is listed."""
+    from triton.runtime.jit import JITFunction
 
-    skipped: bool = False
-    count: int = field(default=0, init=False)
+    from veomni_triton.quick_launch import QuickLaunch
 
-    @contextmanager
-    def watched(self) -> Iterator[Launches]:
-        from triton.runtime.jit import JITFunction
+    left_out: list[Any] = []
 
-        run = JITFunction.run
+    def nothing(function: Any, *_: Any, **__: Any) -> None:
+        left_out.append(function)
 
-        def watched(function: Any, *args: Any, **options: Any) -> Any:
-            self.count += 1
-            return None if self.skipped else run(function, *args, **options)
-
-        with patch.object(JITFunction, "run", watched):
-            yield self
+    with patch.object(JITFunction, "run", nothing), patch.object(QuickLaunch, "_launch", nothing):
+        yield left_out
 
 
-def microseconds(calls: Iterable[tuple[Any, tuple[Any, ...], dict[str, Any]]], repeats: int) -> float:
-    """The time of all ``calls`` together."""
-    calls = [(function, _detached(args), kwargs) for function, args, kwargs in calls]
+def often(call: Call, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Call:
+    def calls() -> None:
+        with context():
+            for _ in range(CALLS):
+                call()
 
-    def all_often() -> None:
-        for _ in range(CALLS):
-            for function, args, kwargs in calls:
-                function(*args, **kwargs)
-
-    with torch.no_grad():
-        return least(all_often, repeats)
-
-
-def least(often: Call, repeats: int) -> float:
-    """Microseconds of one call: others' use of the machine only ever adds to it."""
-    return 1e6 * min(seconds(often, repeats)) / CALLS
+    return calls
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Microseconds of both passes, and what they are made of.
 
-    What is skipped or called by itself takes less; the difference is its share.
+    What is left out, or called by itself, takes less; the difference is its share.
     """
-    result = case.call()
-    results = [each for each in (result if isinstance(result, tuple) else (result,)) if each.requires_grad]
-    upstream = [torch.ones_like(each) for each in results]
 
-    def backward(found: Any) -> None:
-        found = [each for each in (found if isinstance(found, tuple) else (found,)) if each.requires_grad]
-        torch.autograd.grad(found, case.inputs, upstream)
+    def forward() -> tuple[Tensor, ...]:
+        result = case.call()
+        return tuple(each for each in (result if isinstance(result, tuple) else (result,)) if each.requires_grad)
 
-    def forward_often() -> None:
-        for _ in range(CALLS):
-            case.call()
+    upstream = [torch.ones_like(each) for each in forward()]
 
-    def both_often() -> None:
-        for _ in range(CALLS):
-            backward(case.call())
+    def both() -> None:
+        torch.autograd.grad(forward(), case.inputs, upstream)
 
-    forward, both = least(forward_often, repeats), least(both_often, repeats)
-    with Launches().watched() as launches:
-        backward(case.call())
-    with Launches(skipped=True).watched():
-        without_triton = least(both_often, repeats)
-        with Operators() as operators:
-            backward(case.call())
-        ours = [call for call in operators.found if call[0].namespace == "veomni_triton"]
-        as_operators = microseconds(ours, repeats)
-        functions = [(IMPLEMENTATIONS[call[0].name()], *call[1:]) for call in ours]
-        as_functions = microseconds(functions, repeats)
-        with Operators() as within, torch.no_grad():
-            for function, args, kwargs in functions:
-                function(*_detached(args), **kwargs)
-    return {
-        "forward": forward,
-        "backward": both - forward,
-        "both": both,
-        "autograd and checks": without_triton - as_operators,
-        "dispatch": as_operators - as_functions,
-        "operators": len(ours),
-        "within operators": as_functions,
-        "tensors": len(within.found),
-        "Triton": both - without_triton,
-        "launches": launches.count,
+    both()  # compiles
+    with no_launches() as launches, Operators() as seen:
+        both()
+    count = len(launches)
+    operators = [(function, _detached(args), kwargs) for function, args, kwargs in seen.found if _is_ours(function)]
+    functions = [(IMPLEMENTATIONS[function.name()], args, kwargs) for function, args, kwargs in operators]
+
+    def all_of(calls: Sequence[Traced]) -> None:
+        for function, args, kwargs in calls:
+            function(*args, **kwargs)
+
+    with no_launches(), torch.no_grad(), Operators() as within:
+        all_of(functions)
+    turns = {
+        "forward": often(case.call),
+        "both": often(both),
+        "without launches": often(both, no_launches),
+        "operators": often(partial(all_of, operators), no_launches_or_autograd),
+        "functions": often(partial(all_of, functions), no_launches_or_autograd),
     }
+    # The least: others' use of the machine only ever adds.
+    least = {name: 1e6 * min(times) / CALLS for name, times in seconds_in_turns(turns, repeats).items()}
+    return {
+        "forward": least["forward"],
+        "backward": least["both"] - least["forward"],
+        "autograd and checks": least["without launches"] - least["operators"],
+        "dispatch": least["operators"] - least["functions"],
+        "operators": len(operators),
+        "within operators": least["functions"],
+        "tensors": len(within.found),
+        "Triton": least["both"] - least["without launches"],
+        "launches": count,
+    }
+
+
+@contextmanager
+def no_launches_or_autograd() -> Iterator[None]:
+    with no_launches(), torch.no_grad():
+        yield
+
+
+def _is_ours(operator: Any) -> bool:
+    return str(operator.namespace) == "veomni_triton"
 
 
 COUNTED = {"dispatch": "operators", "within operators": "tensors", "Triton": "launches"}
@@ -321,7 +319,8 @@ def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
 NOTE = (
     "Microseconds of host time, the least of several repeats, on a CPU with a stand-in for Triton's driver: kernels "
     "are compiled for sm90, and their launch does nothing. No GPU's time is in it, and neither are CUDA's driver and "
-    "allocator, nor what Triton's launcher does in C. Tensors are bfloat16 and small."
+    "allocator, nor what Triton's launcher does in C. Tensors are bfloat16 and small. PyTorch computes the products of "
+    "`token_logprobs` here, which is the most of its row."
 )
 
 
@@ -331,13 +330,13 @@ def functions_noted() -> Iterator[None]:
     impl = library.Library.impl
     custom_op = library.custom_op
 
-    def noted_impl(self: Any, name: Any, function: Call, *rest: Any, **options: Any) -> Any:
+    def noted_impl(self: Any, name: Any, function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
         if isinstance(name, str):
             IMPLEMENTATIONS[f"{self.ns}::{name}"] = function
         return impl(self, name, function, *rest, **options)
 
     def noted_custom_op(name: str, **options: Any) -> Any:
-        def noted(function: Call) -> Any:
+        def noted(function: Callable[..., Any]) -> Any:
             IMPLEMENTATIONS[name] = function
             return custom_op(name, **options)(function)
 
@@ -349,7 +348,7 @@ def functions_noted() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=150)
     parser.add_argument("--only", nargs="+", choices=CASES, help="print these, and write no page")
     options = parser.parse_args()
     torch.set_num_threads(1)
