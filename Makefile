@@ -52,6 +52,7 @@ ifdef BASE
 	$(BIN)/python benchmarks/revisions/compare_revisions.py $(BASE) $(if $(ONLY),--only $(ONLY)) $(if $(PAIRS),--pairs $(PAIRS))
 else
 	$(BIN)/python benchmarks/core/core.py
+	$(BIN)/python benchmarks/core/host_cost.py
 	$(BIN)/python benchmarks/causal_conv1d/causal_conv1d.py
 	$(BIN)/python benchmarks/plugins/cpu_kernels.py
 	$(BIN)/python benchmarks/chunk_gated_delta_rule/chunk_gated_delta_rule.py

@@ -24,6 +24,7 @@ LIST = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 NEED_NO_GPU = (
     "causal_conv1d/causal_conv1d.py",
     "core/core.py",
+    "core/host_cost.py",
     "cross_entropy_loss/chunk_sizes.py",
     "plugins/cpu_kernels.py",
     "revisions/compare_revisions.py",

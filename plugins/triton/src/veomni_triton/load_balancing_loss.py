@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
@@ -20,6 +19,7 @@ from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton.gpu import multiprocessors, register_limit
 from veomni_triton.limits import MAX_EXPERTS
 from veomni_triton.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def standard(
@@ -56,7 +56,10 @@ def standard(
         raise ValueError(
             f"attention_mask has {attention_mask.numel()} elements, expected one for each of {shape[0]} tokens"
         )
-    return _LoadBalancing.apply(top_k, attention_mask, *map(as_softmax_takes, gate_logits))
+    # All layers have one dtype, so PyTorch is asked of the first alone.
+    if as_softmax_takes(gate_logits[0]) is not gate_logits[0]:
+        gate_logits = tuple(map(as_softmax_takes, gate_logits))
+    return _LoadBalancing.apply(top_k, attention_mask, *gate_logits)
 
 
 class _LoadBalancing(Function):
@@ -71,6 +74,8 @@ class _LoadBalancing(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         slope, mask, *gate_logits = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
+        if all(needed):
+            return None, None, *_backward(dloss, slope, gate_logits, mask).unbind()
         layers = [logits for logits, wanted in zip(gate_logits, needed, strict=True) if wanted]
         gradients = iter(_backward(dloss, slope, layers, mask).unbind())
         return None, None, *(next(gradients) if wanted else None for wanted in needed)
@@ -105,13 +110,13 @@ def sums_launch(gate_logits: Sequence[Tensor], programs_per_processor: int = 4, 
     tokens = _tokens_per_tile(logits, num_warps)
     # Divided over the layers, which one launch handles together.
     programs = programs_per_processor * multiprocessors(logits.device) // len(gate_logits)
-    return Launch(tokens, max(1, min(programs, triton.cdiv(len(logits), tokens))), num_warps, registers=128)
+    return Launch(tokens, max(1, min(programs, ceil_div(len(logits), tokens))), num_warps, registers=128)
 
 
 def gradients_launch(gate_logits: Sequence[Tensor], num_warps: int = 4) -> Launch:
     """A program per tile: unlike the sums, nothing carries over from one tile to the next."""
     tokens = _tokens_per_tile(gate_logits[0], num_warps)
-    return Launch(tokens, triton.cdiv(len(gate_logits[0]), tokens), num_warps)
+    return Launch(tokens, ceil_div(len(gate_logits[0]), tokens), num_warps)
 
 
 def loss_and_slope(
@@ -186,7 +191,7 @@ def _per_token(mask: Tensor | None) -> Tensor | None:
 
 def _width(experts: int) -> int:
     """The columns of a tile: a power of two, as tl.arange needs, that can be cut into four quarters."""
-    return max(4, int(triton.next_power_of_2(experts)))
+    return max(4, power_of_two(experts))
 
 
 def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:

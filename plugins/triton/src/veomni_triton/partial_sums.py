@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div
+
 COLUMNS = 16  # per program: 64 bytes of float32, two memory sectors, so that H = 4096 already makes 256 programs
 
 
@@ -19,7 +22,7 @@ def sum_partials(partials: Tensor, total: Tensor) -> None:
     columns = total.numel()
     inner = total.shape[-1]
     outer_stride = total.stride(0) if total.dim() == 2 else 0
-    _sum_kernel[(triton.cdiv(columns, COLUMNS),)](
+    _sum_kernel[(ceil_div(columns, COLUMNS),)](
         partials,
         total,
         len(partials),
@@ -34,6 +37,7 @@ def sum_partials(partials: Tensor, total: Tensor) -> None:
 
 
 # P rows of partial sums, H = WIDTH columns. P depends on the batch: if it were specialised, batches would recompile.
+@quick_launch
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
     partials,  # [P, H], float32, rows row_stride apart

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from veomni_triton.gpu import multiprocessors
+from veomni_triton.sizes import ceil_div
 
 _REGISTERS = 65536  # of a multiprocessor
 
@@ -43,18 +43,18 @@ class Launch:
     def run(self, x: Tensor) -> int:
         """The positions of a run of ``x [B, C, S]``."""
         batch, channels, positions = x.shape
-        runs = max(1, multiprocessors(x.device) * self.programs // (batch * triton.cdiv(channels, self.channels)))
-        return int(triton.cdiv(triton.cdiv(positions, runs), self.step) * self.step)
+        runs = max(1, multiprocessors(x.device) * self.programs // (batch * ceil_div(channels, self.channels)))
+        return ceil_div(ceil_div(positions, runs), self.step) * self.step
 
     def grid(self, x: Tensor) -> tuple[int]:
         """The number of programs for ``x [B, C, S]``."""
         batch, channels, positions = x.shape
-        return (batch * triton.cdiv(channels, self.channels) * triton.cdiv(positions, self.run(x)),)
+        return (batch * ceil_div(channels, self.channels) * ceil_div(positions, self.run(x)),)
 
     def partials(self, x: Tensor, weight: Tensor) -> Tensor:
         """Room for the partial sums of all runs, ``[P, W + 1, C]`` in float32."""
         batch, channels, positions = x.shape
-        runs = batch * triton.cdiv(positions, self.run(x))
+        runs = batch * ceil_div(positions, self.run(x))
         return x.new_empty(runs, weight.shape[1] + 1, channels, dtype=torch.float32)
 
 

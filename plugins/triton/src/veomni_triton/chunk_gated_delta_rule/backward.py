@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from veomni_triton.chunk_gated_delta_rule.call import Call
@@ -17,6 +16,7 @@ from veomni_triton.chunk_gated_delta_rule.gradients import (
 from veomni_triton.chunk_gated_delta_rule.launch import SHARED_TILE, padded
 from veomni_triton.chunk_gated_delta_rule.outputs import correction_gradients_kernel
 from veomni_triton.chunk_gated_delta_rule.states import state_gradients_kernel
+from veomni_triton.sizes import ceil_div
 
 
 def write_gradients(
@@ -32,8 +32,8 @@ def write_gradients(
     launch = call.launches
     dx, read_scale, dafter = call.per_token(value_width), call.per_token(), torch.empty_like(corrections.before)
     strides = (*call.q.stride()[1:3], *call.k.stride()[1:3])
-    if len(call.chunks):
-        correction_gradients_kernel[(heads, len(call.chunks))](
+    if call.count:
+        correction_gradients_kernel[(heads, call.count)](
             call.q,
             call.k,
             call.g,
@@ -50,7 +50,7 @@ def write_gradients(
             **call.shared(launch.correction_gradients),
         )
     shared = call.shared(launch.state_gradients)
-    state_gradients_kernel[(triton.cdiv(value_width, shared["V"]), heads, call.sequences)](
+    state_gradients_kernel[(ceil_div(value_width, shared["V"]), heads, call.sequences)](
         call.q,
         call.k,
         corrections.w,
@@ -71,12 +71,12 @@ def write_gradients(
         HAS_INITIAL=dinitial is not None,
         **shared,
     )
-    if len(call.chunks):
+    if call.count:
         dq, dk, dv, dg, dbeta = gradients
         dscores, dproducts = (call.per_chunk(call.chunk, call.chunk) for _ in range(2))
         dg_known, dbeta_known = call.per_token(), call.per_token()
         places = (*call.g.stride()[1:], *call.beta.stride()[1:])
-        grid = (heads, len(call.chunks))
+        grid = (heads, call.count)
         product_gradients_kernel[grid](
             call.q,
             call.k,
@@ -156,4 +156,4 @@ def _add_shared(each: Tensor, total: Tensor, group: int) -> None:
     width, rows = total.shape[-1], total.numel() // total.shape[-1]
     columns = padded(width)
     tile = max(1, SHARED_TILE // columns)
-    shared_gradients_kernel[(triton.cdiv(rows, tile),)](each, total, rows, width, GROUP=group, R=tile, K=columns)
+    shared_gradients_kernel[(ceil_div(rows, tile),)](each, total, rows, width, GROUP=group, R=tile, K=columns)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,53 +53,49 @@ class Call:
         q, k, v, g, beta = (token_rows(x) for x in inputs)
         return cls(q, k, v, g, beta, chunks, spans, scale, normed)
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Heads of queries and keys."""
         return self.q.shape[2]
 
-    @property
+    @cached_property
     def value_heads(self) -> int:
         """Heads of values."""
         return self.v.shape[2]
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int]:
         """Of keys and of values."""
         return self.q.shape[3], self.v.shape[3]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """What kernels are told of sizes at run time: both widths, the heads of values, and how many share a key's."""
         return *self.widths, self.value_heads, self.value_heads // self.heads
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Tokens of a chunk."""
         return chunk_length(*self.widths, self.q.dtype)
 
-    @property
+    @cached_property
+    def count(self) -> int:
+        """How many chunks there are."""
+        return self.chunks.shape[0]
+
+    @cached_property
     def sequences(self) -> int:
         """How many sequences there are."""
-        return len(self.spans)
+        return self.spans.shape[0]
 
-    @property
+    @cached_property
     def launches(self) -> Launches:
         """How the kernels are launched."""
         return launches(self.q.dtype, gpu_of(self.q.device).shared_bytes)
 
-    def shared(self, launch: Launch) -> dict[str, Any]:
+    def shared(self, launch: Launch) -> Mapping[str, Any]:
         """What every kernel is launched with."""
-        key_width, value_width = self.widths
-        return {
-            "C": self.chunk,
-            "K": padded(key_width),
-            "V": columns(launch, value_width),
-            "PRECISION": precision(self.q.dtype),
-            "num_warps": launch.warps,
-            "num_stages": launch.stages,
-            **register_limit(self.q.device, launch.registers),
-        }
+        return _shared(launch, *self.widths, self.q.dtype, self.q.device)
 
     def per_token(self, *width: int) -> Tensor:
         """A new tensor with numbers for each token and value head."""
@@ -106,11 +104,29 @@ class Call:
 
     def per_chunk(self, *shape: int) -> Tensor:
         """A new tensor with a matrix for each chunk and value head."""
-        return self._empty((len(self.chunks), self.value_heads), shape)
+        return self._empty((self.count, self.value_heads), shape)
 
     def _empty(self, places: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Matrices and rows have the dtype of the inputs, single numbers float32."""
-        return self.q.new_empty((*places, *shape), dtype=self.q.dtype if shape else torch.float32)
+        dtype = self.q.dtype if shape else torch.float32
+        return torch.empty((*places, *shape), dtype=dtype, device=self.q.device)
+
+
+@lru_cache(maxsize=256)
+def _shared(
+    launch: Launch, key_width: int, value_width: int, dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {
+            "C": chunk_length(key_width, value_width, dtype),
+            "K": padded(key_width),
+            "V": columns(launch, value_width),
+            "PRECISION": precision(dtype),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+            **register_limit(device, launch.registers),
+        }
+    )
 
 
 def token_rows(x: Tensor) -> Tensor:

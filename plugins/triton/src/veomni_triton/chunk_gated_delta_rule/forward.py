@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
 from veomni_triton.chunk_gated_delta_rule.call import Call
 from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
 from veomni_triton.chunk_gated_delta_rule.outputs import outputs_kernel
 from veomni_triton.chunk_gated_delta_rule.states import states_kernel
+from veomni_triton.sizes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
     x, w, left = call.per_token(value_width), call.per_token(key_width), call.per_chunk()
     inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
     before = call.per_chunk(key_width, value_width)
-    if len(call.chunks):
-        corrections_kernel[(heads, len(call.chunks))](
+    if call.count:
+        corrections_kernel[(heads, call.count)](
             call.k,
             call.v,
             call.g,
@@ -54,7 +54,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
             **call.shared(launch.corrections),
         )
     shared = call.shared(launch.states)
-    states_kernel[(triton.cdiv(value_width, shared["V"]), heads, call.sequences)](
+    states_kernel[(ceil_div(value_width, shared["V"]), heads, call.sequences)](
         call.k,
         w,
         x,
@@ -77,7 +77,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
 def write_outputs(call: Call, corrections: Corrections, out: Tensor) -> None:
     """The outputs of all tokens."""
     shared = call.shared(call.launches.outputs)
-    outputs_kernel[(triton.cdiv(call.widths[1], shared["V"]), call.value_heads, len(call.chunks))](
+    outputs_kernel[(ceil_div(call.widths[1], shared["V"]), call.value_heads, call.count)](
         call.q,
         call.k,
         call.g,

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
+
+from veomni_triton.sizes import power_of_two
 
 WHOLE = 256  # columns: of values as wide as the kernels take
 SHARED_TILE = 2048  # elements of the gradients of value heads that one program adds up
@@ -102,7 +103,7 @@ def chunk_length(key_width: int, value_width: int, dtype: torch.dtype) -> int:
 
 def padded(width: int) -> int:
     """The width of a tile that holds ``width`` columns."""
-    return max(_SMALLEST, int(triton.next_power_of_2(width)))
+    return max(_SMALLEST, power_of_two(width))
 
 
 def columns(launch: Launch, value_width: int) -> int:

@@ -7,7 +7,8 @@ sorted by expert; the rows of an expert are its group.
 Forward sorts the routes (``routing``), multiplies each group's tokens by its gate and up projection (``gate_up``) and
 the activations by its down projection (``row_product``), and sums each token's ``K`` rows (``rows``). ``layer`` puts
 it together, and ``backward`` the other pass, also from ``weight_gradients`` and ``activation``; ``operators`` is what
-autograd sees. The products share ``tiles``; ``launch`` has their tile sizes; ``adapters`` go beside the weights.
+``torch.compile`` sees, and ``autograd`` joins them. The products share ``tiles``; ``launch`` has their tile sizes;
+``adapters`` go beside the weights.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from veomni_core.ops.autocast import product_operands
 from veomni_core.ops.lora_samples import Adapter
 from veomni_triton.moe_experts.activation import Activation
+from veomni_triton.moe_experts.autograd import Experts
 from veomni_triton.moe_experts.factors import by_expert
-from veomni_triton.moe_experts.operators import forward
 
 _NO_ADAPTER = (None, None, 1.0)
 
@@ -160,7 +161,7 @@ def _experts(
     )
     # The kernels take no strides of biases.
     gate_up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
-    result: Tensor = forward(
+    result: Tensor = Experts.apply(
         rows,
         top_k_index,
         top_k_weights,
@@ -170,13 +171,15 @@ def _experts(
         down_bias,
         *(None if a is None else a.contiguous() for a in factors[:2]),
         *(None if b is None else by_expert(b) for b in factors[2:]),
-        gate_up_scaling,
-        down_scaling,
-        activation.alpha,
-        activation.limit,
-        activation.up_offset,
-        activation.interleaved,
+        (
+            gate_up_scaling,
+            down_scaling,
+            activation.alpha,
+            activation.limit,
+            activation.up_offset,
+            activation.interleaved,
+        ),
         recompute,
         accumulate,
-    )[0]
+    )
     return result.to(hidden.dtype)

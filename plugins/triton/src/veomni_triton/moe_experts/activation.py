@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.routing import Routing
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import power_of_two
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def activation_backward(
         HALF=half,
         UNIT=unit,
         WEIGHTED=weighted,
-        BLOCK=min(triton.next_power_of_2(width), 1024),
+        BLOCK=min(power_of_two(width), 1024),
         num_warps=4,
         **activation.constants(),
     )
@@ -142,6 +144,7 @@ def activation_backward(
 
 
 # One program per row, because a routing weight's gradient is a sum over a whole row: no atomics, one order.
+@quick_launch
 @triton.jit(do_not_specialize=["experts", "k_per_token"])
 def _activation_backward(
     dactivation,  # [N, I], read, then if WEIGHTED overwritten with the weighted activations

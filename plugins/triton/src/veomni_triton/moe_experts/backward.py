@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from veomni_triton.moe_experts.activation import activation_backward
@@ -19,6 +18,7 @@ from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.row_product import row_product
 from veomni_triton.moe_experts.rows import combine_rows, spread_rows
 from veomni_triton.moe_experts.weight_gradients import bias_gradient, weight_gradient
+from veomni_triton.sizes import ceil_div
 
 _ALIGNED_COLUMNS = 8  # 16-bit values in 16 bytes: a slice of columns must begin at such a multiple for TMA
 
@@ -81,7 +81,7 @@ def _through_down(
 ) -> tuple[Tensor, Tensor, Gradients]:
     """The gradients of the pre-activations ``[N, 2I]``, of the routing weights ``[T, K]``, and of down_proj."""
     launches, described, adapter = layer.launches, layer.described, layer.down_adapter
-    weight, bias, a, b = (dresult.new_empty(0) for _ in range(4))
+    weight = bias = a = b = None
     # The gradients of the weight and the bias read rows [N, H]. All else gathers them from the tokens, so that frozen
     # experts write no copy of them. Neither has the routing weights.
     gathered = not (wanted.weight or wanted.bias)
@@ -114,7 +114,7 @@ def _through_down(
         a = factor_gradient(weighted, dinner, adapter.rank, routing, transposed=True)
     if wanted.b and adapter is not None:
         b = factor_gradient(drows, inner, inner.shape[1], routing, weights=layer.top_k_weights, tokens_of_rows=gathered)
-    return dpre, dweights, Gradients(_unless_added(weight, into), bias, a, b)
+    return dpre, dweights, _gradients(None if into is not None else weight, bias, a, b, like=dpre)
 
 
 def _through_gate_up(
@@ -122,7 +122,7 @@ def _through_gate_up(
 ) -> tuple[Tensor, Gradients]:
     """The gradients of hidden ``[T, H]`` and of gate_up_proj, from those of the pre-activations ``[N, 2I]``."""
     adapter = layer.gate_up_adapter
-    weight, bias, a, b = (dpre.new_empty(0) for _ in range(4))
+    weight = bias = a = b = None
     if wanted.weight:
         rows = spread_rows(layer.hidden, routing)  # [N, H]
         weight = weight_gradient(dpre, rows, routing, layer.launches.dgate_up, layer.described, into)
@@ -134,12 +134,13 @@ def _through_gate_up(
         a = factor_gradient(layer.hidden, dinner, adapter.rank, routing, tokens_of_rows=True, transposed=True)
     if wanted.b and adapter is not None:
         b = factor_gradient(dpre, inner, inner.shape[1], routing)
-    return _hidden_gradient(layer, dpre, dinner, routing), Gradients(_unless_added(weight, into), bias, a, b)
+    gradients = _gradients(None if into is not None else weight, bias, a, b, like=dpre)
+    return _hidden_gradient(layer, dpre, dinner, routing), gradients
 
 
-def _unless_added(gradient: Tensor, into: Tensor | None) -> Tensor:
-    """An operator may not return a tensor that it was given."""
-    return gradient if into is None else gradient.new_empty(0)
+def _gradients(*found: Tensor | None, like: Tensor) -> Gradients:
+    """Those found. The others are a tensor each, since an operator may return neither none, nor one of them twice."""
+    return Gradients(*(like.new_empty(0) if each is None else each for each in found))
 
 
 def _hidden_gradient(layer: ExpertsLayer, dpre: Tensor, dinner: Tensor | None, routing: Routing) -> Tensor:
@@ -149,7 +150,7 @@ def _hidden_gradient(layer: ExpertsLayer, dpre: Tensor, dinner: Tensor | None, r
     """
     dhidden = torch.empty_like(layer.hidden, memory_format=torch.contiguous_format)
     width, parts = dhidden.shape[1], 2 if routing.k > 2 else 1
-    size = triton.cdiv(width, parts * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+    size = ceil_div(width, parts * _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
     adapter, launch = layer.gate_up_adapter, layer.launches.dhidden
     for first in range(0, width, size):
         part = slice(first, first + size)

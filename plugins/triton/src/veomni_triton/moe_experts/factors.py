@@ -13,73 +13,86 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, library
+from torch.autograd import Function
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def rank_block(rank: int) -> int:
     """Columns of inner that are multiplied at a time: a power of two of at least 16, as ``tl.dot`` wants it."""
-    return min(max(triton.next_power_of_2(rank), 16), 64)
+    return min(max(power_of_two(rank), 16), 64)
 
 
 def padded_rank(rank: int) -> int:
     """``R``: the rank in whole blocks."""
     block = rank_block(rank)
-    return triton.cdiv(rank, block) * block
+    return ceil_div(rank, block) * block
 
 
 def by_expert(b: Tensor) -> Tensor:
     """``b[E, B, r]`` of any strides as ``[E, B, R]``, contiguous, with zeros from column ``r`` on; may be ``b``."""
     if b.is_contiguous() and b.shape[2] == padded_rank(b.shape[2]):
         return b
-    result: Tensor = _by_expert(b)
+    return _ByExpert.apply(b)  # type: ignore[no-any-return]
+
+
+class _ByExpert(Function):
+    @staticmethod
+    def forward(ctx: Any, b: Tensor) -> Tensor:
+        # As empty_like lays it out: b's own strides, unless it has gaps or overlaps.
+        ctx.rank, ctx.strides = b.shape[2], torch.empty_like(b, device="meta").stride()
+        return _padded(b)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, dfactor: Tensor) -> Tensor:
+        return _cut(dfactor, ctx.rank, ctx.strides)  # type: ignore[no-any-return]
+
+
+def _padded_operator(b: Tensor) -> Tensor:
+    result = _padded_fake(b)
+    with torch.cuda.device_of(b):
+        _copied(b, result)
     return result
 
 
-@library.custom_op("veomni_triton::moe_experts_factor", mutates_args=())
-def _by_expert(b: Tensor) -> Tensor:
-    result = b.new_empty(*b.shape[:2], padded_rank(b.shape[2]))
-    _copied(b, result)
-    return result
-
-
-@_by_expert.register_fake
-def _(b: Tensor) -> Tensor:
+def _padded_fake(b: Tensor) -> Tensor:
     return b.new_empty(*b.shape[:2], padded_rank(b.shape[2]))
 
 
-@library.custom_op("veomni_triton::moe_experts_factor_backward", mutates_args=())
-def _backward(dfactor: Tensor, rank: int, strides: Sequence[int]) -> Tensor:
+def _cut_operator(dfactor: Tensor, rank: int, strides: Sequence[int]) -> Tensor:
     """The first ``rank`` columns of ``dfactor[E, B, R]``, in a tensor of these strides."""
-    result = dfactor.new_empty_strided((*dfactor.shape[:2], rank), tuple(strides))
-    _copied(dfactor, result)
+    result = _cut_fake(dfactor, rank, strides)
+    with torch.cuda.device_of(dfactor):
+        _copied(dfactor, result)
     return result
 
 
-@_backward.register_fake
-def _(dfactor: Tensor, rank: int, strides: Sequence[int]) -> Tensor:
+def _cut_fake(dfactor: Tensor, rank: int, strides: Sequence[int]) -> Tensor:
     return dfactor.new_empty_strided((*dfactor.shape[:2], rank), tuple(strides))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    (b,) = inputs
-    # As empty_like lays it out: b's own strides, unless it has gaps or overlaps.
-    ctx.rank, ctx.strides = b.shape[2], torch.empty_like(b, device="meta").stride()
-
-
-@first_derivatives_only
-def _gradient(ctx: Any, dfactor: Tensor) -> Tensor:
-    result: Tensor = _backward(dfactor, ctx.rank, ctx.strides)
-    return result
-
-
-_by_expert.register_autograd(_gradient, setup_context=_save)
+# Operators, so that ``torch.compile`` doesn't trace into them. Defined through a ``Library`` rather than by
+# ``custom_op``, which puts more Python around each call.
+_LIBRARY = library.Library("veomni_triton", "FRAGMENT")
+_LIBRARY.define("moe_experts_factor(Tensor b) -> Tensor")
+_LIBRARY.define("moe_experts_factor_backward(Tensor dfactor, SymInt rank, SymInt[] strides) -> Tensor")
+for _name, _implementation, _fake in (
+    ("moe_experts_factor", _padded_operator, _padded_fake),
+    ("moe_experts_factor_backward", _cut_operator, _cut_fake),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"veomni_triton::{_name}", _fake, lib=_LIBRARY)
+_padded = torch.ops.veomni_triton.moe_experts_factor.default
+_cut = torch.ops.veomni_triton.moe_experts_factor_backward.default
 
 
 def _copied(source: Tensor, target: Tensor) -> None:
     """Copy ``source[E, B, …]`` to ``target[E, B, …]``; what target has beyond source's columns becomes zeros."""
     experts, lines, columns = target.shape
-    grid = (triton.cdiv(lines * columns, _PLACES), triton.cdiv(experts, _EXPERTS))
+    grid = (ceil_div(lines * columns, _PLACES), ceil_div(experts, _EXPERTS))
     _copy[grid](
         source,
         target,
@@ -108,6 +121,7 @@ _EXPERTS, _PLACES = 64, 64  # of one tile, which each side reads or writes along
 
 
 # E experts, B lines of each, r or R columns of each.
+@quick_launch
 @triton.jit(do_not_specialize=["experts"])
 def _copy(
     source,  # [E, B, SOURCE_COLUMNS]

@@ -12,11 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.moe_experts.activation import Activation, activate
 from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
+from veomni_triton.moe_experts.descriptors import described, described_rows
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
-    described,
-    described_rows,
     every_other,
     halves,
     load_within,
@@ -24,6 +23,8 @@ from veomni_triton.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div
 
 
 def gate_up_product(
@@ -67,7 +68,7 @@ def gate_up_product(
         if outer is not None:
             adapter["factors"] = _described_weight(outer.lines(True), activation.interleaved, launch)
     # An upper bound, since the number of tiles is on the device; one program per multiprocessor goes through them.
-    tiles = routing.max_tiles * triton.cdiv(intermediate, launch.block_n)
+    tiles = routing.max_tiles * ceil_div(intermediate, launch.block_n)
     _gate_up[(min(multiprocessors(hidden.device), tiles),)](
         hidden,
         *operands,
@@ -103,13 +104,13 @@ def _described(weight: Tensor, pre: Tensor, activated: Tensor, interleaved: bool
     they are interleaved, else ``block_n`` rows of either half, from the view ``[E, 2, I, H]``.
     """
     m, n = launch.block_m, launch.block_n
-    out, described_weight = described_rows(activated, [m, n]), _described_weight(weight, interleaved, launch)
+    out, described_weight = described_rows(activated, (m, n)), _described_weight(weight, interleaved, launch)
     if interleaved:
         # Stored in two parts here too: one block of 2 * block_n columns would not fit shared memory.
-        whole = described_rows(pre, [m, n])
+        whole = described_rows(pre, (m, n))
         return described_weight, whole, whole, out
     # Each half is bounded by its own width: with one descriptor, gate's last tile would write into up's first columns.
-    left, right = (described_rows(part, [m, n]) for part in pre.chunk(2, dim=1))
+    left, right = (described_rows(part, (m, n)) for part in pre.chunk(2, dim=1))
     return described_weight, left, right, out
 
 
@@ -117,13 +118,14 @@ def _described_weight(weight: Tensor, interleaved: bool, launch: Launch) -> Tens
     """A descriptor of ``weight[E, 2I, …]``, whose block is gate and up of one tile."""
     n, k = launch.block_n, launch.block_k
     if interleaved:
-        return described(weight, [1, 2 * n, k])
-    return described(weight.unflatten(1, (2, weight.shape[1] // 2)), [1, 2, n, k])
+        return described(weight, (1, 2 * n, k))
+    return described(weight.unflatten(1, (2, weight.shape[1] // 2)), (1, 2, n, k))
 
 
 # T tokens, N rows, one per route and sorted by expert; E experts, H hidden, I intermediate. A tile is BLOCK_M rows by
 # BLOCK_N columns of gate and the same columns of up, so its accumulator has 2 * BLOCK_N. H is reduced, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel.
+@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _gate_up(
     hidden,  # [T, H], rows hidden_stride apart; always a pointer, since a tile's tokens are scattered

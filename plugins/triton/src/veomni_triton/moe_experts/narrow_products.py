@@ -13,6 +13,8 @@ from veomni_triton.moe_experts.factors import padded_rank, rank_block
 from veomni_triton.moe_experts.launch import NarrowLaunch, factor_launch, inner_launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div
 
 
 def inner_product(
@@ -99,7 +101,7 @@ def factor_gradient(
     result = rows.new_empty(routing.experts, *shape)
     target = result.mT if transposed else result
     launch = launch or factor_launch(rows.dtype)
-    _factor_gradient[(triton.cdiv(width, launch.columns), routing.experts, triton.cdiv(columns, block))](
+    _factor_gradient[(ceil_div(width, launch.columns), routing.experts, ceil_div(columns, block))](
         rows,
         inner,
         target,
@@ -126,6 +128,7 @@ def factor_gradient(
 # BLOCK_R. A is the width of the rows.
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _inner_product(
     source,  # [N, A], or [T, A] with route_of_row; rows source_stride apart
@@ -177,6 +180,7 @@ def _inner_product(
         tl.store(pointers, product.to(inner.dtype.element_ty), mask=exists[:, None])
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["k_per_token"])
 def _factor_gradient(
     source,  # [N, A], or [T, A] if TOKENS; rows source_stride apart

@@ -9,11 +9,15 @@ without atomics, so the order is the same on every run; nothing is read on the h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div, power_of_two
 
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
 
@@ -24,7 +28,7 @@ _TILE_TABLE = 8192  # elements of the [TILES, BINS] table that one program of _l
 
 @dataclass(frozen=True)
 class Routing:
-    """The sorted routes: views of one ``int32`` buffer, which is what autograd saves.
+    """The sorted routes: views of one ``int32`` buffer, which is what autograd saves. A view is made once.
 
     Attributes:
         buffer: ``[routing_size(N, E)]``, the four views below one after the other.
@@ -40,32 +44,32 @@ class Routing:
     experts: int
     block_m: int
 
-    @property
+    @cached_property
     def routes(self) -> int:
         """``N = T * K``, also the number of rows."""
         return self.tokens * self.k
 
-    @property
+    @cached_property
     def route_of_row(self) -> Tensor:
         """``[N]``: the route of each row; divided by ``K``, its token."""
         return self.buffer[: self.routes]
 
-    @property
+    @cached_property
     def row_of_route(self) -> Tensor:
         """``[N]``: the row of each route, the inverse permutation."""
         return self.buffer[self.routes : 2 * self.routes]
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """``[E + 1]``: the first row of each expert's group, then the number of rows in groups (not dropped)."""
         return self.buffer[2 * self.routes : 2 * self.routes + self.experts + 1]
 
-    @property
+    @cached_property
     def tiles(self) -> Tensor:
         """``[1 + 2 * max_tiles]``: the number of tiles, then the expert of each, then the first row of each."""
         return self.buffer[2 * self.routes + self.experts + 1 :]
 
-    @property
+    @cached_property
     def max_tiles(self) -> int:
         """The most tiles of ``block_m`` rows that these routes can need, however they are distributed over experts."""
         # The number itself is on the device only. Each group that isn't empty has at most one tile that isn't full.
@@ -91,16 +95,16 @@ def route(top_k_index: Tensor, experts: int, block_m: int) -> Routing:
     tokens, k = index.shape
     routing = Routing(buffer, tokens, k, experts, block_m)
     # One bin more than experts, for the dropped routes; a power of two, as tl.arange and tl.histogram want it.
-    routes, bins = routing.routes, triton.next_power_of_2(experts + 1)
-    blocks = triton.cdiv(routes, _BLOCK)
+    routes, bins = routing.routes, power_of_two(experts + 1)
+    blocks = ceil_div(routes, _BLOCK)
     # Bins first: _scan then reads a bin's counts as one contiguous line.
     counts = torch.empty(bins, blocks, dtype=torch.int32, device=index.device)
     totals = torch.empty(bins, dtype=torch.int32, device=index.device)
     _count[(blocks,)](index, counts, routes, experts, blocks, BINS=bins, BLOCK=_BLOCK)
-    _scan[(bins,)](counts, totals, blocks, BLOCKS=triton.next_power_of_2(max(blocks, 1)))
+    _scan[(bins,)](counts, totals, blocks, BLOCKS=power_of_two(max(blocks, 1)))
     listed = max(_TILE_TABLE // bins, 1)
     # At least one program, which writes the offsets and the number of tiles even without routes.
-    _list_tiles[(max(triton.cdiv(routing.max_tiles, listed), 1),)](
+    _list_tiles[(max(ceil_div(routing.max_tiles, listed), 1),)](
         totals, routing.offsets, routing.tiles, routing.max_tiles, experts, BINS=bins, TILES=listed, BLOCK_M=block_m
     )
     rows, places = routing.route_of_row, routing.row_of_route
@@ -123,6 +127,7 @@ def _load_expert(index, route, routes, experts):
     return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["routes", "experts", "blocks"])
 def _count(
     index,  # [N], top_k_index flattened
@@ -142,6 +147,7 @@ def _count(
     tl.store(counts + tl.arange(0, BINS) * blocks + block, tl.histogram(expert, BINS))
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["blocks"])
 def _scan(
     counts,  # [BINS, blocks], read and overwritten
@@ -161,6 +167,7 @@ def _scan(
     tl.store(totals + expert, tl.sum(count))
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "experts"])
 def _list_tiles(
     totals,  # [BINS]
@@ -192,6 +199,7 @@ def _list_tiles(
     tl.store(tiles + 1 + max_tiles + tile, tl.sum(tl.where(owns, row, 0), axis=1), mask=tile < max_tiles)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["routes", "experts", "blocks"])
 def _place(
     index,  # [N], top_k_index flattened

@@ -8,16 +8,17 @@ from torch import Tensor
 
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.moe_experts.adapters import Outer, add_outer, outer_arguments
+from veomni_triton.moe_experts.descriptors import described, described_rows
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
-    described,
-    described_rows,
     load_within,
     store_group,
     tile_position,
     tile_rows,
 )
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div
 
 
 def row_product(
@@ -52,19 +53,19 @@ def row_product(
     if use_descriptors:
         m, n, k = launch.block_m, launch.block_n, launch.block_k
         # Only stores must stop at the group's end. Rows that a load takes from the next group are not stored.
-        target = described_rows(result, [m, n])
+        target = described_rows(result, (m, n))
         # Gathered rows are no block of the tokens: they are loaded through pointers.
-        source = rows if tokens_of_rows else described(rows, [m, k])
+        source = rows if tokens_of_rows else described(rows, (m, k))
         # TMA needs the last dimension contiguous: a matrix that lies the other way is loaded transposed.
-        weight = described(matrices.mT, [1, n, k]) if k_contiguous else described(matrices, [1, k, n])
+        weight = described(matrices.mT, (1, n, k)) if k_contiguous else described(matrices, (1, k, n))
     adapter = outer_arguments(outer)
     if use_descriptors and outer is not None:
         # Like source and weight, since the kernel's loop goes on over them.
-        adapter["inner"] = outer.inner if tokens_of_rows else described(outer.inner, [m, k])
-        adapter["factors"] = described(outer.lines(k_contiguous), [1, n, k] if k_contiguous else [1, k, n])
+        adapter["inner"] = outer.inner if tokens_of_rows else described(outer.inner, (m, k))
+        adapter["factors"] = described(outer.lines(k_contiguous), (1, n, k) if k_contiguous else (1, k, n))
     # An upper bound, since the number of tiles is on the device. A program takes every num_programs-th tile, so a
     # program per multiprocessor is enough, and one that finds no tile ends.
-    tiles = routing.max_tiles * triton.cdiv(columns, launch.block_n)
+    tiles = routing.max_tiles * ceil_div(columns, launch.block_n)
     _row_product[(min(multiprocessors(rows.device), tiles),)](
         source,
         weight,
@@ -95,6 +96,7 @@ def row_product(
 # N rows, one per route and sorted by expert; E experts; matrices [A, B]. A is the reduced dimension, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel. A, B and the strides are
 # the model's; specialised on divisibility by 16, they let Triton vectorise the loads.
+@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _row_product(
     source,  # [N, A], or a descriptor of it with blocks [BLOCK_M, BLOCK_K]; [T, A] with route_of_row

@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.routing import Routing
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div, power_of_two
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 
@@ -18,8 +20,8 @@ def spread_rows(hidden: Tensor, routing: Routing) -> Tensor:
     """
     width = hidden.shape[1]
     rows = hidden.new_empty(routing.routes, width)
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (routing.tokens, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (routing.tokens, ceil_div(width, block))
     _spread[grid](hidden, rows, routing.row_of_route, hidden.stride(0), width, K=routing.k, BLOCK=block, num_warps=4)
     return rows
 
@@ -34,8 +36,8 @@ def combine_rows(rows: Tensor, routing: Routing, result: Tensor, weights: Tensor
         weights: ``[T, K]``, contiguous; ones if ``None``.
     """
     width = rows.shape[1]
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (routing.tokens, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (routing.tokens, ceil_div(width, block))
     _combine[grid](
         rows,
         weights,
@@ -55,6 +57,7 @@ def combine_rows(rows: Tensor, routing: Routing, result: Tensor, weights: Tensor
 # of one token. Offsets of tokens and rows are int64, since N * H can exceed 2**31.
 
 
+@quick_launch
 @triton.jit
 def _spread(
     hidden,  # [T, H], rows `stride` apart
@@ -74,6 +77,7 @@ def _spread(
         tl.store(rows + row * width + column, value, mask=column < width)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["experts"])
 def _combine(
     rows,  # [N, H], contiguous

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.tools.ragged_tma import to_ragged_indices
 
 from veomni_triton.gpu import Gpu, gpu_of
 
@@ -37,16 +36,6 @@ def has_aligned_lines(tensor: Tensor) -> bool:
         return False
     places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     return all(place % COPY_ENGINE_ALIGNMENT == 0 for place in places)
-
-
-def described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """A TMA descriptor of ``tensor``, loaded ``block`` at a time; what lies outside the tensor reads as zeros."""
-    return TensorDescriptor.from_tensor(tensor, block)
-
-
-def described_rows(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """A ragged TMA descriptor of ``tensor[N, C]``, whose blocks are bounded by the group that a load or store names."""
-    return create_ragged_descriptor(tensor, block)
 
 
 # N rows, one per route and sorted by expert; E experts; C columns of an operand. BLOCK_M x BLOCK_N is a tile of a

@@ -7,14 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.gpu import multiprocessors
+from veomni_triton.moe_experts.descriptors import described, described_rows
 from veomni_triton.moe_experts.launch import Launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import (
-    described,
-    described_rows,
     load_group,
     tile_position,
 )
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div
 
 
 def weight_gradient(
@@ -39,11 +40,11 @@ def weight_gradient(
     a, b, target = left, right, result
     if use_descriptors:
         # Ragged: rows are the reduced dimension here, so those of the next group must read as zeros.
-        a, b = described_rows(left, [k, m]), described_rows(right, [k, n])
+        a, b = described_rows(left, (k, m)), described_rows(right, (k, n))
         # When accumulating, loads and stores go through pointers: a TMA load of the output tile would need a third
         # shared-memory buffer.
-        target = described(result, [1, m, n]) if into is None else result
-    tiles = routing.experts * triton.cdiv(height, m) * triton.cdiv(width, n)
+        target = described(result, (1, m, n)) if into is None else result
+    tiles = routing.experts * ceil_div(height, m) * ceil_div(width, n)
     _weight_gradient[(min(multiprocessors(left.device), tiles),)](
         a,
         b,
@@ -75,7 +76,7 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
     width = rows.shape[1]
     result = rows.new_empty(routing.experts, width)
     # A program per expert and 128 columns goes through all of the expert's rows: no atomics, so one order.
-    _bias_gradient[(routing.experts, triton.cdiv(width, 128))](
+    _bias_gradient[(routing.experts, ceil_div(width, 128))](
         rows, weights, result, routing.route_of_row, routing.offsets, width, BLOCK_R=64, BLOCK_C=128, num_warps=4
     )
     return result
@@ -84,6 +85,7 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
 # T tokens, K choices per token, N = T * K rows, sorted by expert; E experts. left and right have A and B columns. The
 # rows of a group are the reduced dimension, BLOCK_K at a time; their number differs by expert and is known only on the
 # device. One program reduces a tile over all rows of its group: no split along the rows, and so no atomics.
+@quick_launch
 @triton.jit(do_not_specialize=["experts"])
 def _weight_gradient(
     left,  # [N, A], or a ragged descriptor of it with blocks [BLOCK_K, BLOCK_M]
@@ -135,6 +137,7 @@ def _weight_gradient(
             tl.store(target + at, product.to(target.dtype.element_ty), mask=mask)
 
 
+@quick_launch
 @triton.jit
 def _bias_gradient(
     rows,  # [N, A]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
+from veomni_triton.sizes import power_of_two
 
 # 16384 elements of bfloat16: backward's x, dy, weight and weight gradient, each in float32, then fill the 256 KiB of
 # registers of a multiprocessor.
@@ -85,4 +85,4 @@ def backward_launch(width: int, element_size: int) -> BackwardLaunch:
 
 
 def _padded_bytes(width: int, element_size: int) -> int:
-    return int(triton.next_power_of_2(width)) * element_size
+    return power_of_two(width) * element_size

@@ -33,7 +33,8 @@ def _results(
 ) -> tuple[Tensor, Tensor]:
     # A result that is rounded before the weight is multiplied gets the dtype of that product, as in PyTorch.
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and round_normalised else x.dtype
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return y, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 def _forward(
@@ -76,11 +77,11 @@ def _input_gradient(dy: Tensor, x: Tensor, weight: Tensor | None, reciprocal: Te
 
 
 def _gradients_like(dy: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    return _input_gradient_like(dy, x), torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _input_gradient_like(dy: Tensor, x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 for _name, _implementation, _fake in (

@@ -10,8 +10,10 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
+from veomni_triton.quick_launch import quick_launch
 from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def forward(
@@ -40,7 +42,7 @@ def forward(
     """
     rows, width = x.shape
     aligned = alignment(width, x.element_size())
-    _forward_kernel[(triton.cdiv(rows, launch.rows),)](
+    _forward_kernel[(ceil_div(rows, launch.rows),)](
         x,
         weight,
         y,
@@ -49,7 +51,7 @@ def forward(
         x.stride(0) // aligned,
         eps,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         ALIGNED=aligned,
         OFFSET=offset,
@@ -83,7 +85,7 @@ def backward(
     """
     rows, width = x.shape
     # Persistent programs, so that the weight's gradient has one partial sum per program, not one per tile.
-    programs = min(triton.cdiv(rows, launch.rows), multiprocessors(x.device) * launch.programs)
+    programs = min(ceil_div(rows, launch.rows), multiprocessors(x.device) * launch.programs)
     partials = None if dweight is None else x.new_empty(programs, width, dtype=torch.float32)
     dy_aligned, x_aligned = alignment(width, dy.element_size()), alignment(width, x.element_size())
     _backward_kernel[(programs,)](
@@ -97,7 +99,7 @@ def backward(
         dy.stride(0) // dy_aligned,
         x.stride(0) // x_aligned,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         DY_ALIGNED=dy_aligned,
         X_ALIGNED=x_aligned,
@@ -114,6 +116,7 @@ def backward(
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation. Multiplied by ALIGNED, a constant,
 # they still let the compiler know as much alignment as every row of this width has.
+@quick_launch
 @triton.jit(do_not_specialize=["rows", "x_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * ALIGNED apart
@@ -146,6 +149,7 @@ def _forward_kernel(
     tl.store(y + row[:, None] * WIDTH + column[None, :], result.to(y.dtype.element_ty), mask=inside)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride"])
 def _backward_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart

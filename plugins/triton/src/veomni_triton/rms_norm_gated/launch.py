@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-import triton
+from veomni_triton.sizes import power_of_two
 
 # Backward holds x, the gate, dy, the weight and its gradient in float32: 40960 of a multiprocessor's 65536 registers.
 WHOLE_GROUP = 8192
@@ -90,4 +90,4 @@ def backward_launch(width: int, element_size: int, shared_bytes: int) -> Backwar
 
 def _padded(width: int) -> int:
     # Smaller groups share the table's smallest entry.
-    return max(int(triton.next_power_of_2(width)), min(FORWARD))
+    return max(power_of_two(width), min(FORWARD))

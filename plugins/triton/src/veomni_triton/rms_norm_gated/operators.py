@@ -36,7 +36,8 @@ def _results(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *
     # A result that the weight is multiplied with last gets the dtype of that product, as in PyTorch.
     dtype = torch.promote_types(x.dtype, weight.dtype) if Form(*form).gate_first else x.dtype
     rows = x.shape[:-1].numel()
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, groups, dtype=torch.float32)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return y, torch.empty(rows, groups, dtype=torch.float32, device=x.device)
 
 
 def _forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *form: bool) -> tuple[Tensor, Tensor]:
@@ -89,11 +90,15 @@ def _input_gradients(
 
 
 def _gradients_like(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+    return _empty_like(x), _empty_like(gate), _empty_like(weight)
 
 
 def _input_gradients_like(dy: Tensor, x: Tensor, gate: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), gate.new_empty(gate.shape)
+    return _empty_like(x), _empty_like(gate)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 for _name, _implementation, _fake in (

@@ -10,10 +10,12 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors, register_limit
 from veomni_triton.partial_sums import sum_partials
+from veomni_triton.quick_launch import quick_launch
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton.root_mean_square import gain, reciprocal_rms
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def forward(
@@ -41,7 +43,7 @@ def forward(
     rows, groups = reciprocal.shape
     width = x.shape[1] // groups
     x_aligned, gate_aligned = alignment(width, x.element_size()), alignment(width, gate.element_size())
-    _forward_kernel[(triton.cdiv(rows, launch.rows) * groups,)](
+    _forward_kernel[(ceil_div(rows, launch.rows) * groups,)](
         x,
         gate,
         weight,
@@ -53,7 +55,7 @@ def forward(
         eps,
         GROUPS=groups,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         X_ALIGNED=x_aligned,
         GATE_ALIGNED=gate_aligned,
@@ -93,7 +95,7 @@ def backward(
     rows, groups = reciprocal.shape
     width = x.shape[1] // groups
     # Persistent programs, each with one group, so that the weight's gradient has one partial sum per program.
-    programs = min(triton.cdiv(rows, launch.rows), max(1, multiprocessors(x.device) * launch.programs // groups))
+    programs = min(ceil_div(rows, launch.rows), max(1, multiprocessors(x.device) * launch.programs // groups))
     partials = None if dweight is None else x.new_empty(programs, x.shape[1], dtype=torch.float32)
     aligned = [alignment(width, tensor.element_size()) for tensor in (dy, x, gate)]
     _backward_kernel[(programs * groups,)](
@@ -111,7 +113,7 @@ def backward(
         gate.stride(0) // aligned[2],
         GROUPS=groups,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         ROWS=launch.rows,
         DY_ALIGNED=aligned[0],
         X_ALIGNED=aligned[1],
@@ -132,6 +134,7 @@ def backward(
 #
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation.
+@quick_launch
 @triton.jit(do_not_specialize=["rows", "x_stride", "gate_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * X_ALIGNED apart
@@ -176,6 +179,7 @@ def _forward_kernel(
     tl.store(at, result.to(y.dtype.element_ty), mask=inside)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
 def _backward_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart

@@ -100,7 +100,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int,
 
 
 def _first_half(angles: Tensor) -> Tensor:
-    return angles[..., : angles.shape[-1] // 2]
+    return angles.narrow(-1, 0, angles.shape[-1] // 2)
 
 
 def _every_other(angles: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from veomni_triton.rotary_pos_emb.form import Form
 from veomni_triton.rotary_pos_emb.kernel import rotate_kernel
+from veomni_triton.sizes import ceil_div, power_of_two
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ def rotate_launch(heads: int, positions: int, width: int) -> Launch:
     six families, none is faster by more than 3 %.
     """
     # q[:, :, s] padded to powers of two: a program has all heads of a position, since they share its angles.
-    per_position = triton.next_power_of_2(heads) * triton.next_power_of_2(width)
+    per_position = power_of_two(heads) * power_of_two(width)
     # By elements of a position on an H200: 4096 take 4 warps and 2 positions, 8192 take 8 and 2, 16384 take 8 and 1
     # (0.113 ms for 96 heads of 128, where 16 and 2 take 0.119), and larger ones 16 and 1.
     num_warps = min(16, max(4, min(8, per_position // 1024), per_position // 2048))
     together = max(1, 64 * 32 * num_warps // per_position)
-    return Launch(min(together, triton.next_power_of_2(positions)), num_warps)
+    return Launch(min(together, power_of_two(positions)), num_warps)
 
 
 def rotate(
@@ -66,7 +66,7 @@ def rotate(
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     q, k, cos, sin = map(_loadable, (q, k, cos, sin))
     with torch.cuda.device_of(q):
-        rotate_kernel[triton.cdiv(positions, launch.positions), batch](
+        rotate_kernel[ceil_div(positions, launch.positions), batch](
             q,
             k,
             cos,
@@ -107,7 +107,8 @@ def _loadable(x: Tensor) -> Tensor:
 
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int, int]:
     """The strides of batch, position, head and dimension, in this order for either layout."""
-    return x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim), x.stride(3)
+    strides = x.stride()
+    return strides[0], strides[3 - unsqueeze_dim], strides[unsqueeze_dim], strides[3]
 
 
 def _angle_strides(angles: Tensor) -> tuple[int, int, int]:

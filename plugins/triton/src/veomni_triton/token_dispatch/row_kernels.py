@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_triton.quick_launch import quick_launch
+from veomni_triton.sizes import ceil_div, power_of_two
+
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 _ROWS = 64  # rows per program where a row is K values
 
@@ -21,8 +24,8 @@ def take(tokens: Tensor, places: Tensor, rows: Tensor) -> None:
     if not rows.numel():
         return
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (count, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (count, ceil_div(width, block))
     _take[grid](tokens, places, rows, len(tokens), tokens.stride(0), rows.stride(0), width, BLOCK=block, num_warps=4)
 
 
@@ -32,8 +35,8 @@ def add_up(rows: Tensor, slots: Tensor) -> Tensor:
     result = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     if not result.numel():
         return result
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    grid = (tokens, triton.cdiv(width, block))
+    block = min(power_of_two(width), _WIDEST)
+    grid = (tokens, ceil_div(width, block))
     _add_up[grid](rows, slots, result, rows.stride(0), width, W=ranks, BLOCK=block, num_warps=4)
     return result
 
@@ -61,7 +64,7 @@ def local_choices(
     (count, choices), weights = ids.shape, weights.contiguous()
     if not ids.numel():
         return
-    _local_choices[(triton.cdiv(count, _ROWS),)](
+    _local_choices[(ceil_div(count, _ROWS),)](
         index,
         weights,
         places,
@@ -75,11 +78,12 @@ def local_choices(
         ids.stride(0),
         row_weights.stride(0),
         ROWS=_ROWS,
-        CHOICES=triton.next_power_of_2(choices),
+        CHOICES=power_of_two(choices),
         num_warps=4,
     )
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["length"])
 def _take(
     tokens,  # [T, H], rows `stride` apart
@@ -100,6 +104,7 @@ def _take(
     tl.store(rows + row * row_stride + column, value, mask=column < width)
 
 
+@quick_launch
 @triton.jit
 def _add_up(
     rows,  # [S, H], rows `stride` apart
@@ -120,6 +125,7 @@ def _add_up(
     tl.store(result + token * width + column, total.to(result.dtype.element_ty), mask=column < width)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["count", "length"])
 def _local_choices(
     index,  # [T, K], contiguous

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import triton
 from torch import Tensor
 
 from veomni_core.ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, MEAN_LOGIT, TOP1
+from veomni_triton.sizes import ceil_div
 from veomni_triton.token_logprobs.kernels import gradients_kernel, sums_kernel
 
 COLUMNS, NUM_WARPS = 2048, 4  # 16 words for each thread
@@ -70,7 +70,7 @@ def write_gradient(
     if not tokens:
         return
     with torch.cuda.device_of(logits):
-        gradients_kernel[tokens, triton.cdiv(words, COLUMNS)](
+        gradients_kernel[tokens, ceil_div(words, COLUMNS)](
             logits,
             dlogits,
             labels,

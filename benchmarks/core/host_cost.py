@@ -1,0 +1,375 @@
+"""What a call of veomni-triton's kernels costs on the host, without a GPU, and where it goes.
+
+Writes ``docs/benchmarks/host_cost.json`` and ``.md``. Each kernel is compiled for sm90, and called on the CPU's tensors
+with a driver whose launch does nothing: what is timed is Python and PyTorch's dispatcher, up to Triton's launcher in C.
+Nothing is computed, so shapes are small: a launch costs the host the same for any, and large tensors cost the CPU's
+allocator what they don't cost CUDA's. No GPU's time is in the figures, nor what a driver or CUDA's allocator takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, library, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
+
+from benchmarks.shared.in_processes import leaf
+from benchmarks.shared.measuring import seconds_in_turns
+from benchmarks.shared.results import machine, write_results
+from benchmarks.shared.stand_in_gpu import stand_in_gpu
+
+Call = Callable[[], Any]
+Traced = tuple[Any, tuple[Any, ...], dict[str, Any]]  # what is called, and its arguments
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by operator, the Python function behind it
+CALLS = 20  # in a row, of which each repeat gives the mean: a few milliseconds, in which others may stay away
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of a kernel.
+
+    Attributes:
+        name: of the row.
+        call: forward.
+        inputs: those that get gradients.
+    """
+
+    name: str
+    call: Call
+    inputs: Sequence[Tensor]
+
+
+def bfloat16(*shape: int) -> Tensor:
+    return leaf(*shape, dtype=torch.bfloat16)
+
+
+def norm() -> Case:
+    from veomni_triton import rms_norm
+
+    x, weight = bfloat16(2, 16, 1024), bfloat16(1024)
+    return Case("rms_norm", lambda: rms_norm.standard(x, weight, 1e-6), [x, weight])
+
+
+class Norm(nn.Module):
+    """A norm whose code is a call of the kernel."""
+
+    def __init__(self, eps: float) -> None:
+        from veomni_triton import rms_norm
+
+        super().__init__()
+        self.weight, self.eps, self._kernel = nn.Parameter(torch.ones(1024).bfloat16()), eps, rms_norm.standard
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernel(x, self.weight, self.eps)
+
+
+def module_norm() -> Case:
+    """What a bound module is compared with."""
+    x, module = bfloat16(2, 16, 1024), Norm(1e-6)
+    return Case("rms_norm in a module", lambda: module(x), [x, module.weight])
+
+
+def bound_norm() -> Case:
+    """The same in a module of a model that was bound, in which a norm's own code was."""
+    from veomni_core.sites.norms.rms_norm import NormModules
+    from veomni_core.sites.site import Site
+    from veomni_triton import rms_norm
+
+    model = nn.Sequential(nn.RMSNorm(1024, eps=1e-6, dtype=torch.bfloat16))
+    site = Site("rms_norm", "0", "norm modules", "standard", "", detail={"eps": 1e-6})
+    for change in NormModules().install(model, site, rms_norm.standard, None):
+        change.apply()
+    x, module = bfloat16(2, 16, 1024), model[0]
+    return Case("rms_norm in a bound module", lambda: module(x), [x, module.weight])
+
+
+def gated_norm() -> Case:
+    from veomni_triton import rms_norm_gated
+
+    x, gate, weight = bfloat16(256, 128), bfloat16(256, 128), bfloat16(128)
+    return Case("rms_norm_gated", lambda: rms_norm_gated.standard(x, gate, weight, 1e-6), [x, gate, weight])
+
+
+def rotary() -> Case:
+    from veomni_triton import rotary_pos_emb
+
+    # As models make them: [B, S, H, D], transposed.
+    q, k = (bfloat16(2, 8, heads, 128) for heads in (16, 8))
+    cos, sin = torch.randn(2, 1, 8, 128).bfloat16().unbind()
+    return Case("rotary_pos_emb", lambda: rotary_pos_emb.full(q.transpose(1, 2), k.transpose(1, 2), cos, sin), [q, k])
+
+
+def swiglu() -> Case:
+    from veomni_triton import swiglu_mlp
+
+    gate, up = bfloat16(2, 16, 1024), bfloat16(2, 16, 1024)
+    return Case("swiglu_mlp", lambda: swiglu_mlp.standard(gate, up), [gate, up])
+
+
+def load_balancing() -> Case:
+    from veomni_triton import load_balancing_loss
+
+    logits = tuple(bfloat16(8, 128) for _ in range(48))
+    return Case("load_balancing_loss, 48 layers", lambda: load_balancing_loss.standard(logits, 128, 8), logits)
+
+
+def experts(rank: int = 0) -> Case:
+    from veomni_triton import moe_experts
+
+    tokens, hidden, intermediate, count, k = 64, 128, 64, 16, 4
+    states, weights = bfloat16(tokens, hidden), bfloat16(tokens, k)
+    index = torch.randn(tokens, count).topk(k).indices
+    gate_up, down = bfloat16(count, 2 * intermediate, hidden), bfloat16(count, hidden, intermediate)
+    inputs, adapters = [states, weights, gate_up, down], []
+    if rank:
+        factors = [
+            (bfloat16(count, rank, width), bfloat16(count, height, rank))
+            for height, width in (gate_up.shape[1:], down.shape[1:])
+        ]
+        adapters = [(a, b, 2.0) for a, b in factors]
+        for frozen in (gate_up, down):
+            frozen.requires_grad_(False)
+        inputs = [states, weights, *(factor for pair in factors for factor in pair)]
+    name = f"moe_experts, frozen, adapters of rank {rank}" if rank else "moe_experts"
+    return Case(name, lambda: moe_experts.standard(states, index, weights, gate_up, down, *adapters), inputs)
+
+
+def convolution() -> Case:
+    from veomni_triton import causal_conv1d
+
+    # As models make them: [B, S, C], transposed.
+    x, weight = bfloat16(1, 128, 256), bfloat16(256, 4)
+    return Case(
+        "causal_conv1d", lambda: causal_conv1d.standard(x.transpose(1, 2), weight, activation="silu"), [x, weight]
+    )
+
+
+def delta_rule() -> Case:
+    from veomni_triton import chunk_gated_delta_rule
+
+    query, key, value = bfloat16(1, 128, 2, 128), bfloat16(1, 128, 2, 128), bfloat16(1, 128, 4, 128)
+    g, beta = leaf(1, 128, 4), bfloat16(1, 128, 4)
+    inputs = [query, key, value, g, beta]
+    return Case(
+        "chunk_gated_delta_rule",
+        lambda: chunk_gated_delta_rule.standard(*inputs, use_qk_l2norm_in_kernel=True)[0],
+        inputs,
+    )
+
+
+def logprobs() -> Case:
+    from veomni_triton import token_logprobs
+
+    states, weight, labels = bfloat16(16, 16), bfloat16(512, 16), torch.arange(16)
+    kernel = token_logprobs.causal(0)
+    return Case("token_logprobs, one tile", lambda: kernel(states, weight, labels)[0], [states, weight])
+
+
+CASES = {
+    "rms_norm": norm,
+    "module_rms_norm": module_norm,
+    "bound_rms_norm": bound_norm,
+    "rms_norm_gated": gated_norm,
+    "rotary_pos_emb": rotary,
+    "swiglu_mlp": swiglu,
+    "load_balancing_loss": load_balancing,
+    "moe_experts": experts,
+    "moe_experts_adapters": partial(experts, 16),
+    "causal_conv1d": convolution,
+    "chunk_gated_delta_rule": delta_rule,
+    "token_logprobs": logprobs,
+}
+
+
+class Operators(TorchDispatchMode):
+    """Lists what reaches the dispatcher beneath autograd: the operators, and the arguments of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Traced] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(values: Any) -> Any:
+    """Without autograd's notes, as an operator's function gets its arguments."""
+    if isinstance(values, list | tuple):
+        return [_detached(each) for each in values] if isinstance(values, list) else tuple(map(_detached, values))
+    return values.detach() if isinstance(values, Tensor) else values
+
+
+@contextmanager
+def no_launches() -> Iterator[list[Any]]:
+    """Leave out all that is done for a launch; what would have been launched is listed."""
+    from triton.runtime.jit import JITFunction
+
+    from veomni_triton.quick_launch import QuickLaunch
+
+    left_out: list[Any] = []
+
+    def nothing(function: Any, *_: Any, **__: Any) -> None:
+        left_out.append(function)
+
+    with patch.object(JITFunction, "run", nothing), patch.object(QuickLaunch, "_launch", nothing):
+        yield left_out
+
+
+def often(call: Call, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Call:
+    def calls() -> None:
+        with context():
+            for _ in range(CALLS):
+                call()
+
+    return calls
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """Microseconds of both passes, and what they are made of.
+
+    What is left out, or called by itself, takes less; the difference is its share.
+    """
+
+    def forward() -> tuple[Tensor, ...]:
+        result = case.call()
+        return tuple(each for each in (result if isinstance(result, tuple) else (result,)) if each.requires_grad)
+
+    upstream = [torch.ones_like(each) for each in forward()]
+
+    def both() -> None:
+        torch.autograd.grad(forward(), case.inputs, upstream)
+
+    both()  # compiles
+    with no_launches() as launches, Operators() as seen:
+        both()
+    count = len(launches)
+    operators = [(function, _detached(args), kwargs) for function, args, kwargs in seen.found if _is_ours(function)]
+    functions = [(IMPLEMENTATIONS[function.name()], args, kwargs) for function, args, kwargs in operators]
+
+    def all_of(calls: Sequence[Traced]) -> None:
+        for function, args, kwargs in calls:
+            function(*args, **kwargs)
+
+    with no_launches(), torch.no_grad(), Operators() as within:
+        all_of(functions)
+    turns = {
+        "forward": often(case.call),
+        "both": often(both),
+        "without launches": often(both, no_launches),
+        "operators": often(partial(all_of, operators), no_launches_or_autograd),
+        "functions": often(partial(all_of, functions), no_launches_or_autograd),
+    }
+    # The least: others' use of the machine only ever adds.
+    least = {name: 1e6 * min(times) / CALLS for name, times in seconds_in_turns(turns, repeats).items()}
+    return {
+        "forward": least["forward"],
+        "backward": least["both"] - least["forward"],
+        "autograd and checks": least["without launches"] - least["operators"],
+        "dispatch": least["operators"] - least["functions"],
+        "operators": len(operators),
+        "within operators": least["functions"],
+        "tensors": len(within.found),
+        "Triton": least["both"] - least["without launches"],
+        "launches": count,
+    }
+
+
+@contextmanager
+def no_launches_or_autograd() -> Iterator[None]:
+    with no_launches(), torch.no_grad():
+        yield
+
+
+def _is_ours(operator: Any) -> bool:
+    return str(operator.namespace) == "veomni_triton"
+
+
+COUNTED = {"dispatch": "operators", "within operators": "tensors", "Triton": "launches"}
+COLUMNS = (
+    "kernel",
+    "forward",
+    "backward",
+    "of both: autograd and checks",
+    "dispatch (operators)",
+    "within them (tensors made or viewed)",
+    "Triton (launches)",
+)
+
+
+def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        *(f"{found[key]:.0f}" for key in ("forward", "backward", "autograd and checks")),
+        *(f"{found[key]:.0f} ({found[count]})" for key, count in COUNTED.items()),
+    )
+
+
+NOTE = (
+    "Microseconds of host time, the least of several repeats, on a CPU with a stand-in for Triton's driver: kernels "
+    "are compiled for sm90, and their launch does nothing. No GPU's time is in it, and neither are CUDA's driver and "
+    "allocator, nor what Triton's launcher does in C. Tensors are bfloat16 and small. PyTorch computes the products of "
+    "`token_logprobs` here, which is the most of its row."
+)
+
+
+@contextmanager
+def functions_noted() -> Iterator[None]:
+    """Note the Python function of each operator that is defined."""
+    impl = library.Library.impl
+    custom_op = library.custom_op
+
+    def noted_impl(self: Any, name: Any, function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        if isinstance(name, str):
+            IMPLEMENTATIONS[f"{self.ns}::{name}"] = function
+        return impl(self, name, function, *rest, **options)
+
+    def noted_custom_op(name: str, **options: Any) -> Any:
+        def noted(function: Callable[..., Any]) -> Any:
+            IMPLEMENTATIONS[name] = function
+            return custom_op(name, **options)(function)
+
+        return noted
+
+    with patch.object(library.Library, "impl", noted_impl), patch.object(library, "custom_op", noted_custom_op):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=150)
+    parser.add_argument("--only", nargs="+", choices=CASES, help="print these, and write no page")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found: dict[str, dict[str, Any]] = {}
+    with stand_in_gpu(), functions_noted():
+        for name in options.only or CASES:
+            case = CASES[name]()
+            found[case.name] = measure(case, options.repeats)
+            print(*row(case.name, found[case.name]), sep=" | ", flush=True)
+    if not options.only:
+        write_results(
+            "host_cost",
+            "What a call costs on the host",
+            {"microseconds": found, "machine": machine()},
+            COLUMNS,
+            [row(name, each) for name, each in found.items()],
+            NOTE,
+            script=__file__,
+        )
+
+
+if __name__ == "__main__":
+    main()
