@@ -9,6 +9,7 @@ Requests are lines of JSON on standard input, answers lines of JSON on standard 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -35,6 +36,9 @@ def serve(probe: str) -> None:
         with contextlib.suppress(Exception):  # what can't be imported says so in each check that needs it
             importlib.import_module(name)
     module = importlib.import_module(probe)
+    # A check collects garbage several times. Without this each would go through all that was imported, and copy it.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`, which ends a check that runs
     for line in sys.stdin:
         request = json.loads(line)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from veomni_core.sites.functions import code_layers
+from veomni_core.sites.walk import named_modules
 
 # Mixers with a state that runs along the sequence have a parameter of this name: Mamba's, gated delta rules, Kimi's.
 _DECAY = "A_log"
@@ -38,6 +39,14 @@ def carries_inputs(module: nn.Module) -> bool:
         (True, False)
     """
     return _CONVOLVED in _names(type(module))
+
+
+def carrying_paths(model: nn.Module) -> list[str]:
+    """The paths of the modules in ``model`` that carry a state or inputs; each class's code is read once."""
+    modules = named_modules(model)
+    named = {kind: _names(kind) for kind in {type(module) for _, module in modules}}
+    carrying = {kind for kind, names in named.items() if _RECURRENT in names or _CONVOLVED in names}
+    return [path for path, module in modules if type(module) in carrying or _DECAY in module._parameters]
 
 
 def _names(kind: type) -> frozenset[str]:

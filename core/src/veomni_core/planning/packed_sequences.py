@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.carried_states import carries_inputs, carries_state
+from veomni_core.planning.carried_states import carries_inputs, carries_state, carrying_paths
 from veomni_core.planning.decisions import OpDecision
 from veomni_core.sites.functions import current_forward, global_functions
 from veomni_core.sites.handed_on import keeps_boundaries, takes_boundaries
@@ -35,8 +35,7 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
     ops = list(ops)
     reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
     paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
-    carrying = [path for path, module in model.named_modules() if carries_state(module) or carries_inputs(module)]
-    paths |= {_model_around(model, path) for path in carrying}
+    paths |= {_model_around(model, path) for path in carrying_paths(model)}
     attending = {
         _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
     }

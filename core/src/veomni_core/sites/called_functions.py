@@ -12,6 +12,7 @@ from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.proofs.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.site import Kernel
+from veomni_core.sites.walk import named_modules
 
 Function = Callable[..., Any]
 
@@ -37,11 +38,13 @@ def callers(
 
     ``is_shared`` says of a global's value that it stands for a function, though it is an object of another kind.
     """
-    for path, module in model.named_modules():
+    wanted: dict[Function, dict[str, Any]] = {}  # of each forward: most modules share theirs with others
+    for path, module in named_modules(model):
         own = set_on_instance(module)
         forward = type(module).forward if own else current_forward(module)
-        functions = {name: value for name, value in global_functions(forward) if is_wanted(name)}
-        if functions:
+        if forward not in wanted:
+            wanted[forward] = {name: value for name, value in global_functions(forward) if is_wanted(name)}
+        if functions := wanted[forward]:
             yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions, is_shared))
 
 

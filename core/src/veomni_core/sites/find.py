@@ -24,6 +24,7 @@ from veomni_core.sites.engine.whole_twin import whole_twin
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
+from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def search(model: nn.Module, registry: Registry | None = None, layout: EngineLay
     """
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
-    if any(any(bindings_in(module)) for module in model.modules()):
+    if any(any(bindings_in(module)) for _, module in named_modules(model)):
         raise BindingError(
             "find_sites reads a model's own code, and this model is bound: binding_of(model).plan has its sites. To "
             "search it again, call binding_of(model).undo() first"

@@ -15,6 +15,7 @@ from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import Readings
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
 
 
 class ModuleLocator(ABC):
@@ -81,7 +82,7 @@ class ModuleLocator(ABC):
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         """A site for each candidate in ``model``."""
         proofs: ProvenOnce[Proof | None] = ProvenOnce()
-        for path, module in model.named_modules():
+        for path, module in named_modules(model):
             if not self.is_candidate(module):
                 continue
             proof = proofs.of(self.key(module), partial(self.prove, module))

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from veomni_core.sites.walk import named_modules
+
 WHOLE, FSDP1, FSDP2, TENSOR_PARALLEL = "whole", "fsdp1", "fsdp2", "tensor_parallel"
 
 
@@ -51,6 +53,8 @@ class ModelSharding:
         """
         if self.flattened is not None:
             return ModuleSharding(FSDP1, _why_not_flattened(self.flattened))
+        if not self._gathered and not self._is_tensor_parallel:
+            return ModuleSharding(WHOLE)
         module = self._model.get_submodule(path)
         while path and not _holds_parameters(module):
             path = path.rpartition(".")[0]
@@ -94,7 +98,7 @@ def _described(module: nn.Module, owner: nn.Module, name: str) -> str:
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Each parameter of ``module`` and its children, as the module that owns it and its name there."""
-    for owner in module.modules():
+    for _, owner in named_modules(module):
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name
@@ -122,7 +126,7 @@ def _gathered_by_fsdp2(model: nn.Module) -> Iterator[tuple[int, str]]:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
+    for _, module in named_modules(model):
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
@@ -141,7 +145,7 @@ def _flattened(model: nn.Module) -> str | None:
         return None
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         # From a model inside the wrapper the wrapper itself can't be seen, but the tensors that it leaves can.
         if isinstance(module, FullyShardedDataParallel) or any(map(_is_of_a_flat_parameter, _tensors(module))):
             return str(path)

@@ -21,6 +21,7 @@ from veomni_core.sites.functions import code_layers, current_forward, with_globa
 from veomni_core.sites.proofs.probe import parameter_dtype
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
 
 _DECLARED = "declared by the modeling code"
 # How many calls to follow from a forward to a function that uses a slot. Generated modeling code needs one: the forward
@@ -37,11 +38,16 @@ class DeclaredSlots:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         unreached: dict[str, set[str]] = {}
         reached: dict[Any, dict[str, OpSlot]] = {}
-        for path, module in model.named_modules():
-            for name, slot in _slots_of_class(type(module)).items():
+        held: dict[type, dict[str, OpSlot]] = {}
+        for path, module in named_modules(model):
+            kind = type(module)
+            if kind not in held:
+                held[kind] = _slots_of_class(kind)
+            for name, slot in held[kind].items():
                 yield _site(slot, path, rule, module, {"attribute": name})
-            declared = unreached.setdefault(type(module).__module__, set(_slots_of_module(type(module).__module__)))
-            forward = type(module).forward
+            if kind.__module__ not in unreached:
+                unreached[kind.__module__] = set(_slots_of_module(kind.__module__))
+            declared, forward = unreached[kind.__module__], kind.forward
             if forward not in reached:
                 reached[forward] = _slots_reached(forward)
             for name, slot in reached[forward].items():

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from veomni_core.changes.change import Change
 from veomni_core.sites.attention.interface_names import calls_beneath
+from veomni_core.sites.walk import named_modules
 
 _NAME = "_attn_implementation_internal"
 _OWN = "_veomni_own_configs"
@@ -50,14 +51,14 @@ class OwnConfigs:
     def apply(self) -> None:
         model: Any = self._model()
         found: dict[int, Any] = {}
-        for module in model.modules():
+        for _, module in named_modules(model):
             for value in vars(module).values():
                 _collect(value, found)
         copies = {identity: copy.copy(config) for identity, config in found.items()}
         for own in copies.values():
             _replace(own, copies)
         self._copied = [_Copied(config, copies[identity]) for identity, config in found.items()]
-        for module in model.modules():
+        for _, module in named_modules(model):
             _replace(module, copies)
         vars(model)[_OWN] = self
 
@@ -69,7 +70,7 @@ class OwnConfigs:
         former = {id(each.own): each.shared for each in self._copied}
         for each in self._copied:
             each.carry_edits_over(former)
-        for module in model.modules():
+        for _, module in named_modules(model):
             _replace(module, former)
         vars(model).pop(_OWN, None)
 

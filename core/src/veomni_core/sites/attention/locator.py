@@ -21,6 +21,7 @@ from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
@@ -79,11 +80,11 @@ def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proo
 def readers_by_owner(model: nn.Module) -> dict[str, list[str]]:
     """The attention modules that read each config, by the path of the outermost module that holds the config."""
     readers: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if reads_interface(module):
             readers.setdefault(id(module.config), []).append(path)
     owners: dict[int, str] = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         owners.setdefault(id(vars(module).get("config")), path)
     return {owners[config]: paths for config, paths in readers.items()}
 

@@ -15,6 +15,7 @@ from veomni_core.sites.attention.masks import difference
 from veomni_core.sites.attention.trace import Trace, TracedModel, roots
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
+from veomni_core.sites.walk import named_modules
 
 # By family of interfaces: the class attributes with which transformers says that a model supports it, whose names
 # differ between versions.
@@ -135,7 +136,7 @@ def _eager_only(model: nn.Module, owner: str, refused: Mapping[str, str]) -> Pro
 
 def _refused_by_transformers(model: Any, owner: str) -> Iterator[tuple[str, str]]:
     config = model.get_submodule(owner).config
-    holders = [module for module in model.modules() if vars(module).get("config") is config]
+    holders = [module for _, module in named_modules(model) if vars(module).get("config") is config]
     for family, names in _SUPPORTED.items():
         for holder in holders:
             said = {name: getattr(holder, name) for name in names if hasattr(holder, name)}

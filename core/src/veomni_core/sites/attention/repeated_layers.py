@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from veomni_core.sites.attention.layer_forms import form_of, is_setting
+from veomni_core.sites.walk import named_modules
+
 
 class RepeatedLayers:
     """The results of the layers that ran in the current run, by their form and their arguments."""
@@ -56,24 +59,14 @@ def skip_repeated_layers(twin: nn.Module, left_out: Callable[[str], None]) -> Re
     ``left_out`` is called with the path of each layer that is skipped.
     """
     repeated = RepeatedLayers()
-    for path, module in list(twin.named_modules()):
+    forms: dict[Hashable, int] = {}  # a number for each: a form is a tree, which would be hashed in every run
+    for path, module in named_modules(twin):
         if isinstance(module, nn.ModuleList) and len(module) > 1:
             for index, layer in enumerate(module):
                 inner = f"{path}.{index}" if path else str(index)
-                vars(layer)["forward"] = repeated.forward_of(layer, inner, (path, _form(layer, index)), left_out)
+                form = forms.setdefault((path, form_of(layer, index)), len(forms))
+                vars(layer)["forward"] = repeated.forward_of(layer, inner, form, left_out)
     return repeated
-
-
-def _form(module: nn.Module, index: int) -> Hashable:
-    own = {name: value for name, value in vars(module).items() if _is_setting(value)}
-    settings = tuple(sorted((n, repr(value)) for n, value in own.items() if type(value) is not int or value != index))
-    shapes = tuple((name, None if value is None else value.shape) for name, value in module._parameters.items())
-    children = tuple((name, None if m is None else _form(m, index)) for name, m in module._modules.items())
-    return type(module), settings, shapes, children, id(vars(module).get("config"))
-
-
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
 
 
 def _argument(name: Any, value: Any) -> Hashable:
@@ -82,4 +75,4 @@ def _argument(name: Any, value: Any) -> Hashable:
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple):
         return tuple(_argument(None, each) for each in value)
-    return value if value is None or _is_setting(value) else id(value)
+    return value if value is None or is_setting(value) else id(value)

@@ -25,6 +25,7 @@ from veomni_core.sites.attention.weightless import run_on_meta
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, ZERO, hollow_twin
+from veomni_core.sites.walk import named_modules
 
 Function = Callable[..., Any]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -63,7 +64,7 @@ class TracedModel:
         self._twin = hollow_twin(model).eval()
         self._trace = Trace(None)
         self._ran_for_eager: dict[tuple[str, bool, bool], frozenset[str]] = {}
-        for module in self._twin.modules():  # a forward may write to lists and mappings, so the copy gets its own
+        for _, module in named_modules(self._twin):  # a forward may write to lists and mappings: the copy has its own
             vars(module).update({n: copy.copy(v) for n, v in vars(module).items() if type(v) in (list, dict, set)})
         OwnConfigs(self._twin).apply()
         _narrow_windows(self._twin)
@@ -213,7 +214,7 @@ def _tokens(config: Any, length: int) -> Tensor:
 
 
 def _configs(twin: nn.Module) -> list[Any]:
-    return list({id(m.config): m.config for m in twin.modules() if "config" in vars(m)}.values())
+    return list({id(m.config): m.config for _, m in named_modules(twin) if "config" in vars(m)}.values())
 
 
 def _narrow_windows(twin: nn.Module) -> None:
@@ -221,7 +222,7 @@ def _narrow_windows(twin: nn.Module) -> None:
 
     Only where every module's window is the one in its config: a window that is computed from it stays as it is.
     """
-    holders = [module for module in twin.modules() if isinstance(vars(module).get("sliding_window"), int)]
+    holders = [module for _, module in named_modules(twin) if isinstance(vars(module).get("sliding_window"), int)]
     stated = [config for config in _configs(twin) if isinstance(vars(config).get("sliding_window"), int)]
     windows = {vars(config)["sliding_window"] for config in stated}
     if all(vars(module)["sliding_window"] in windows for module in holders):
@@ -238,7 +239,7 @@ def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[tuple[str, bool]
     if "encoder_hidden_states" in inspect.signature(type(model).forward).parameters:
         yield "", True
     wanted = {id(model.get_submodule(path).config) for path in readers}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         identity = id(vars(module).get("config"))
         if identity in wanted and hasattr(type(module), "main_input_name"):
             wanted.discard(identity)

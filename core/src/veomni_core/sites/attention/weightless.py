@@ -11,39 +11,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from veomni_core.sites.attention.layer_forms import form_of
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.hollow_twin import hollow_twin
+from veomni_core.sites.walk import named_modules
 
 
 def run_on_meta(twin: nn.Module, attention: Collection[str]) -> None:
     """Run the children of the layers in ``twin``'s module lists on meta, except for those that hold ``attention``."""
-    for path, layers in list(twin.named_modules()):
+    shared: dict[Hashable, _OnMeta] = {}
+    for path, layers in named_modules(twin):
         for index, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
             for name, child in layer.named_children():
                 inner = f"{path}.{index}.{name}".lstrip(".")
                 if not any(f"{each}.".startswith(f"{inner}.") for each in attention) and not _is_listed(child):
-                    vars(child)["forward"] = _without_numbers(child)
+                    vars(child)["forward"] = _without_numbers(child, index, shared)
 
 
 def _is_listed(child: nn.Module) -> bool:
     return isinstance(child, nn.ModuleList | nn.ModuleDict)
 
 
-def _without_numbers(child: nn.Module) -> Callable[..., Any]:
-    """A forward that runs ``child`` on meta, once for each form of its arguments; on the CPU where that fails."""
+class _OnMeta:
+    """Runs one child for all of its form, once for each form of their arguments; on the CPU where meta fails."""
+
+    def __init__(self, child: nn.Module, run: Callable[..., Any]) -> None:
+        self._twin, self._run = _moved_to_meta(child), run
+        self._given: dict[Hashable, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = (_form(args), _form(kwargs))
+        if key not in self._given:
+            with torch.device("meta"):
+                result, error = probe.attempt(lambda: self._twin(*_mapped(args, "meta"), **_mapped(kwargs, "meta")))
+            self._given[key] = self._run(*args, **kwargs) if error else _mapped(result, "cpu")
+        return self._given[key]
+
+
+def _without_numbers(child: nn.Module, index: int, shared: dict[Hashable, _OnMeta]) -> Callable[..., Any]:
+    """A forward by which ``child`` gives what the first of its form in ``shared`` gave for arguments of this form."""
     run = child.forward
-    on_meta: list[nn.Module] = []  # made at the first call: most layers repeat an earlier one and are never called
-    given: dict[Hashable, Any] = {}
+    mine: list[_OnMeta] = []  # found at the first call: most layers repeat an earlier one and are never called
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        key = (_form(args), _form(kwargs))
-        if key not in given:
-            if not on_meta:
-                on_meta.append(_moved_to_meta(child))
-            with torch.device("meta"):
-                result, error = probe.attempt(lambda: on_meta[0](*_mapped(args, "meta"), **_mapped(kwargs, "meta")))
-            given[key] = run(*args, **kwargs) if error else _mapped(result, "cpu")
-        return given[key]
+        if not mine:
+            form = form_of(child, index)
+            if form not in shared:
+                shared[form] = _OnMeta(child, run)
+            mine.append(shared[form])
+        return mine[0](*args, **kwargs)
 
     return forward
 

@@ -20,6 +20,7 @@ from veomni_core.sites.functions import within_layer
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
 
 _NAME = "causal_conv1d_fn"
 
@@ -56,8 +57,8 @@ def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof]) -> Site:
 
 def _out_of_reach(model: nn.Module, rule: str, found: set[str]) -> Iterator[Site]:
     """A site without a variant for each module that holds a causal convolution and doesn't call the function."""
-    for path, module in model.named_modules():
-        held = [(name, child) for name, child in module.named_children() if _is_causal(child)]
+    for path, module in named_modules(model):
+        held: list[tuple[str, Any]] = [(name, child) for name, child in module.named_children() if _is_causal(child)]
         if held and path not in found:
             name, convolution = held[0]
             evidence = f"it runs its convolution {name} in another way than by calling a function {_NAME}"

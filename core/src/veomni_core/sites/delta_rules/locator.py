@@ -28,6 +28,7 @@ from veomni_core.sites.proofs.code_reading import set_on_instance
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.proofs.reachable_code import instructions, nested_code
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
 
 _HEADS, _WIDTHS = ("key_heads", "value_heads"), ("key_width", "value_width")
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
@@ -126,8 +127,8 @@ def _places(model: nn.Module, called: re.Pattern[str]) -> Iterator[_Place]:
             # An attribute that the code reads may have the name of a global, which then is not what it calls.
             if callable(function) and name in _loaded(caller.forward, _GLOBALS):
                 yield _Place(caller.path, caller.module, name, function, "function", caller.why_not)
-    for path, module in model.named_modules():
-        held = {name: value for name, value in vars(module).items() if called.search(name) and callable(value)}
+    for path, module in named_modules(model):
+        held = {name: value for name, value in vars(module).items() if callable(value) and called.search(name)}
         for name in sorted(held.keys() & _loaded(current_forward(module), _ATTRIBUTES)) if held else ():
             yield _Place(path, module, name, held[name], "attribute", set_on_instance(module))
 

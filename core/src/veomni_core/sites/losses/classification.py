@@ -17,13 +17,14 @@ from veomni_core.sites.forwards.classification_loss import SINGLE_LABEL, single_
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
 
 
 class ClassificationLosses:
     """Finds sequence classifiers by their loss, and replaces it for one model."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
-        for path, module in model.named_modules():
+        for path, module in named_modules(model):
             if getattr(module, "loss_type", None) == "ForSequenceClassification" and hasattr(module, "loss_function"):
                 yield _prove(module.loss_function).site("cross_entropy_loss", path, rule)  # type: ignore[arg-type]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.sites.walk import named_modules
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -36,7 +38,7 @@ class LanguageModel:
 def language_models(model: nn.Module) -> Iterator[LanguageModel]:
     """Every language model in ``model``, which may be one itself."""
     heads: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if not hasattr(type(module), "get_output_embeddings") or not _takes_labels(module):
             continue
         head = module.get_output_embeddings()  # type: ignore[operator]

@@ -21,6 +21,7 @@ from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import read_function
 from veomni_core.sites.proofs.hollow_twin import BATCH, FREQUENCIES, LENGTH, ZERO, hollow_twin
 from veomni_core.sites.proofs.proof import ProvenOnce
+from veomni_core.sites.walk import named_modules
 
 _WIDTH = 16  # of the hidden states; embeddings read only their dtype and device
 # Upper bounds of the random positions: near the start, and then up to where released models go.
@@ -33,7 +34,7 @@ def all_handed_over(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     An embedding that serves several layer types has one result per type, and then a mapping of them all. An embedding
     whose forward takes other arguments has no result.
     """
-    kinds = {path: (module, _kinds(module)) for path, module in model.named_modules()}
+    kinds = {path: (module, _kinds(module)) for path, module in named_modules(model)}
     results: ProvenOnce[tuple[Any, ...]] = ProvenOnce()
     return {
         path: results.of(probe.behaviour(module), partial(_handed_over, module, names))

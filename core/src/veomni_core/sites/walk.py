@@ -1,0 +1,35 @@
+"""The walk over the modules of a model, in one list: every rule looks at every module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As ``model.named_modules()``, which hands each module on through a generator per level around it.
+
+    Args:
+        model: any module.
+
+    Returns:
+        ``(path, module)`` of the model itself and of every module in it, each once, in the order of registration.
+
+    Example:
+        >>> shared = nn.Linear(2, 2)
+        >>> [path for path, _ in named_modules(nn.Sequential(nn.Sequential(shared), shared))]
+        ['', '0', '0.0']
+    """
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        if children := module._modules:
+            around = f"{path}." if path else ""
+            inner = [(around + name, child) for name, child in children.items() if child is not None]
+            waiting += reversed(inner)
+    return found
