@@ -79,7 +79,8 @@ class Selection:
         self._machine = ThisMachine(hardware)
         self.certificates = Certificates(self._machine, None if hardware.detected else ())
         measured = measured_job if training and hardware.detected else None
-        self.measured = measured and MeasuredChoices(measured, registry, self._machine, self.certificates)
+        choices = (registry, self._machine, self.certificates)
+        self.measured = None if measured is None else MeasuredChoices(measured, *choices)
         """What ``auto`` goes by before ranks; ``None`` where nothing is measured: elsewhere, or for evaluation."""
         self.passed_by: dict[str, None] = {}
         """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
