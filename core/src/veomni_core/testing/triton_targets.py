@@ -22,6 +22,7 @@ _SHARED_OF_CAPABILITY = {
     **{70: 98304, 75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448},
     **{100: 232448, 103: 232448, 120: 101376, 121: 101376},
 }
+_SHARED_EVERYWHERE = 49152  # what every block may have, without asking for more
 # AMD's, by architecture: the local data share of a compute unit (CDNA 3 and CDNA 4 instruction set architectures).
 _SHARED_OF_ARCHITECTURE = {"gfx942": 65536, "gfx950": 163840}
 _ARCHITECTURE_OF_PRODUCT = {"AMD Instinct MI300X": "gfx942", "AMD Instinct MI355X": "gfx950"}
@@ -62,15 +63,18 @@ class Target:
         arch = _ARCHITECTURE_OF_PRODUCT.get(hardware.name)
         if hardware.device_type == "rocm" and arch is not None:
             return cls(arch, "hip", arch, 64, _SHARED_OF_ARCHITECTURE[arch])
-        known = "sm90, h200, mi300x"
-        raise ConfigError(f"Triton's kernels can't be compiled for {hardware.describe()}: write {known}")
+        raise ConfigError(
+            f"Triton's kernels can't be compiled for {hardware.describe()}: write the name of another GPU, as sm90, "
+            "h200, mi300x"
+        )
 
     def driver(self) -> Any:
         """A driver of Triton's for this GPU, where nothing can be launched. Host code may ask it about the GPU."""
         from triton.backends.compiler import GPUTarget
 
         target = GPUTarget(self.backend, self.arch, self.warp)
-        properties = {"max_shared_mem": self.shared_bytes or 49152, "multiprocessor_count": _MULTIPROCESSORS}
+        shared_bytes = self.shared_bytes or _SHARED_EVERYWHERE
+        properties = {"max_shared_mem": shared_bytes, "multiprocessor_count": _MULTIPROCESSORS}
         return SimpleNamespace(
             get_current_target=lambda: target,
             # Triton remembers what it compiled by the device's number.
