@@ -133,7 +133,7 @@ def test_a_gpu_kernel_asked_for_by_name_is_refused_with_its_reason(npu):
     with pytest.raises(KernelUnavailableError) as raised:
         on_npu(build("qwen3_moe"), {"preset": "auto", "moe_implementation": "fused_triton"}, registry)
     assert str(raised.value) == (
-        "moe_implementation: fused_triton can't run here: needs device type cuda, this is npu (Ascend910B3). "
+        "moe_implementation: fused_triton can't run here: needs device type cuda or rocm, this is npu (Ascend910B3). "
         "Usable: eager, fused_npu."
     )
 

@@ -98,7 +98,7 @@ def test_plan(veomni, job, install_healthy):
 
 
 def test_plan_on_hardware_that_falls_short(veomni, job):
-    text = veomni("plan", job("{preset: gpu}"), "--hardware", "mi300x", code=1)
+    text = veomni("plan", job("{preset: gpu}"), "--hardware", "mps", code=1)
     assert text.count("Usable:") >= 6 and "attn_implementation" in text
 
 
