@@ -1,7 +1,7 @@
 """Compiles what the kernels launch for layers of real models' widths, for GPUs that are not here.
 
 Run by ``test_compiled_ahead.py`` in a process of its own, since the other tests run in Triton's interpreter. Arguments:
-the dtype, and the GPUs. It writes one line of JSON for each function: the GPU, the call, and what the function needs.
+the dtype, the GPU, and which calls. It writes one line of JSON for each call: its problem, and what its functions need.
 
 The contract's samples are small, and ``veomni verify --compile-for`` compiles those. Launches for many rows and wide
 layers are chosen here alone. No tensor is computed: what the kernels would write stays as it was allocated.
@@ -10,6 +10,7 @@ layers are chosen here alone. No tensor is computed: what the kernels would writ
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -91,18 +92,20 @@ def _delta_rule(tensor: Callable[..., Tensor], key_width: int, value_width: int)
     return chunk_gated_delta_rule.standard(query, key, value, g, beta, use_qk_l2norm_in_kernel=True)[0]
 
 
-def main(dtype: str, *gpus: str) -> None:
-    for gpu in gpus:
-        for name, call in calls(getattr(torch, dtype)):
-            problem = ""
-            with compiling_for(Target.of(Hardware.named(gpu))) as compiled:
-                try:
-                    result = call()
-                    result.backward(torch.empty_like(result))
-                except Exception as error:  # the compiler's: each call is reported
-                    problem = f"{type(error).__name__}: {error}"
-            functions = [asdict(each) for each in dict.fromkeys(compiled)]
-            print(json.dumps({"gpu": gpu, "call": name, "problem": problem, "functions": functions}), flush=True)
+def main(dtype: str, gpu: str, wanted: str = "") -> None:
+    """Compile the calls whose names match ``wanted``."""
+    for name, call in calls(getattr(torch, dtype)):
+        if not re.search(wanted, name):
+            continue
+        problem = ""
+        with compiling_for(Target.of(Hardware.named(gpu))) as compiled:
+            try:
+                result = call()
+                result.backward(torch.empty_like(result))
+            except Exception as error:  # the compiler's: each call is reported
+                problem = f"{type(error).__name__}: {error}"
+        functions = [asdict(each) for each in dict.fromkeys(compiled)]
+        print(json.dumps({"gpu": gpu, "call": name, "problem": problem, "functions": functions}), flush=True)
 
 
 if __name__ == "__main__":
