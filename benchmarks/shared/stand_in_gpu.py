@@ -13,42 +13,25 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-CAPABILITY = 90
-_SHARED_BYTES = 232448  # of one block on sm90 (CUDA C++ Programming Guide, "Technical Specifications")
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.testing.triton_targets import Target
 
 
 def _nothing(*_: Any) -> None:
     pass
 
 
-class _Driver:
-    """What Triton asks of a driver."""
-
-    def __init__(self, target: Any, launcher: type) -> None:
-        self._target, self.launcher_cls, handles = target, launcher, count(1)
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": _SHARED_BYTES, "multiprocessor_count": 132},
-            load_binary=lambda name, binary, shared, device: (object(), next(handles), 0, 0, 1024),
-            fill_tma_descriptor=_nothing,
-        )
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def stand_in_gpu() -> Iterator[None]:
-    """Let Triton take CPU tensors for those of a GPU that is not here. Not with ``TRITON_INTERPRET``."""
-    from triton.backends.compiler import GPUTarget
+    """Let Triton take CPU tensors for those of an H200 that is not here. Not with ``TRITON_INTERPRET``."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
+    # What compiles has all that is asked but launches: kernels are loaded, and descriptors filled, by doing nothing.
+    stand_in, handles = Target.of(Hardware.named("h200")).driver(), count(1)
+    stand_in.launcher_cls = nvidia.CudaLauncher
+    stand_in.utils.load_binary = lambda name, binary, shared, device: (object(), next(handles), 0, 0, 1024)
+    stand_in.utils.fill_tma_descriptor = _nothing
     # Triton compiles a launcher in C for each signature. In its place stands a call that does nothing.
     module = SimpleNamespace(launch=_nothing)
     with ExitStack() as stack:
@@ -57,5 +40,5 @@ def stand_in_gpu() -> Iterator[None]:
         stack.enter_context(patch.object(nvidia, "compile_module_from_src", lambda **_: module))
         before = driver._active
         stack.callback(setattr, driver, "_active", before)
-        driver.set_active(_Driver(GPUTarget("cuda", CAPABILITY, 32), nvidia.CudaLauncher))
+        driver.set_active(stand_in)
         yield

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.testing.triton_ahead import lacking
+from veomni_core.testing.triton_targets import Target
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -121,6 +126,16 @@ def test_a_kernel_is_compiled_for_gpus_of_amd(compiled):
     assert all(8 <= each["registers"] <= 512 and each["spilled_bytes"] == 0 for each in row["functions"])
     large = compiled("large", "mi300x", code=1)
     assert "bytes of shared memory, and a block of gfx942 has 65,536" in large["detail"][0]
+
+
+def test_tensor_memory_that_a_block_lacks_is_named():
+    target = Target.of(Hardware.named("b200"))
+    assert (
+        lacking(SimpleNamespace(shared=0, tmem_size=1024), target)
+        == "needs 1024 columns of tensor memory, and a block of sm100 has 512"
+    )
+    assert not lacking(SimpleNamespace(shared=0, tmem_size=512), target)
+    assert not lacking(SimpleNamespace(shared=0), Target.of(Hardware.named("h200")))
 
 
 def test_host_code_may_ask_tritons_driver_about_the_gpu(compiled):

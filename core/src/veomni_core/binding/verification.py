@@ -37,16 +37,15 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
     Raises:
         KernelUnavailableError: a kernel has not passed; the message says how to check it.
     """
-    in_question = [planned for planned in plan.kernels if planned.spec.digest or planned.spec.suspicions]
-    if not in_question:
+    if not any(planned.spec.digest or planned.spec.suspicions for planned in plan.kernels):
         return
     hardware = registry.detect_hardware(plan.hardware.torch_device_type)
+    in_question = [(each, reason) for each in plan.kernels if (reason := each.spec.must_pass_first(hardware))]
+    if not in_question:
+        return
     certificates = Certificates(ThisMachine(hardware))
     reasons = []
-    for planned in in_question:
-        reason = planned.spec.must_pass_first(hardware)
-        if not reason:
-            continue
+    for planned, reason in in_question:
         decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
         dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
         why = not_certified(certificates, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)

@@ -65,8 +65,8 @@ class KernelSpec:
             whose contract says what rows are.
         fullgraph: promises that ``torch.compile`` captures a call whole, with ``fullgraph=True``, and once for all
             numbers of rows.
-        suspicions: the machines on which the kernel was wrong, and how. There it is chosen only where ``veomni verify``
-            has passed it.
+        suspicions: the machines on which the kernel was wrong, and how, or was never run. There it is chosen only where
+            ``veomni verify`` has passed it.
         slow_check: why its conformance check takes many minutes; empty if it does not. ``veomni verify`` then leaves it
             out, and says so, unless the kernel is named or ``--slow`` is given.
 

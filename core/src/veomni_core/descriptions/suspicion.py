@@ -1,4 +1,4 @@
-"""Machines on which a kernel is known to have been wrong, and must pass its contract first. Does not import torch."""
+"""Machines on which a kernel was wrong, or was never run, and must pass its contract first. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from veomni_core.errors import SpecError
 
 @dataclass(frozen=True)
 class Suspicion:
-    """That a kernel was wrong on some machines. There it is chosen only where ``veomni verify`` has passed it.
+    """That a kernel was wrong on some machines, or never run; ``veomni verify`` must have passed it to be chosen there.
 
     A range of versions is where somebody saw the fault, and not where it ends. So it decides who is asked, and the
     contract, run once on the device, decides what is answered.
 
     Args:
         where: the machines in question: device, compute capabilities, and versions of packages such as triton.
-        why: what was wrong there, as a phrase for messages.
+        why: what was wrong there, or that nobody ran it, as a phrase for messages.
 
     Example:
         >>> hopper = HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90)

@@ -27,7 +27,7 @@ def carries_state(module: nn.Module) -> bool:
         >>> carries_state(Lfm2ShortConv.__new__(Lfm2ShortConv)), carries_state(nn.Linear(2, 2))
         (False, False)
     """
-    return _DECAY in vars(module).get("_parameters", {}) or _RECURRENT in _names(type(module))
+    return _has_decay(module) or _RECURRENT in _names(type(module))
 
 
 def carries_inputs(module: nn.Module) -> bool:
@@ -44,9 +44,13 @@ def carries_inputs(module: nn.Module) -> bool:
 def carrying_paths(model: nn.Module) -> list[str]:
     """The paths of the modules in ``model`` that carry a state or inputs; each class's code is read once."""
     modules = named_modules(model)
-    named = {kind: _names(kind) for kind in {type(module) for _, module in modules}}
-    carrying = {kind for kind, names in named.items() if _RECURRENT in names or _CONVOLVED in names}
-    return [path for path, module in modules if type(module) in carrying or _DECAY in module._parameters]
+    kinds = {type(module) for _, module in modules}
+    carrying = {kind for kind in kinds if not _names(kind).isdisjoint((_RECURRENT, _CONVOLVED))}
+    return [path for path, module in modules if type(module) in carrying or _has_decay(module)]
+
+
+def _has_decay(module: nn.Module) -> bool:
+    return _DECAY in vars(module).get("_parameters", {})
 
 
 def _names(kind: type) -> frozenset[str]:

@@ -158,11 +158,11 @@ def _described(kernel: Any, resources: tuple[int, int], target: Target) -> Compi
         registers,
         metadata.shared,
         spilled,
-        _lacking(metadata, target),
+        lacking(metadata, target),
     )
 
 
-def _lacking(metadata: Any, target: Target) -> str:
+def lacking(metadata: Any, target: Target) -> str:
     """What a block of the target has too little of; empty if it has enough."""
     if target.shared_bytes is not None and metadata.shared > target.shared_bytes:
         has = f"{target.shared_bytes:,}"

@@ -19,8 +19,17 @@ from veomni_core.errors import ConfigError, HostError
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability").
 _SHARED_OF_CAPABILITY = {
-    **{70: 98304, 75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448},
-    **{100: 232448, 103: 232448, 120: 101376, 121: 101376},
+    70: 98304,
+    75: 65536,
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+    121: 101376,
 }
 _SHARED_EVERYWHERE = 49152  # what every block may have, without asking for more
 # AMD's, by architecture: the local data share of a compute unit (CDNA 3 and CDNA 4 instruction set architectures).

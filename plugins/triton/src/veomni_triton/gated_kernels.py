@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.quick_launch import quick_launch
-
 _TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _TANH_CUBE = tl.constexpr(0.044715)  # the coefficient of GELU's tanh approximation
 
@@ -18,7 +16,6 @@ _TANH_CUBE = tl.constexpr(0.044715)  # the coefficient of GELU's tanh approximat
 # result is rounded once. Offsets of rows are int64, since R * I can exceed 2**31.
 
 
-@quick_launch
 @triton.jit
 def forward_kernel(
     gate,  # [R, I], rows gate_stride apart
@@ -38,7 +35,6 @@ def forward_kernel(
     tl.store(result + row * width + column, (value * u).to(result.dtype.element_ty), mask=kept)
 
 
-@quick_launch
 @triton.jit
 def backward_kernel(
     dresult,  # [R, I], rows dresult_stride apart

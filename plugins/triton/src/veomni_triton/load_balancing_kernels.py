@@ -9,14 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.quick_launch import quick_launch
-
 # L layers, T tokens of each, E experts, K choices per token; WIDTH is E padded to a power of two of at least 4, P the
 # programs of sums_kernel over all layers. `token` is [TOKENS, 1, 1], `expert` [1, 4, WIDTH / 4], so that tokens and
 # experts broadcast to a tile.
 
 
-@quick_launch
 @triton.jit
 def sums_kernel(
     gate_logits,  # L tensors [T, E]
@@ -55,7 +52,6 @@ def sums_kernel(
     tl.store(place + WIDTH, tl.sum(probabilities, axis=0, keep_dims=True))
 
 
-@quick_launch
 @triton.jit
 def loss_kernel(
     sums,  # [P, 2, WIDTH]
@@ -84,7 +80,6 @@ def loss_kernel(
     tl.store(slope + expert, EXPERTS * share / tokens, mask=expert < EXPERTS)
 
 
-@quick_launch
 @triton.jit
 def gradients_kernel(
     gate_logits,  # L tensors [T, E], of the layers that need gradients

@@ -56,7 +56,7 @@ def standard(
         raise ValueError(
             f"attention_mask has {attention_mask.numel()} elements, expected one for each of {shape[0]} tokens"
         )
-    # All layers have one dtype, so PyTorch is asked of the first alone.
+    # All layers have one dtype, so PyTorch is asked of the first alone: a model has dozens.
     if as_softmax_takes(gate_logits[0]) is not gate_logits[0]:
         gate_logits = tuple(map(as_softmax_takes, gate_logits))
     return _LoadBalancing.apply(top_k, attention_mask, *gate_logits)
@@ -74,8 +74,6 @@ class _LoadBalancing(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         slope, mask, *gate_logits = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        if all(needed):
-            return None, None, *_backward(dloss, slope, gate_logits, mask).unbind()
         layers = [logits for logits, wanted in zip(gate_logits, needed, strict=True) if wanted]
         gradients = iter(_backward(dloss, slope, layers, mask).unbind())
         return None, None, *(next(gradients) if wanted else None for wanted in needed)

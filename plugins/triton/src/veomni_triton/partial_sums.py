@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div
 
 COLUMNS = 16  # per program: 64 bytes of float32, two memory sectors, so that H = 4096 already makes 256 programs
@@ -37,7 +36,6 @@ def sum_partials(partials: Tensor, total: Tensor) -> None:
 
 
 # P rows of partial sums, H = WIDTH columns. P depends on the batch: if it were specialised, batches would recompile.
-@quick_launch
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
     partials,  # [P, H], float32, rows row_stride apart

@@ -15,7 +15,6 @@ from veomni_triton.causal_conv1d.arithmetic import bias_of, gradients_of, result
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.runs import guarded, loaded, numbers_of, place, zeros
 from veomni_triton.gpu import register_limit
-from veomni_triton.quick_launch import quick_launch
 
 
 def forward(
@@ -101,7 +100,6 @@ def backward(
 # B sequences of S = positions, C = channels, W = WIDTH taps. Blocks are [CHANNELS], in float32 from load to store.
 # Tuples hold blocks of neighbouring positions: the W - 1 before a step first, then the COUNT of the step. A run begins
 # at `first` and ends before `end`. Offsets are int64, since B * S * C can exceed 2**31.
-@quick_launch
 @triton.jit(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
 def _forward_kernel(
     x,  # [B, S, C], contiguous along C
@@ -168,7 +166,6 @@ def _forward_step(
     return window[COUNT:]
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
 def _backward_kernel(
     dy,  # [B, S, C], contiguous along C

@@ -24,7 +24,6 @@ from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.layout import positions_of_a_vector
 from veomni_triton.causal_conv1d.vectors import numbers_of, store_vectors, vectors_of
 from veomni_triton.gpu import register_limit
-from veomni_triton.quick_launch import quick_launch
 
 
 def forward(
@@ -96,7 +95,6 @@ def backward(
 # and STEP positions of each, on CHANNELS * STEP / VECTOR = L lanes. Blocks are [L], in float32 from load to store;
 # tuples hold blocks of neighbouring positions, whole vectors of them. Offsets of rows are int64, since B * S * C can
 # exceed 2**31.
-@quick_launch
 @triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["weight", "bias"])
 def _forward_kernel(
     x,  # [B, C, S], contiguous along S
@@ -140,7 +138,6 @@ def _forward_kernel(
         store_vectors(y, position, results, inside, LANES, VECTOR)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["weight", "bias"])
 def _backward_kernel(
     dy,  # [B, C, S], contiguous along S

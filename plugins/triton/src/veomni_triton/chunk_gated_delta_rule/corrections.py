@@ -25,10 +25,8 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
     store_numbers,
     store_tile,
 )
-from veomni_triton.quick_launch import quick_launch
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def corrections_kernel(
     k,  # [tokens, H, key_width]

@@ -26,10 +26,8 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
     store_numbers,
     store_tile,
 )
-from veomni_triton.quick_launch import quick_launch
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def product_gradients_kernel(
     q,  # [tokens, H, key_width]
@@ -119,7 +117,6 @@ def product_gradients_kernel(
     store_numbers(dbeta + head, dbeta_C, first, count, value_heads, C)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def query_gradients_kernel(
     q,  # [tokens, H, key_width]
@@ -177,7 +174,6 @@ def query_gradients_kernel(
     store_tile(dq + head * key_width, dq_CK, first, count, value_heads * key_width, 0, key_width, C, K)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def key_gradients_kernel(
     q,  # [tokens, H, key_width]
@@ -277,7 +273,6 @@ def _of_raw(dunit_CK, raw_CK, factor_C, NORMED: tl.constexpr):
     return dunit_CK
 
 
-@quick_launch
 @triton.jit
 def shared_gradients_kernel(
     each,  # [rows, GROUP, width]: those of value heads

@@ -22,10 +22,8 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
     store_numbers,
     store_tile,
 )
-from veomni_triton.quick_launch import quick_launch
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def outputs_kernel(
     q,  # [tokens, H, key_width]
@@ -73,7 +71,6 @@ def outputs_kernel(
     store_tile(out + head * value_width, out_CV, first, count, value_heads * value_width, start, value_width, C, V)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def correction_gradients_kernel(
     q,  # [tokens, H, key_width]

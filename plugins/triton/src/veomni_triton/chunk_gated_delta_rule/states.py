@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from veomni_triton.chunk_gated_delta_rule.tiles import NUMBERS, ROWS_OF_NUMBERS, load_numbers, load_tile, store_tile
-from veomni_triton.quick_launch import quick_launch
 
 
 @triton.jit
@@ -32,7 +31,6 @@ def store_state(states, state_KV, start, key_width, value_width, K: tl.constexpr
     tl.store(place_KV, state_KV.to(states.dtype.element_ty), mask=inside_KV)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def states_kernel(
     k,  # [tokens, H, key_width]
@@ -83,7 +81,6 @@ def states_kernel(
         store_state(final + own, state_KV, start, key_width, value_width, K, V)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def state_gradients_kernel(
     q,  # [tokens, H, key_width]

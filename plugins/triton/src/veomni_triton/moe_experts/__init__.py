@@ -161,7 +161,18 @@ def _experts(
     )
     # The kernels take no strides of biases.
     gate_up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
+    constants = (
+        gate_up_scaling,
+        down_scaling,
+        activation.alpha,
+        activation.limit,
+        activation.up_offset,
+        activation.interleaved,
+    )
     result: Tensor = Experts.apply(
+        constants,
+        recompute,
+        accumulate,
         rows,
         top_k_index,
         top_k_weights,
@@ -171,15 +182,5 @@ def _experts(
         down_bias,
         *(None if a is None else a.contiguous() for a in factors[:2]),
         *(None if b is None else by_expert(b) for b in factors[2:]),
-        (
-            gate_up_scaling,
-            down_scaling,
-            activation.alpha,
-            activation.limit,
-            activation.up_offset,
-            activation.interleaved,
-        ),
-        recompute,
-        accumulate,
     )
     return result.to(hidden.dtype)

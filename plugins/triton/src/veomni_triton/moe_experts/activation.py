@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.routing import Routing
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import power_of_two
 
 
@@ -144,7 +143,6 @@ def activation_backward(
 
 
 # One program per row, because a routing weight's gradient is a sum over a whole row: no atomics, one order.
-@quick_launch
 @triton.jit(do_not_specialize=["experts", "k_per_token"])
 def _activation_backward(
     dactivation,  # [N, I], read, then if WEIGHTED overwritten with the weighted activations

@@ -19,33 +19,16 @@ from torch.autograd import Function
 from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_triton.moe_experts.operators import Constants, moe_experts_backward, moe_experts_forward
 
-_GATE_UP_PROJ, _DOWN_PROJ = 3, 4  # among forward's inputs
+_OPERANDS = 3  # forward's inputs before them
+_GATE_UP_PROJ, _DOWN_PROJ = 3, 4  # among the operands
 _PARAMETERS = slice(3, 11)  # likewise: both projections, both biases, both adapters' factors
 
 
 class Experts(Function):
-    """The result ``[T, H]``, differentiable by all of :class:`ExpertsLayer`'s operands but the index."""
+    """The result ``[T, H]``, differentiable by all operands of ``moe_experts_forward`` but the index."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        gate_up_a: Tensor | None,
-        down_a: Tensor | None,
-        gate_up_b: Tensor | None,
-        down_b: Tensor | None,
-        constants: Constants,
-        recompute: bool,
-        accumulate: bool,
-    ) -> Tensor:
-        parameters = (gate_up_proj, down_proj, gate_up_bias, down_bias, gate_up_a, down_a, gate_up_b, down_b)
-        operands = (hidden, top_k_index, top_k_weights, *parameters)
+    def forward(ctx: Any, constants: Constants, recompute: bool, accumulate: bool, *operands: Tensor | None) -> Tensor:
         result, pre, *others = moe_experts_forward(*operands, *constants)
         ctx.save_for_backward(*operands, None if recompute else pre, *others)
         ctx.constants, ctx.accumulate = constants, accumulate
@@ -54,12 +37,12 @@ class Experts(Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[_PARAMETERS])
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[_OPERANDS:]
+        wanted = list(needed[_PARAMETERS])
         sums: list[Tensor | None] = [None, None]
         # The other parameters are small, and go through autograd.
         if ctx.accumulate and not torch.compiler.is_compiling():
-            sums = [_sum_so_far(ctx, position, tensors[position]) for position in (_GATE_UP_PROJ, _DOWN_PROJ)]
+            sums = [_sum_so_far(tensors[place]) if needed[place] else None for place in (_GATE_UP_PROJ, _DOWN_PROJ)]
         dhidden, dweights, *found = moe_experts_backward(dresult, *tensors, *ctx.constants, wanted, *sums)
         for total in sums:
             if total is not None:
@@ -69,14 +52,12 @@ class Experts(Function):
             gradient if is_wanted and total is None else None
             for gradient, is_wanted, total in zip(found, wanted, totals, strict=True)
         ]
-        return dhidden, None, dweights, *given, None, None, None
+        return *[None] * _OPERANDS, dhidden, None, dweights, *given
 
 
-def _sum_so_far(ctx: Any, position: int, weight: Tensor) -> Tensor | None:
+def _sum_so_far(weight: Tensor) -> Tensor | None:
     """``weight.grad``, if this backward may add to it without autograd's knowledge; otherwise ``None``."""
-    if not (ctx.needs_input_grad[position] and weight.is_leaf):
-        return None
-    total = weight.grad
+    total = weight.grad if weight.is_leaf else None
     if total is None or not _backward_accumulates(weight):
         return None
     is_awaited = weight._backward_hooks or weight._post_accumulate_grad_hooks

@@ -16,7 +16,6 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div, power_of_two
 
 
@@ -121,7 +120,6 @@ _EXPERTS, _PLACES = 64, 64  # of one tile, which each side reads or writes along
 
 
 # E experts, B lines of each, r or R columns of each.
-@quick_launch
 @triton.jit(do_not_specialize=["experts"])
 def _copy(
     source,  # [E, B, SOURCE_COLUMNS]

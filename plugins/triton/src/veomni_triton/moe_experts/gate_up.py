@@ -23,7 +23,6 @@ from veomni_triton.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div
 
 
@@ -125,7 +124,6 @@ def _described_weight(weight: Tensor, interleaved: bool, launch: Launch) -> Tens
 # T tokens, N rows, one per route and sorted by expert; E experts, H hidden, I intermediate. A tile is BLOCK_M rows by
 # BLOCK_N columns of gate and the same columns of up, so its accumulator has 2 * BLOCK_N. H is reduced, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel.
-@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _gate_up(
     hidden,  # [T, H], rows hidden_stride apart; always a pointer, since a tile's tokens are scattered

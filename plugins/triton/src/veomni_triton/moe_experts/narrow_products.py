@@ -13,7 +13,6 @@ from veomni_triton.moe_experts.factors import padded_rank, rank_block
 from veomni_triton.moe_experts.launch import NarrowLaunch, factor_launch, inner_launch
 from veomni_triton.moe_experts.routing import Routing
 from veomni_triton.moe_experts.tiles import load_within, tile_rows
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div
 
 
@@ -128,7 +127,6 @@ def factor_gradient(
 # BLOCK_R. A is the width of the rows.
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _inner_product(
     source,  # [N, A], or [T, A] with route_of_row; rows source_stride apart
@@ -180,7 +178,6 @@ def _inner_product(
         tl.store(pointers, product.to(inner.dtype.element_ty), mask=exists[:, None])
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["k_per_token"])
 def _factor_gradient(
     source,  # [N, A], or [T, A] if TOKENS; rows source_stride apart

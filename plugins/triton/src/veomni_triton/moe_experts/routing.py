@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div, power_of_two
 
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
@@ -127,7 +126,6 @@ def _load_expert(index, route, routes, experts):
     return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["routes", "experts", "blocks"])
 def _count(
     index,  # [N], top_k_index flattened
@@ -147,7 +145,6 @@ def _count(
     tl.store(counts + tl.arange(0, BINS) * blocks + block, tl.histogram(expert, BINS))
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["blocks"])
 def _scan(
     counts,  # [BINS, blocks], read and overwritten
@@ -167,7 +164,6 @@ def _scan(
     tl.store(totals + expert, tl.sum(count))
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "experts"])
 def _list_tiles(
     totals,  # [BINS]
@@ -199,7 +195,6 @@ def _list_tiles(
     tl.store(tiles + 1 + max_tiles + tile, tl.sum(tl.where(owns, row, 0), axis=1), mask=tile < max_tiles)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["routes", "experts", "blocks"])
 def _place(
     index,  # [N], top_k_index flattened

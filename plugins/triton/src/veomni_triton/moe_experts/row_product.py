@@ -17,7 +17,6 @@ from veomni_triton.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div
 
 
@@ -96,7 +95,6 @@ def row_product(
 # N rows, one per route and sorted by expert; E experts; matrices [A, B]. A is the reduced dimension, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel. A, B and the strides are
 # the model's; specialised on divisibility by 16, they let Triton vectorise the loads.
-@quick_launch
 @triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
 def _row_product(
     source,  # [N, A], or a descriptor of it with blocks [BLOCK_M, BLOCK_K]; [T, A] with route_of_row

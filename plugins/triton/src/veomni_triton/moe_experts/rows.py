@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_triton.moe_experts.routing import Routing
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div, power_of_two
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
@@ -57,7 +56,6 @@ def combine_rows(rows: Tensor, routing: Routing, result: Tensor, weights: Tensor
 # of one token. Offsets of tokens and rows are int64, since N * H can exceed 2**31.
 
 
-@quick_launch
 @triton.jit
 def _spread(
     hidden,  # [T, H], rows `stride` apart
@@ -77,7 +75,6 @@ def _spread(
         tl.store(rows + row * width + column, value, mask=column < width)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["experts"])
 def _combine(
     rows,  # [N, H], contiguous

@@ -14,7 +14,6 @@ from veomni_triton.moe_experts.tiles import (
     load_group,
     tile_position,
 )
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div
 
 
@@ -85,7 +84,6 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
 # T tokens, K choices per token, N = T * K rows, sorted by expert; E experts. left and right have A and B columns. The
 # rows of a group are the reduced dimension, BLOCK_K at a time; their number differs by expert and is known only on the
 # device. One program reduces a tile over all rows of its group: no split along the rows, and so no atomics.
-@quick_launch
 @triton.jit(do_not_specialize=["experts"])
 def _weight_gradient(
     left,  # [N, A], or a ragged descriptor of it with blocks [BLOCK_K, BLOCK_M]
@@ -137,7 +135,6 @@ def _weight_gradient(
             tl.store(target + at, product.to(target.dtype.element_ty), mask=mask)
 
 
-@quick_launch
 @triton.jit
 def _bias_gradient(
     rows,  # [N, A]

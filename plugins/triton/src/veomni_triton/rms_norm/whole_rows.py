@@ -10,7 +10,6 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
 from veomni_triton.sizes import ceil_div, power_of_two
@@ -116,7 +115,6 @@ def backward(
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation. Multiplied by ALIGNED, a constant,
 # they still let the compiler know as much alignment as every row of this width has.
-@quick_launch
 @triton.jit(do_not_specialize=["rows", "x_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * ALIGNED apart
@@ -149,7 +147,6 @@ def _forward_kernel(
     tl.store(y + row[:, None] * WIDTH + column[None, :], result.to(y.dtype.element_ty), mask=inside)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride"])
 def _backward_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart

@@ -10,7 +10,6 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
 from veomni_triton.sizes import ceil_div
 
@@ -83,7 +82,6 @@ def backward(
 
 # T rows, H = WIDTH columns. A program has one row, and [PIECE] of it at a time; blocks in loops over a row are [PIECE].
 # Strides are not specialised and come in units of the alignment, see whole_rows.
-@quick_launch
 @triton.jit(do_not_specialize=["x_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * ALIGNED apart
@@ -117,7 +115,6 @@ def _forward_kernel(
         tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=column < WIDTH)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["dy_stride", "x_stride"])
 def _input_gradient_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
@@ -153,7 +150,6 @@ def _input_gradient_kernel(
         tl.store(dx + row * WIDTH + column, gradient.to(dx.dtype.element_ty), mask=column < WIDTH)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride"])
 def _weight_gradient_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart

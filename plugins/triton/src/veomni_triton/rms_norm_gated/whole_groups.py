@@ -10,7 +10,6 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors, register_limit
 from veomni_triton.partial_sums import sum_partials
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.launch import BackwardLaunch, ForwardLaunch
@@ -134,7 +133,6 @@ def backward(
 #
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation.
-@quick_launch
 @triton.jit(do_not_specialize=["rows", "x_stride", "gate_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * X_ALIGNED apart
@@ -179,7 +177,6 @@ def _forward_kernel(
     tl.store(at, result.to(y.dtype.element_ty), mask=inside)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
 def _backward_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart

@@ -10,7 +10,6 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.root_mean_square import gain, reciprocal_rms
@@ -85,7 +84,6 @@ def backward(
 
 # T rows of G = GROUPS groups of WIDTH columns; H = G * WIDTH. A program has one group, and [PIECE] of it at a time: so
 # are blocks in loops over a group. Strides are not specialised and come in units of the alignment, see whole_groups.
-@quick_launch
 @triton.jit(do_not_specialize=["x_stride", "gate_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * X_ALIGNED apart
@@ -129,7 +127,6 @@ def _forward_kernel(
         tl.store(at, result.to(y.dtype.element_ty), mask=column < WIDTH)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["dy_stride", "x_stride", "gate_stride"])
 def _input_gradients_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
@@ -179,7 +176,6 @@ def _input_gradients_kernel(
         tl.store(dgate + at, gradients[1].to(dgate.dtype.element_ty), mask=column < WIDTH)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
 def _weight_gradient_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart

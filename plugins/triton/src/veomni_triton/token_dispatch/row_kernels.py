@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton.quick_launch import quick_launch
 from veomni_triton.sizes import ceil_div, power_of_two
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
@@ -83,7 +82,6 @@ def local_choices(
     )
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["length"])
 def _take(
     tokens,  # [T, H], rows `stride` apart
@@ -104,7 +102,6 @@ def _take(
     tl.store(rows + row * row_stride + column, value, mask=column < width)
 
 
-@quick_launch
 @triton.jit
 def _add_up(
     rows,  # [S, H], rows `stride` apart
@@ -125,7 +122,6 @@ def _add_up(
     tl.store(result + token * width + column, total.to(result.dtype.element_ty), mask=column < width)
 
 
-@quick_launch
 @triton.jit(do_not_specialize=["count", "length"])
 def _local_choices(
     index,  # [T, K], contiguous

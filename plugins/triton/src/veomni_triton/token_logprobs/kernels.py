@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.quick_launch import quick_launch
-
 # The rows of ``sums[SUMS, N]``. With m the largest logit so far and e = exp(z - m): TOTAL is the sum of e, WEIGHTED of
 # e * (z - m), SQUARES of e * e, PLAIN of z. Sums of z - m keep the entropy exact where one word has nearly all
 # probability; those of z would cancel there. BEFORE_LABEL is the largest logit among the words before the label.
@@ -25,7 +23,6 @@ BEFORE_LABEL = tl.constexpr(6)
 SUMS = 7
 
 
-@quick_launch
 @triton.jit
 def sums_kernel(
     logits,  # [N, W], contiguous
@@ -87,7 +84,6 @@ def sums_kernel(
     tl.store(sum_of_token + BEFORE_LABEL * tokens, before_label)
 
 
-@quick_launch
 @triton.jit
 def gradients_kernel(
     logits,  # [N, W], contiguous
