@@ -49,26 +49,29 @@ def over_tokens(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
-    shape = (value.shape[2], key.shape[3], value.shape[3])
-    # Of each token: q and k [B, HV, K, 1], v [B, HV, 1, V]. Unbound at once, since the gradient of one token that is
-    # selected by its index has the size of the whole sequence.
+    batch, length, heads, width = value.shape
+    rows = batch * heads
+    # Of each token: q and k [B*HV, K, 1], v [B*HV, 1, V], decay [B*HV, 1 or K, 1], rate [B*HV, 1, 1]. Unbound at once,
+    # since the gradient of one token that is selected by its index has the size of the whole sequence.
     parts = (q[..., None], k[..., None], v[..., None, :], decay[..., None], rate[..., None, None])
-    tokens = [*zip(*(part.unbind(1) for part in parts), strict=True)]
+    by_token = (part.transpose(0, 1).reshape(length, rows, *part.shape[3:]) for part in parts)
+    tokens = [*zip(*(part.unbind() for part in by_token), strict=True)]
     outputs, finals = [], []
-    for index, (first, last) in enumerate(bounds or ((0, query.shape[1]),)):
-        rows = slice(None) if bounds is None else slice(index, index + 1)
+    for index, (first, last) in enumerate(bounds or ((0, length),)):
         if initial_state is None:
-            state = torch.zeros(query.shape[0], *shape, dtype=wide, device=query.device)
+            state = torch.zeros(rows, key.shape[3], width, dtype=wide, device=query.device)
         else:
-            state = initial_state[rows].to(wide)
+            given = initial_state if bounds is None else initial_state[index]
+            state = given.to(wide).reshape(rows, key.shape[3], width)
         for q_t, k_t, v_t, decay_t, rate_t in tokens[first:last]:
             state = state * decay_t
-            read = k_t.mT @ state
-            correction = rate_t * (v_t - read)
-            state = state + k_t * correction
-            outputs.append(q_t.mT @ state)
-        finals.append(state)
-    output = torch.stack(outputs, dim=1).squeeze(-2) if outputs else torch.zeros_like(v)
+            correction = rate_t * torch.baddbmm(v_t, k_t.mT, state, alpha=-1)
+            state = torch.baddbmm(state, k_t, correction)
+            outputs.append(torch.bmm(q_t.mT, state))
+        finals.append(state.reshape(batch, heads, key.shape[3], width))
+    if not outputs:
+        return torch.zeros_like(value, dtype=query.dtype), torch.cat(finals)
+    output = torch.stack(outputs).reshape(length, batch, heads, width).transpose(0, 1)
     return output.to(query.dtype), torch.cat(finals)
 
 

@@ -75,7 +75,7 @@ def standard(
         tensor([1.0000, 1.5000, 1.0000])
     """
     check_call(x, dt, A, B, C, D, dt_bias, initial_states, dt_limit, seq_idx)
-    wide, (batch, _, heads, width) = compute_dtype(x), x.shape
+    wide, (batch, length, heads, width) = compute_dtype(x), x.shape
     values, steps = x.to(wide), dt.to(wide)
     writes, reads = (each.to(wide).repeat_interleave(heads // each.shape[2], dim=2) for each in (B, C))
     if dt_bias is not None:
@@ -84,23 +84,37 @@ def standard(
         steps = F.softplus(steps)
     steps = steps.clamp(*dt_limit)
     decays = (steps * A.to(wide)).exp()
+    rows, size = batch * heads, B.shape[3]
     if initial_states is None:
-        state = values.new_zeros(batch, heads, width, B.shape[3])
-    else:
-        state = initial_states.to(wide, copy=True)  # of no tokens it is the final state too
-    # Of each token: what is added [B, H, P, 1], where [B, H, 1, N], and how it is read [B, H, N, 1]. Unbound at once,
-    # since the gradient of one token that is selected by its index has the size of the whole sequence.
+        state = values.new_zeros(rows, width, size)
+    else:  # a copy: of no tokens it is the final state too
+        state = initial_states.to(wide, copy=True).reshape(rows, width, size)
+    # Of each token: what is added [B*H, P, 1], where [B*H, 1, N], how it is read [B*H, N, 1], and the decay
+    # [B*H, 1, 1]. Unbound at once, since the gradient of one token that is selected by its index has the size of the
+    # whole sequence.
     parts = ((values * steps[..., None])[..., None], writes[..., None, :], reads[..., None], decays[..., None, None])
+    by_token = (part.transpose(0, 1).reshape(length, rows, *part.shape[3:]) for part in parts)
+    begins = None if seq_idx is None else _begins(seq_idx, heads)
     outputs = []
-    for t, (added, write, read, decay) in enumerate(zip(*(part.unbind(1) for part in parts), strict=True)):
-        if seq_idx is not None and t:
-            state = state.masked_fill((seq_idx[:, t] != seq_idx[:, t - 1])[:, None, None, None], 0.0)
-        state = decay * state + added * write
-        outputs.append(state @ read)
-    output = torch.stack(outputs, dim=1).squeeze(-1) if outputs else torch.zeros_like(values)
+    for t, (added, write, read, decay) in enumerate(zip(*(part.unbind() for part in by_token), strict=True)):
+        if begins is not None:
+            state = state.masked_fill(begins[t], 0.0)
+        state = torch.baddbmm(state * decay, added, write)
+        outputs.append(torch.bmm(state, read))
+    if outputs:
+        output = torch.stack(outputs).reshape(length, batch, heads, width).transpose(0, 1)
+    else:
+        output = torch.zeros_like(values)
+    state = state.reshape(batch, heads, width, size)
     if D is not None:
         output = output + D.to(wide)[:, None] * values
     return output, state if return_final_states else None
+
+
+def _begins(seq_idx: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """For each token ``[B*H, 1, 1]``, whether another sequence than that of the token before begins with it."""
+    begins = seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0
+    return begins.repeat_interleave(heads, dim=0)[..., None, None].unbind(1)
 
 
 def check_call(
