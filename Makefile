@@ -7,6 +7,10 @@ DISTRIBUTIONS := core $(sort $(wildcard plugins/*))
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
+# Many tests start Python anew. Without bytecode each start compiles the libraries again, which takes longer than the
+# tests that follow.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
