@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from veomni_core import KernelSpec
+from veomni_core.cli.verify import parts_of_check
+
 
 def test_verify_exits_1_when_a_kernel_falls_short(veomni, install_healthy):
     install_healthy("identity-plugin", "identity")
@@ -187,6 +190,17 @@ def test_jobs_that_would_have_nothing_to_do_share_the_checks(veomni, install, tm
     (_, alone), (processes, shared) = checked(1), checked(5)
     assert len(processes) == 4  # two for each dtype
     assert alone == shared
+
+
+def test_jobs_share_the_check_of_a_long_op_and_of_a_slow_kernel():
+    quick, long = (
+        KernelSpec("mine", "rms_norm", "standard", "mine:norm"),
+        KernelSpec("mine", "kda", "standard", "mine:kda"),
+    )
+    slow = KernelSpec("mine", "attention", "standard", "mine:attention", slow_check="it is compiled for each call")
+    parts = {jobs: [parts_of_check(spec, jobs, checks=100) for spec in (quick, long, slow)] for jobs in (1, 2, 8, 30)}
+    assert parts == {1: [1, 1, 1], 2: [1, 1, 1], 8: [1, 2, 2], 30: [1, 7, 10]}
+    assert [parts_of_check(spec, 8, checks=2) for spec in (quick, long, slow)] == [4, 4, 4]  # nobody idles
 
 
 SLOW = """

@@ -35,8 +35,19 @@ from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.tables import render_table
 
 _SLOWEST = 10
-# Ops whose contracts take longest, on a CPU: four ranks, recurrences by the token, many samples.
-LONGEST_OPS = ("token_dispatch", "chunk_gated_delta_rule", "mamba2_scan", "moe_experts", "attention", "token_logprobs")
+# Ops whose contracts take longest: four ranks, recurrences by the token, many samples, many kernels to compile.
+LONGEST_OPS = (
+    "token_dispatch",
+    "chunk_gated_delta_rule",
+    "causal_conv1d",
+    "kda",
+    "mamba2_scan",
+    "moe_experts",
+    "attention",
+    "token_logprobs",
+)
+# A kernel's check in one dtype is not shared by more than this part of the jobs, however long it is.
+_MOST_JOBS_OF_A_CHECK = 1 / 4
 
 
 def verify(
@@ -167,9 +178,21 @@ class _Asked:
     part: tuple[int, int] = (0, 1)
 
     def parts(self, jobs: int, checks: int) -> list[_Asked]:
-        """This check in parts: as many as there are jobs for each of so many checks, and more of a slow one."""
-        count = max(1, jobs // checks, jobs // len(self.spec.dtypes) if self.spec.slow_check else 1)
+        """This check in parts, where some of the jobs would have nothing to do or would wait for it alone."""
+        count = parts_of_check(self.spec, jobs, checks)
         return [replace(self, part=(index, count)) for index in range(count)]
+
+
+def parts_of_check(spec: KernelSpec, jobs: int, checks: int) -> int:
+    """How many of the jobs share the check of this kernel in one dtype.
+
+    As many as there are jobs for each of so many checks. More of an op whose check is long: on an H200 with 16 jobs the
+    delta rule in one dtype took as long as all other kernels together. And more still of a kernel that is slow to
+    check.
+    """
+    if spec.slow_check:
+        return max(1, jobs // checks, jobs // len(spec.dtypes))
+    return max(1, jobs // checks, int(jobs * _MOST_JOBS_OF_A_CHECK) if spec.op_name in LONGEST_OPS else 1)
 
 
 def _longest_first(asked: list[_Asked]) -> list[int]:
