@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.library import custom_op
 
 from planted_faults import assert_caught, derivatives, failures_of, right
@@ -163,11 +165,40 @@ def an_operator_with_a_fake_of_another_dtype(gate, up):
     return _double_operator(gate.contiguous(), up.contiguous())
 
 
-@pytest.mark.parametrize("kernel", [an_operator_with_a_fake_of_another_shape, an_operator_with_a_fake_of_another_dtype])
+def _compiled(function):
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+
+    @functools.wraps(function)
+    def call(gate, up):
+        with dynamo_config.patch(recompile_limit=256):
+            return compiled(gate, up)
+
+    return call
+
+
+@_compiled
+def compiled_by_its_author(gate, up):
+    return _right_operator(gate.contiguous(), up.contiguous())
+
+
+@_compiled
+def compiled_with_a_fake_of_another_dtype(gate, up):
+    return _double_operator(gate.contiguous(), up.contiguous())
+
+
+WRONG_FAKES = (
+    an_operator_with_a_fake_of_another_shape,
+    an_operator_with_a_fake_of_another_dtype,
+    compiled_with_a_fake_of_another_dtype,
+)
+
+
+@pytest.mark.parametrize("kernel", WRONG_FAKES)
 def test_an_operator_whose_fake_implementation_is_wrong_is_caught_and_named(kernel):
     failures = [failure for failure in failures_of(kernel) if failure.startswith("sample 'custom operators'")]
     assert len(failures) == 1 and "its operator planted_faults::" in failures[0] and "test_faketensor" in failures[0]
 
 
-def test_a_right_operator_passes():
-    assert not [failure for failure in failures_of(a_right_operator) if "second derivatives" not in failure]
+@pytest.mark.parametrize("kernel", [a_right_operator, compiled_by_its_author])
+def test_a_right_operator_passes(kernel):
+    assert not [failure for failure in failures_of(kernel) if "second derivatives" not in failure]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flash_plugin import SPECS, heads, registry, without_gpu
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
@@ -55,6 +56,19 @@ def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch)
         packed = model(ids, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
         alone = [model(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+
+
+@without_gpu
+def test_each_softcap_is_a_constant_of_its_graph():
+    """As a variable of one graph for all of them, which PyTorch makes of a second number, 2.11 raises on a GPU."""
+    capped, ones = (
+        flex_attention._compiled(lambda scores, softcap: softcap * torch.tanh(scores / softcap)),
+        torch.ones(3),
+    )
+    before = counters["stats"]["unique_graphs"]
+    for softcap in (5.0, 2.0, 3.0, 2.0):
+        torch.testing.assert_close(capped(ones, softcap), softcap * torch.tanh(ones / softcap))
+    assert counters["stats"]["unique_graphs"] - before == 3
 
 
 @without_gpu

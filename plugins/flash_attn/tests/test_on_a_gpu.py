@@ -49,6 +49,12 @@ def test_the_contract(name, dtype):
     check_kernel(SPECS[name], "cuda", dtype).raise_if_failed()
 
 
+def test_one_process_may_use_several_softcaps():
+    for softcap in (5.0, 2.0, 3.0):
+        inputs = on_gpu(heads(length=150))
+        as_in_float64(usable("flex_attention"), AttentionModule(2), inputs, softcap=softcap)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_a_graph_does_not_break_and_has_the_same_gradients(name):
     kernel = usable(name)

@@ -18,12 +18,26 @@ from veomni_core.testing.situations import reveal
 from veomni_core.testing.subject import Position, Subject
 
 # Operators of PyTorch and of its device libraries: what they say of themselves is no kernel's fault.
-_OF_PYTORCH = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "torchvision", "npu"}
+_OF_PYTORCH = {
+    *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "torchvision", "npu"),
+    "higher_order",
+}
 _CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 class _Recorder(TorchDispatchMode):
     """Keeps the first call of each custom operator, with copies of its arguments."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: ``torch.compile`` compiles beneath this mode, which only watches.
+
+        Beneath any other mode it compiles nothing. A kernel that compiles itself with ``fullgraph=True`` then raises,
+        also in later calls without the mode (PyTorch 2.11, 2.13).
+        """
+        return True
 
     def __init__(self) -> None:
         super().__init__()

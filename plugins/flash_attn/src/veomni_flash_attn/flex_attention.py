@@ -170,8 +170,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        # A second softcap would be traced as a variable, which flex_attention (2.11) can't take: each is a constant.
+        constants = dynamo_config.patch(recompile_limit=_MOST_VARIANTS, specialize_float=True)
         # With donated buffers, backward frees saved tensors, and a second backward over the same graph fails.
-        with dynamo_config.patch(recompile_limit=_MOST_VARIANTS), functorch_config.patch(donated_buffer=False):
+        with constants, functorch_config.patch(donated_buffer=False):
             return compiled(*args, **kwargs)
 
     return call
