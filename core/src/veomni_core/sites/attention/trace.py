@@ -24,7 +24,7 @@ from veomni_core.sites.attention.repeated_layers import skip_repeated_layers
 from veomni_core.sites.attention.weightless import run_on_meta
 from veomni_core.sites.functions import current_forward, global_functions, with_globals
 from veomni_core.sites.proofs import probe
-from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, ZERO, hollow_twin
+from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, ZERO, LinearsOfZeros, hollow_twin
 from veomni_core.sites.walk import named_modules
 
 Function = Callable[..., Any]
@@ -104,7 +104,7 @@ class TracedModel:
         # Run the layers that ran for eager. With other masks more layers may look repeated, but the calls of both runs
         # are compared one by one.
         self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
-        with torch.no_grad():
+        with torch.no_grad(), LinearsOfZeros():
             _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
         return trace
 

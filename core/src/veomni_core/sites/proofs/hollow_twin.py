@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from veomni_core.sites.proofs import probe
 
@@ -50,3 +51,15 @@ def _zeros(tensor: Tensor) -> Tensor:
 def _buffer(name: str, buffer: Tensor) -> Tensor:
     """Zeros, or random numbers for rotary frequencies: zeros would give every pair of dimensions the same angle."""
     return torch.rand(buffer.shape, generator=probe.generator()) + 0.1 if name.endswith(FREQUENCIES) else _zeros(buffer)
+
+
+class LinearsOfZeros(TorchFunctionMode):
+    """Within it ``F.linear`` gives the zeros of a hollow twin's weight without a product, for modules that call it.
+
+    A product would first write the expanded zeros out: JetMoe's experts of attention took 1.3 s a call.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear and len(args) > 1 and not any(args[1].stride()):
+            return ZERO.expand(*args[0].shape[:-1], args[1].shape[0])
+        return func(*args, **(kwargs or {}))

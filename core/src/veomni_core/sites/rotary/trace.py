@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from veomni_core.ops.rotation import AngleLayout
 from veomni_core.sites.functions import with_globals
 from veomni_core.sites.proofs import probe
-from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, ZERO, hollow_twin
+from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, ZERO, LinearsOfZeros, hollow_twin
 
 _WIDTH = 16  # of hidden states where no config says how wide they are
 Function = Callable[..., Any]
@@ -68,7 +68,7 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
     def attempt(leading: tuple[int, ...], positions: Any) -> Run:
         seen.clear()
         inputs = _inputs(module, parameters, leading, positions)
-        with torch.no_grad():
+        with torch.no_grad(), LinearsOfZeros():
             _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
         if not all(_keeps_sides_apart(call, leading) for call in seen):
             return Run((), "it reshapes its queries and keys in a way that is not recognised")
