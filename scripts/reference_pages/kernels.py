@@ -28,22 +28,29 @@ its. The pages have the other shapes, dtypes, the spread, memory, versions, and 
 """
 # The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
 MEASURED = {
-    "attention": ("flash_attention_h200",),
+    "attention": ("flash_attention_h200", "flash_attention_h100"),
     "rms_norm": (
-        *("triton_rms_norm_h200", "triton_rms_norm_h100", "quack_adapters_h200", "liger_adapters_h200"),
-        "cpu_kernels",
+        *("triton_rms_norm_h200", "triton_rms_norm_h100", "quack_adapters_h200", "quack_adapters_h100"),
+        *("liger_adapters_h200", "cpu_kernels"),
     ),
     "rotary_pos_emb": (
-        *("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "quack_adapters_h200", "liger_adapters_h200"),
+        *("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "quack_adapters_h200", "quack_adapters_h100"),
+        "liger_adapters_h200",
     ),
-    "swiglu_mlp": ("triton_swiglu_mlp_h200", "liger_adapters_h200", "cpu_kernels"),
-    "cross_entropy_loss": ("chunk_sizes_h200", "quack_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
-    "moe_experts": ("moe_h200", "moe_2048_tokens_h200", "liger_adapters_h200", "cpu_kernels"),
-    "load_balancing_loss": ("triton_load_balancing_loss_h200", "cpu_kernels"),
+    "swiglu_mlp": ("triton_swiglu_mlp_h200", "triton_swiglu_mlp_h100", "liger_adapters_h200", "cpu_kernels"),
+    "cross_entropy_loss": (
+        *("chunk_sizes_h200", "quack_adapters_h200", "quack_adapters_h100", "liger_adapters_h200"),
+        "cpu_kernels",
+    ),
+    "moe_experts": ("moe_h200", "moe_h100", "moe_2048_tokens_h200", "liger_adapters_h200", "cpu_kernels"),
+    "load_balancing_loss": ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100", "cpu_kernels"),
     "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
-    "rms_norm_gated": ("triton_rms_norm_gated_h200",),
-    "causal_conv1d": ("triton_causal_conv1d_h200", "causal_conv1d"),
-    "chunk_gated_delta_rule": ("triton_chunk_gated_delta_rule_h200", "chunk_gated_delta_rule"),
+    "rms_norm_gated": ("triton_rms_norm_gated_h200", "triton_rms_norm_gated_h100"),
+    "causal_conv1d": ("triton_causal_conv1d_h200", "triton_causal_conv1d_h100", "causal_conv1d"),
+    "chunk_gated_delta_rule": (
+        *("triton_chunk_gated_delta_rule_h200", "triton_chunk_gated_delta_rule_h100"),
+        "chunk_gated_delta_rule",
+    ),
     "kda": ("kda",),
     "mamba2_scan": ("mamba2_scan",),
     "token_logprobs": ("token_logprobs_h200", "token_logprobs"),

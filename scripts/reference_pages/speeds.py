@@ -93,11 +93,19 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
             "B=2 S=8192, heads of 128",
             no_peers=("flex_attention, its mask given",),
         ),
+        Headline(
+            "flash_attention_h100",
+            {name: name for name in ("flash_attention_4", "sdpa")},
+            "B=2 S=8192, heads of 128",
+        ),
     ),
     "rms_norm": (
         Headline("triton_rms_norm_h200", {"ours": "triton", "torch": "torch"}, _MEMORY_BOUND),
         Headline("triton_rms_norm_h100", {"ours": "triton", "torch": "torch"}, _MEMORY_BOUND, timed="graph"),
-        Headline("quack_adapters_h200", {"adapter, cast_after": "quack"}, "16384 x 4096", ", cast_after", "graph"),
+        *(
+            Headline(page, {"adapter, cast_after": "quack"}, "16384 x 4096", ", cast_after", "graph")
+            for page in ("quack_adapters_h200", "quack_adapters_h100")
+        ),
         Headline("liger_adapters_h200", _LIGER, f"rms_norm cast_after, {_MEMORY_BOUND}"),
         Headline("cpu_kernels", _OURS, "rms_norm, 4096x1024"),
     ),
@@ -107,34 +115,46 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
             for gpu in ("h200", "h100")
             for shape in (f"llama (full): {_HEADS}", _SHARED_KEY)
         ),
-        Headline("quack_adapters_h200", {"adapter, full": "quack"}, _HEADS, ", full", "graph"),
+        *(
+            Headline(page, {"adapter, full": "quack"}, _HEADS, ", full", "graph")
+            for page in ("quack_adapters_h200", "quack_adapters_h100")
+        ),
         Headline("liger_adapters_h200", _LIGER, f"rotary_pos_emb full, {_HEADS}"),
     ),
     "swiglu_mlp": (
-        Headline(
-            "triton_swiglu_mlp_h200",
-            {"veomni triton": "triton", "veomni-liger": "liger_kernel", "veomni-torch": "torch"},
-            "16384x6144",
+        *(
+            Headline(
+                page,
+                {"veomni triton": "triton", "veomni-liger": "liger_kernel", "veomni-torch": "torch"},
+                "16384x6144",
+            )
+            for page in ("triton_swiglu_mlp_h200", "triton_swiglu_mlp_h100")
         ),
         Headline("cpu_kernels", _OURS, "swiglu_mlp, 4096x1024"),
     ),
     "cross_entropy_loss": (
         Headline("chunk_sizes_h200", {"in use": "chunk_loss"}),
-        Headline("quack_adapters_h200", {"adapter, causal": "quack"}, _VOCABULARY, ", causal"),
+        *(
+            Headline(page, {"adapter, causal": "quack"}, _VOCABULARY, ", causal")
+            for page in ("quack_adapters_h200", "quack_adapters_h100")
+        ),
         Headline("liger_adapters_h200", _LIGER, f"cross_entropy_loss causal, {_VOCABULARY}"),
         Headline("cpu_kernels", {"ours": "chunk_loss"}, "chunk_loss, T=2048 H=256 V=32000"),
     ),
     "moe_experts": (
-        Headline(
-            "moe_h200",
-            {
-                "veomni fused_triton": "fused_triton",
-                "veomni fused_quack": "fused_quack",
-                "veomni fused_triton, recomputing": "fused_triton_recompute",
-                "veomni fused_triton, accumulating": "fused_triton_accumulate",
-                "veomni grouped_mm": "grouped_mm",
-            },
-            "qwen3-30b-a3b",
+        *(
+            Headline(
+                page,
+                {
+                    "veomni fused_triton": "fused_triton",
+                    "veomni fused_quack": "fused_quack",
+                    "veomni fused_triton, recomputing": "fused_triton_recompute",
+                    "veomni fused_triton, accumulating": "fused_triton_accumulate",
+                    "veomni grouped_mm": "grouped_mm",
+                },
+                "qwen3-30b-a3b",
+            )
+            for page in ("moe_h200", "moe_h100")
         ),
         Headline(
             "liger_adapters_h200",
@@ -144,10 +164,9 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("cpu_kernels", {"ours": "grouped_mm"}, "grouped_mm, T=2048 H=256 I=128 E=32 K=4"),
     ),
     "load_balancing_loss": (
-        Headline(
-            "triton_load_balancing_loss_h200",
-            {"triton": "triton", "veomni-torch": "torch"},
-            "L=48 T=16384 E=128 K=8",
+        *(
+            Headline(page, {"triton": "triton", "veomni-torch": "torch"}, "L=48 T=16384 E=128 K=8")
+            for page in ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100")
         ),
         Headline("cpu_kernels", _OURS, "load_balancing_loss (Qwen3-MoE's), L=8 T=4096 E=64 K=8"),
     ),
@@ -159,7 +178,10 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         ),
     ),
     "rms_norm_gated": (
-        Headline("triton_rms_norm_gated_h200", {"ours": "triton"}, "standard, 16384x8192", timed="graph"),
+        *(
+            Headline(page, {"ours": "triton"}, "standard, 16384x8192", timed="graph")
+            for page in ("triton_rms_norm_gated_h200", "triton_rms_norm_gated_h100")
+        ),
     ),
     "token_logprobs": (
         Headline(
@@ -170,7 +192,10 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         ),
     ),
     "causal_conv1d": (
-        Headline("triton_causal_conv1d_h200", {"ours": "triton"}, "16384 positions of 8192 channels", timed="graph"),
+        *(
+            Headline(page, {"ours": "triton"}, "16384 positions of 8192 channels", timed="graph")
+            for page in ("triton_causal_conv1d_h200", "triton_causal_conv1d_h100")
+        ),
     ),
 }
 
