@@ -29,6 +29,13 @@ def test_a_linear_of_expanded_zeros_writes_none_of_them_out():
     assert result.shape == (4, 3) and result.dtype == torch.bfloat16 and not result.any()
 
 
+def test_on_meta_it_stays_there():
+    """Parts of layers are run on meta: a result elsewhere would fail there, and send the part to the CPU."""
+    weight = torch.zeros((), device="meta").expand(3, 5)
+    with LinearsOfZeros():
+        assert nn.functional.linear(torch.empty(2, 5, device="meta"), weight).device.type == "meta"
+
+
 def test_other_linears_are_computed():
     x, weight, bias = torch.ones(2, 5), torch.full((3, 5), 2.0), torch.ones(3)
     with LinearsOfZeros():
