@@ -13,6 +13,7 @@ from torch.library import custom_op
 
 from planted_faults import assert_caught, derivatives, failures_of, right
 from veomni_core.ops import cross_entropy_loss, swiglu_mlp
+from veomni_core.testing.custom_operators import _Recorder
 
 _kept: dict[str, Tensor] = {}
 _lock = threading.Lock()
@@ -202,3 +203,10 @@ def test_an_operator_whose_fake_implementation_is_wrong_is_caught_and_named(kern
 @pytest.mark.parametrize("kernel", [a_right_operator, compiled_by_its_author])
 def test_a_right_operator_passes(kernel):
     assert not [failure for failure in failures_of(kernel) if "second derivatives" not in failure]
+
+
+def test_an_operator_that_takes_functions_runs_where_operators_are_recorded():
+    """A compiled graph keeps ``torch.cond`` and FlexAttention as operators of that kind."""
+    branch = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="eager")
+    with _Recorder():
+        torch.testing.assert_close(branch(torch.ones(3)), torch.ones(3).sin())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, FalconH1Config, JetMoeConfig
 
+from veomni_core import find_sites
 from veomni_core.sites.proofs.hollow_twin import LinearsOfZeros, hollow_twin
 
 
@@ -29,11 +33,41 @@ def test_a_linear_of_expanded_zeros_writes_none_of_them_out():
     assert result.shape == (4, 3) and result.dtype == torch.bfloat16 and not result.any()
 
 
-def test_on_meta_it_stays_there():
+def test_on_meta_its_zeros_stay_there():
     """Parts of layers are run on meta: a result elsewhere would fail there, and send the part to the CPU."""
-    weight = torch.zeros((), device="meta").expand(3, 5)
+    twin = hollow_twin(nn.Sequential(nn.Conv1d(5, 7, 1), nn.Flatten(1), nn.Linear(28, 3)))
+    assert twin(torch.empty(2, 5, 4, device="meta")).device.type == "meta"
+    x, weight = torch.empty(2, 5, device="meta"), torch.zeros((), device="meta").expand(3, 5)
     with LinearsOfZeros():
-        assert nn.functional.linear(torch.empty(2, 5, device="meta"), weight).device.type == "meta"
+        assert nn.functional.linear(x, weight).device.type == "meta"
+        assert nn.functional.linear(input=x, weight=weight).device.type == "meta"
+
+
+class Products(TorchDispatchMode):
+    """Keeps the numbers of elements that matrix products on the CPU were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in func.name() or "linear" in func.name():
+            self.elements += [
+                each.numel() for each in args if isinstance(each, torch.Tensor) and each.device.type == "cpu"
+            ]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "config", [JetMoeConfig(num_hidden_layers=2), FalconH1Config(num_hidden_layers=2)], ids=["jetmoe", "falcon_h1"]
+)
+def test_finding_sites_multiplies_no_weights_of_a_model_s_size(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with Products() as products:
+        found = find_sites(model)
+    assert [site for site in found if site.op_name == "rotary_pos_emb" and site.variant]
+    assert 0 < max(products.elements) < 1_000_000
 
 
 def test_other_linears_are_computed():
@@ -41,3 +75,4 @@ def test_other_linears_are_computed():
     with LinearsOfZeros():
         torch.testing.assert_close(nn.functional.linear(x, weight, bias), torch.full((2, 3), 11.0))
         torch.testing.assert_close(nn.functional.linear(x, weight=weight), torch.full((2, 3), 10.0))
+        assert nn.functional.linear(x, torch.zeros(()).expand(5)).shape == (2,)  # a vector is no matrix of one row

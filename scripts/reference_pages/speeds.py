@@ -80,11 +80,18 @@ class Headline:
             yield Share(kernel, where, shape, times[contender], best, peers[best])
 
 
+def _on_both_gpus(
+    page: str, kernels: Mapping[str, str], shape: str, only: str = "", timed: str = "both"
+) -> tuple[Headline, ...]:
+    """The same shape of the page of an H200 and of that of an H100."""
+    return tuple(Headline(f"{page}_{gpu}", kernels, shape, only, timed) for gpu in ("h200", "h100"))
+
+
 _MEMORY_BOUND = "16384x4096"
 _HEADS = "B=4 S=4096 heads 32/8 D=128"
 _SHARED_KEY = "deepseek_v3 (deinterleaved): B=2 S=4096 heads 128/1 D=64"
 _VOCABULARY = "T=8192 H=2048 V=151936"
-_LIGER, _OURS = {"veomni-liger": "liger_kernel"}, {"ours": "torch"}
+_LIGER, _OURS, _TRITON = {"veomni-liger": "liger_kernel"}, {"ours": "torch"}, {"ours": "triton"}
 HEADLINES: dict[str, tuple[Headline, ...]] = {
     "attention": (
         Headline(
@@ -102,59 +109,41 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
     "rms_norm": (
         Headline("triton_rms_norm_h200", {"ours": "triton", "torch": "torch"}, _MEMORY_BOUND),
         Headline("triton_rms_norm_h100", {"ours": "triton", "torch": "torch"}, _MEMORY_BOUND, timed="graph"),
-        *(
-            Headline(page, {"adapter, cast_after": "quack"}, "16384 x 4096", ", cast_after", "graph")
-            for page in ("quack_adapters_h200", "quack_adapters_h100")
-        ),
+        *_on_both_gpus("quack_adapters", {"adapter, cast_after": "quack"}, "16384 x 4096", ", cast_after", "graph"),
         Headline("liger_adapters_h200", _LIGER, f"rms_norm cast_after, {_MEMORY_BOUND}"),
         Headline("cpu_kernels", _OURS, "rms_norm, 4096x1024"),
     ),
     "rotary_pos_emb": (
-        *(
-            Headline(f"triton_rotary_pos_emb_{gpu}", {"triton": "triton"}, shape, timed="graph")
-            for gpu in ("h200", "h100")
-            for shape in (f"llama (full): {_HEADS}", _SHARED_KEY)
-        ),
-        *(
-            Headline(page, {"adapter, full": "quack"}, _HEADS, ", full", "graph")
-            for page in ("quack_adapters_h200", "quack_adapters_h100")
-        ),
+        *_on_both_gpus("triton_rotary_pos_emb", {"triton": "triton"}, f"llama (full): {_HEADS}", timed="graph"),
+        *_on_both_gpus("triton_rotary_pos_emb", {"triton": "triton"}, _SHARED_KEY, timed="graph"),
+        *_on_both_gpus("quack_adapters", {"adapter, full": "quack"}, _HEADS, ", full", "graph"),
         Headline("liger_adapters_h200", _LIGER, f"rotary_pos_emb full, {_HEADS}"),
     ),
     "swiglu_mlp": (
-        *(
-            Headline(
-                page,
-                {"veomni triton": "triton", "veomni-liger": "liger_kernel", "veomni-torch": "torch"},
-                "16384x6144",
-            )
-            for page in ("triton_swiglu_mlp_h200", "triton_swiglu_mlp_h100")
+        *_on_both_gpus(
+            "triton_swiglu_mlp",
+            {"veomni triton": "triton", "veomni-liger": "liger_kernel", "veomni-torch": "torch"},
+            "16384x6144",
         ),
         Headline("cpu_kernels", _OURS, "swiglu_mlp, 4096x1024"),
     ),
     "cross_entropy_loss": (
         Headline("chunk_sizes_h200", {"in use": "chunk_loss"}),
-        *(
-            Headline(page, {"adapter, causal": "quack"}, _VOCABULARY, ", causal")
-            for page in ("quack_adapters_h200", "quack_adapters_h100")
-        ),
+        *_on_both_gpus("quack_adapters", {"adapter, causal": "quack"}, _VOCABULARY, ", causal"),
         Headline("liger_adapters_h200", _LIGER, f"cross_entropy_loss causal, {_VOCABULARY}"),
         Headline("cpu_kernels", {"ours": "chunk_loss"}, "chunk_loss, T=2048 H=256 V=32000"),
     ),
     "moe_experts": (
-        *(
-            Headline(
-                page,
-                {
-                    "veomni fused_triton": "fused_triton",
-                    "veomni fused_quack": "fused_quack",
-                    "veomni fused_triton, recomputing": "fused_triton_recompute",
-                    "veomni fused_triton, accumulating": "fused_triton_accumulate",
-                    "veomni grouped_mm": "grouped_mm",
-                },
-                "qwen3-30b-a3b",
-            )
-            for page in ("moe_h200", "moe_h100")
+        *_on_both_gpus(
+            "moe",
+            {
+                "veomni fused_triton": "fused_triton",
+                "veomni fused_quack": "fused_quack",
+                "veomni fused_triton, recomputing": "fused_triton_recompute",
+                "veomni fused_triton, accumulating": "fused_triton_accumulate",
+                "veomni grouped_mm": "grouped_mm",
+            },
+            "qwen3-30b-a3b",
         ),
         Headline(
             "liger_adapters_h200",
@@ -164,9 +153,8 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("cpu_kernels", {"ours": "grouped_mm"}, "grouped_mm, T=2048 H=256 I=128 E=32 K=4"),
     ),
     "load_balancing_loss": (
-        *(
-            Headline(page, {"triton": "triton", "veomni-torch": "torch"}, "L=48 T=16384 E=128 K=8")
-            for page in ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100")
+        *_on_both_gpus(
+            "triton_load_balancing_loss", {"triton": "triton", "veomni-torch": "torch"}, "L=48 T=16384 E=128 K=8"
         ),
         Headline("cpu_kernels", _OURS, "load_balancing_loss (Qwen3-MoE's), L=8 T=4096 E=64 K=8"),
     ),
@@ -177,12 +165,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
             no_peers=("our experts, alltoall_dedup, max_tokens 16384",),
         ),
     ),
-    "rms_norm_gated": (
-        *(
-            Headline(page, {"ours": "triton"}, "standard, 16384x8192", timed="graph")
-            for page in ("triton_rms_norm_gated_h200", "triton_rms_norm_gated_h100")
-        ),
-    ),
+    "rms_norm_gated": _on_both_gpus("triton_rms_norm_gated", _TRITON, "standard, 16384x8192", timed="graph"),
     "token_logprobs": (
         Headline(
             "token_logprobs_h200",
@@ -191,10 +174,12 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
             no_peers=("triton, 0 MiB kept", "products alone"),
         ),
     ),
-    "causal_conv1d": (
-        *(
-            Headline(page, {"ours": "triton"}, "16384 positions of 8192 channels", timed="graph")
-            for page in ("triton_causal_conv1d_h200", "triton_causal_conv1d_h100")
+    "causal_conv1d": _on_both_gpus("triton_causal_conv1d", _TRITON, "16384 positions of 8192 channels", timed="graph"),
+    "chunk_gated_delta_rule": (
+        Headline(
+            "triton_chunk_gated_delta_rule_h100",
+            {"ours": "triton", "chunked_delta": "chunked_delta"},
+            "Qwen3-Next, 2 x 4096",
         ),
     ),
 }
@@ -244,7 +229,7 @@ def _figure(figure: Any, timed: str) -> Time:
     time = figure[timed]["median"]
     if "TFLOP/s" in figure:
         return Time(time, f"{figure['TFLOP/s']:.0f} TFLOP/s")
-    return Time(time, f"{figure['traffic'] / time / 1e6:.0f} GB/s")
+    return Time(time, f"{figure['traffic'] / time / 1e6:.0f} GB/s" if "traffic" in figure else "")
 
 
 def _title(page: str) -> str:

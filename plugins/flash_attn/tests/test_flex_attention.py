@@ -61,11 +61,8 @@ def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch)
 @without_gpu
 def test_each_softcap_is_a_constant_of_its_graph():
     """As a variable of one graph for all of them, which PyTorch makes of a second number, 2.11 raises on a GPU."""
-    capped, ones = (
-        flex_attention._compiled(lambda scores, softcap: softcap * torch.tanh(scores / softcap)),
-        torch.ones(3),
-    )
-    before = counters["stats"]["unique_graphs"]
+    capped = flex_attention._compiled(lambda scores, softcap: softcap * torch.tanh(scores / softcap))
+    ones, before = torch.ones(3), counters["stats"]["unique_graphs"]
     for softcap in (5.0, 2.0, 3.0, 2.0):
         torch.testing.assert_close(capped(ones, softcap), softcap * torch.tanh(ones / softcap))
     assert counters["stats"]["unique_graphs"] - before == 3

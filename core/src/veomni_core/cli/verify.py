@@ -46,8 +46,6 @@ LONGEST_OPS = (
     "attention",
     "token_logprobs",
 )
-# A kernel's check in one dtype is not shared by more than this part of the jobs, however long it is.
-_MOST_JOBS_OF_A_CHECK = 1 / 4
 
 
 def verify(
@@ -186,13 +184,12 @@ class _Asked:
 def parts_of_check(spec: KernelSpec, jobs: int, checks: int) -> int:
     """How many of the jobs share the check of this kernel in one dtype.
 
-    As many as there are jobs for each of so many checks. More of an op whose check is long: on an H200 with 16 jobs the
-    delta rule in one dtype took as long as all other kernels together. And more still of a kernel that is slow to
-    check.
+    At least as many as there are jobs for each of so many checks. A quarter of them for an op whose check is long: on
+    an H200 with 16 jobs the delta rule in one dtype took longer than all other kernels together. All of them for the
+    dtypes of a kernel that is slow to check.
     """
-    if spec.slow_check:
-        return max(1, jobs // checks, jobs // len(spec.dtypes))
-    return max(1, jobs // checks, int(jobs * _MOST_JOBS_OF_A_CHECK) if spec.op_name in LONGEST_OPS else 1)
+    long = jobs // 4 if spec.op_name in LONGEST_OPS else 1
+    return max(1, jobs // checks, jobs // len(spec.dtypes) if spec.slow_check else long)
 
 
 def _longest_first(asked: list[_Asked]) -> list[int]:

@@ -18,10 +18,8 @@ from veomni_core.testing.situations import reveal
 from veomni_core.testing.subject import Position, Subject
 
 # Operators of PyTorch and of its device libraries: what they say of themselves is no kernel's fault.
-_OF_PYTORCH = {
-    *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "torchvision", "npu"),
-    "higher_order",
-}
+_OF_PYTORCH = {"aten", "prim", "prims", "higher_order", "inductor", "profiler", "c10d", "_c10d_functional"}
+_OF_PYTORCH |= {"torchvision", "npu"}
 _CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 

@@ -67,9 +67,7 @@ def _without_numbers(child: nn.Module, index: int, shared: dict[Hashable, _OnMet
 def _moved_to_meta(child: nn.Module) -> nn.Module:
     twin = hollow_twin(child).eval()
     for module in twin.modules():
-        if isinstance(getattr(module, "out_features", None), int) or isinstance(module, nn.modules.conv._ConvNd):
-            vars(module).pop("forward", None)  # the hollow twin's gives zeros on the CPU
-        elif _holds_experts(module):
+        if _holds_experts(module):
             vars(module)["forward"] = lambda hidden_states, *_, **__: hidden_states
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: None if t is None else _on(t, "meta") for name, t in tensors.items()})  # type: ignore[misc]

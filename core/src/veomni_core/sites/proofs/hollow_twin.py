@@ -16,10 +16,14 @@ FREQUENCIES = "inv_freq"
 BATCH, LENGTH = 2, 11
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+_POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get where it is called without an input
 
 
 def hollow_twin(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` in bfloat16: its tensors are expanded zeros, and its linears and convolutions give zeros."""
+    """A copy of ``module`` in bfloat16: its tensors are expanded zeros, and its linears and convolutions give zeros.
+
+    They give them on their input's device. A twin whose tensors are moved to meta runs there.
+    """
     twin = probe.bare_copy(module)
     for name, parameter in module._parameters.items():
         twin._parameters[name] = None if parameter is None else _zeros(parameter)  # type: ignore[assignment]
@@ -28,11 +32,11 @@ def hollow_twin(module: nn.Module) -> nn.Module:
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else hollow_twin(child)
     if isinstance(width := getattr(module, "out_features", None), int):
-        vars(twin)["forward"] = lambda x=None: ZERO.expand(*((BATCH, LENGTH) if x is None else x.shape[:-1]), width)
+        vars(twin)["forward"] = lambda x=_POSITIONS: _zeros_like(x, *x.shape[:-1], width)
     elif type(module) in _CONVOLUTIONS:
         vars(twin)["forward"] = partial(_shape_alone, twin)
     elif type(module) is nn.MultiheadAttention:  # pools images, over thousands of positions
-        vars(twin)["forward"] = lambda query, *_, **__: (ZERO.expand(query.shape), None)
+        vars(twin)["forward"] = lambda query, *_, **__: (_zeros_like(query, *query.shape), None)
     return twin
 
 
@@ -41,7 +45,12 @@ def _shape_alone(convolution: nn.Module, x: Tensor) -> Tensor:
     on_meta: Any = probe.bare_copy(convolution)
     for name, parameter in convolution._parameters.items():
         on_meta._parameters[name] = None if parameter is None else parameter.to("meta")
-    return ZERO.expand(on_meta(x.to("meta", ZERO.dtype)).shape)
+    return _zeros_like(x, *on_meta(x.to("meta", ZERO.dtype)).shape)
+
+
+def _zeros_like(x: Tensor, *shape: int) -> Tensor:
+    """Zeros without memory, where ``x`` is."""
+    return ZERO.to(x.device).expand(shape)
 
 
 def _zeros(tensor: Tensor) -> Tensor:
@@ -60,6 +69,9 @@ class LinearsOfZeros(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and len(args) > 1 and not any(args[1].stride()):
-            return args[1].new_zeros(()).expand(*args[0].shape[:-1], args[1].shape[0])
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is nn.functional.linear:
+            x, weight = (args[n] if len(args) > n else kwargs[name] for n, name in enumerate(("input", "weight")))
+            if weight.dim() == 2 and not any(weight.stride()):
+                return _zeros_like(x, *x.shape[:-1], weight.shape[0])
+        return func(*args, **kwargs)
