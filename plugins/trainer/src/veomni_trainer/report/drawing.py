@@ -1,4 +1,7 @@
-"""Draws with matplotlib as SVG that takes its colours from the page, for light and dark mode."""
+"""Draws with matplotlib as SVG that takes its colours from the page, for light and dark mode.
+
+Only the heat map needs it. matplotlib is imported when one is drawn: most reports have none, and it takes 0.3 s.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-import matplotlib
-
 # matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
 _INK, _GRID = "#010101", "#020202"
 COLOURS = ("mine", "eager", "run3", "run4", "run5", "run6", "run7", "run8")  # of runs, as style.css names them
-_PLACEHOLDERS = {name: f"#0303{number:02x}" for number, name in enumerate((*COLOURS, "validation"), start=16)}
-_PAGE_COLOURS = {
-    _INK: "currentColor",
-    _GRID: "var(--grid)",
-    **{placeholder: f"var(--{name})" for name, placeholder in _PLACEHOLDERS.items()},
-}
+_PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)"}
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
@@ -40,11 +36,6 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def colour(name: str) -> str:
-    """The colour of the page's variable ``name``, as matplotlib takes it."""
-    return _PLACEHOLDERS[name]
-
-
 @dataclass(frozen=True)
 class Chart:
     """A drawing with its title and note."""
@@ -60,9 +51,10 @@ def draw(name: str, lines: Callable[[Any], None], words: str, height: float = 2.
     Args:
         words: what the drawing shows, for readers that don't see it.
     """
-    matplotlib.use("svg")
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.use("svg")
     style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.6, height), layout="constrained")
