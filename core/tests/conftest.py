@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from counting_kernels import calls
-from forked_processes import Forked, finish, run_veomni
+from forked_processes import Forked, finish
+from forked_workers import run_veomni_in_forks
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 
@@ -114,16 +115,16 @@ def bf16_accelerator() -> Iterator[Any]:
 def veomni(tmp_path: Path) -> Callable[..., str]:
     """Runs ``veomni`` in a process; plugins that the test installs are seen beside the real ones.
 
-    ``plan`` builds a model, for which it imports transformers: it runs in a fork of a process that has done so.
+    Verbs that import torch run in a fork of a process that has done so, unless they are asked to start ``fresh``.
     """
     site_packages = str(tmp_path / "site-packages")
     path = os.pathsep.join(filter(None, [site_packages, os.environ.get("PYTHONPATH", "")]))
 
-    def run(*arguments: object, code: int = 0, **environment: str) -> str:
+    def run(*arguments: object, code: int = 0, fresh: bool = False, **environment: str) -> str:
         words, variables = [*map(str, arguments)], {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment}
-        if words[0] == "plan":
-            fork = Forked(run_veomni, *words, environment=variables, folder=tmp_path, path=[site_packages])
-            (done,) = finish([fork], timeout=120)
+        if words[0] in ("plan", "verify", "tune", "doctor") and not fresh:
+            fork = Forked(run_veomni_in_forks, *words, environment=variables, folder=tmp_path, path=[site_packages])
+            (done,) = finish([fork], timeout=300)
         else:
             command = [sys.executable, "-m", "veomni_core.cli", *words]
             done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path)

@@ -23,10 +23,14 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-_SERVER = multiprocessing.get_context("forkserver")
+FORKSERVER = multiprocessing.get_context("forkserver")
 # What isn't installed here is passed over. Nothing computes there: a fork of a process with busy threads may hang.
-_SERVER.set_forkserver_preload(
-    ["torch", "transformers", "transformers.trainer", "datasets", "veomni_core.build", "veomni_trainer.run.run_job"]
+FORKSERVER.set_forkserver_preload(
+    [
+        *("torch", "transformers", "transformers.trainer", "datasets"),
+        *("veomni_core.build", "veomni_trainer.run.run_job"),
+        *("torch._dynamo", "torch._inductor", "hypothesis", "veomni_core.cli.verify_probe"),
+    ]
 )
 
 _LAST_WORDS = 30.0  # seconds in which the other processes may end by themselves after one has failed
@@ -49,7 +53,7 @@ class Forked:
         self._folder = tempfile.TemporaryDirectory()
         self._arguments = arguments
         where = str(folder or Path.cwd()), [*path]
-        self.process = _SERVER.Process(
+        self.process = FORKSERVER.Process(
             target=_run, args=(self._folder.name, dict(environment), *where, function, arguments)
         )
         self.process.start()

@@ -96,7 +96,7 @@ def test_doctor_is_content_with_healthy_plugins(veomni, install_healthy):
 
 
 def test_doctor_prints_the_versions_that_a_bug_report_needs(veomni):
-    found = json.loads(veomni("doctor", "--json"))
+    found = json.loads(veomni("doctor", "--json", fresh=True))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     assert found["versions"] | versions == found["versions"]
     assert found["versions"]["python"] == platform.python_version()
@@ -122,7 +122,7 @@ def test_doctor_goes_on_without_torch_and_says_what_is_wrong_with_it(veomni, tmp
     broken = tmp_path / "site-packages" / "torch"  # where the command looks first
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcudart.so.99 is not here')")
-    text = " ".join(veomni("doctor", code=1).split())
+    text = " ".join(veomni("doctor", code=1, fresh=True).split())
     assert "torch can't be imported: its process ended with code 1: ImportError: libcudart.so.99 is not here" in text
     assert "hardware: cpu" in text and "veomni-liger" in text
 
@@ -132,7 +132,7 @@ def test_doctor_isolates_each_plugin(veomni, install, install_healthy, install_a
     install("slow-plugin", SLOW)
     install("crashing-plugin", "import os\nos._exit(7)")
     install_absent("far-plugin")
-    text = veomni("doctor", "--timeout", "5", "--json", code=1)
+    text = veomni("doctor", "--timeout", "5", "--json", code=1, fresh=True)
     data = json.loads(text)
     plugins = {plugin["name"]: plugin for plugin in data["plugins"]}
     assert plugins["good-plugin"]["status"] == "loaded" and plugins["good-plugin"]["usable"] == 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from veomni_core.cli import verify_worker
+from forked_workers import ForkedWorker
+from veomni_core.cli import verify_processes, verify_worker
 from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, Checks, Row, joined
 from veomni_core.discovery.discover import discover
 
@@ -53,6 +54,7 @@ PLUGIN = """
 @pytest.fixture
 def check(install, tmp_path, monkeypatch):
     """Checks one of the plugin's kernels, in the worker that checked the one before."""
+    monkeypatch.setattr(verify_processes, "_Worker", ForkedWorker)
     install("forked-plugin", PLUGIN.replace("{folder}", str(tmp_path)))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")])
@@ -99,7 +101,27 @@ def test_a_check_that_takes_its_worker_along_fails_and_the_next_one_runs(check):
     assert check("finds").result == OK
 
 
-def test_a_worker_that_cannot_start_says_why():
+@pytest.fixture
+def write_probe(tmp_path, monkeypatch):
+    """Writes the module of a probe for workers that are started, and need not wait for torch: it can't be imported."""
+    folder = tmp_path / "modules"
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('no torch here')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    return lambda name, text: (folder / f"{name}.py").write_text(text)
+
+
+def test_a_started_worker_that_a_check_takes_along_is_followed_by_another(write_probe, tmp_path):
+    write_probe(
+        "kill_probe", "import os, sys\ndef main(arguments): sys.exit(3) if arguments else os.kill(os.getppid(), 9)\n"
+    )
+    errors = tmp_path / "errors"
+    with Checks("kill_probe", 1, {}) as checks:
+        assert checks._run([], errors, 60.0) == "its process was killed by SIGKILL"
+        assert checks._run(["go on"], errors, 60.0).startswith("its process ended with code 3 before")
+
+
+def test_a_worker_that_cannot_start_says_why(write_probe):
     checks = Checks("veomni_core.cli.no_such_probe", 1, {})
     (spec,) = [spec for spec in discover().plugin("veomni-torch").kernels if str(spec) == "swiglu_mlp/gelu:torch"]
     row, *_ = checks.rows("veomni-torch", spec, "cpu", ("float32",), 60.0)
@@ -157,12 +179,14 @@ def test_rows_of_parts_are_joined():
 
 
 @pytest.mark.parametrize("jobs, threads", [(1, "2"), (2, "1")])
-def test_several_jobs_have_one_thread_each_unless_the_user_says_otherwise(monkeypatch, tmp_path, jobs, threads):
+def test_several_jobs_have_one_thread_each_unless_the_user_says_otherwise(
+    monkeypatch, write_probe, tmp_path, jobs, threads
+):
     """Two threads in each of as many processes as there are cores wait for each other."""
-    (tmp_path / "thread_probe.py").write_text(
-        "import os\ndef main(arguments): open(arguments[-1], 'w').write(str(os.environ['OMP_NUM_THREADS']))\n"
+    write_probe(
+        "thread_probe",
+        "import os\ndef main(arguments): open(arguments[-1], 'w').write(str(os.environ['OMP_NUM_THREADS']))\n",
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     for set_to, wanted in ((None, threads), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if set_to:
