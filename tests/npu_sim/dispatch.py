@@ -8,13 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from npu_sim import autocast
 from npu_sim.memory import move_to, on_device, on_host, view_of
-
-# PyTorch moves indices to the device itself.
-_TAKE_INDICES_OF_THE_HOST = ("aten.index", "aten._index_put_impl_")
 
 _libraries: list[torch.library.Library] = []
 
@@ -43,36 +39,50 @@ def run_on_host(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     A result that is one of the arguments (in place, or ``out=``) stays that argument, also where it was resized; one
     that shares an argument's memory becomes a view of it. A tensor of the host raises, as on any device.
     """
-    arguments = _Arguments(hosts_allowed=str(operator).startswith(_TAKE_INDICES_OF_THE_HOST))
-    host_args, host_kwargs = tree_map(arguments.to_host, (args, kwargs))
-    return tree_map(arguments.to_device, operator(*host_args, **host_kwargs))
+    arguments = _Arguments(hosts_allowed=_takes_indices_of_the_host(operator))
+    host_args = [arguments.to_host(argument) for argument in args]
+    host_kwargs = {name: arguments.to_host(argument) for name, argument in kwargs.items()}
+    return arguments.to_device(operator(*host_args, **host_kwargs))
+
+
+@functools.cache
+def _takes_indices_of_the_host(operator: Callable[..., Any]) -> bool:
+    """PyTorch moves the indices of these to the device itself."""
+    return str(operator).startswith(("aten.index", "aten._index_put_impl_"))
 
 
 class _Arguments:
-    """The arguments of one call, on the device and on the host."""
+    """The arguments of one call, on the device and on the host. They may be lists of tensors."""
 
     def __init__(self, hosts_allowed: bool) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._hosts_allowed = hosts_allowed
 
     def to_host(self, argument: Any) -> Any:
-        if isinstance(argument, torch.device):
-            return torch.device("cpu")
-        if not isinstance(argument, Tensor):
-            return argument
-        if argument.device.type != "npu":
+        if isinstance(argument, Tensor):
+            return self._tensor_to_host(argument)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)([self.to_host(each) for each in argument])
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    def _tensor_to_host(self, argument: Tensor) -> Tensor:
+        device = argument.device
+        if device.type != "npu":
             if argument.dim() and not self._hosts_allowed:
-                raise RuntimeError(
-                    f"expected all tensors to be on the same device, but found npu and {argument.device}"
-                )
+                raise RuntimeError(f"expected all tensors to be on the same device, but found npu and {device}")
             return argument
         host = on_host(argument)
         self._pairs.append((argument, host))
         return host
 
     def to_device(self, result: Any) -> Any:
-        if not isinstance(result, Tensor):
-            return result
+        if isinstance(result, Tensor):
+            return self._tensor_to_device(result)
+        if isinstance(result, (list, tuple)):
+            return type(result)([self.to_device(each) for each in result])
+        return result
+
+    def _tensor_to_device(self, result: Tensor) -> Tensor:
         for argument, host in self._pairs:
             if host is result:
                 return argument if argument.shape == result.shape else move_to(argument, result)

@@ -41,6 +41,7 @@ from veomni_core.testing.process_state import ProcessState, check_process_state
 from veomni_core.testing.rank_check import check_on_ranks
 from veomni_core.testing.report import CaseResult, ConformanceReport
 from veomni_core.testing.second_derivatives import check_second_derivatives
+from veomni_core.testing.situations import first_of
 from veomni_core.testing.subject import Position, Subject
 from veomni_core.testing.time_spent import TimeSpent, compilers_counted
 from veomni_core.testing.values import check_values
@@ -55,6 +56,7 @@ def check_kernel(
     largest: Size | None = None,
     every_form: bool = True,
     part: tuple[int, int] = (0, 1),
+    fail_fast: bool = False,
 ) -> ConformanceReport:
     """Check a kernel against its op's contract.
 
@@ -69,6 +71,7 @@ def check_kernel(
             for kernels in an interpreter.
         part: ``(index, count)``: only this one of ``count`` parts. Processes that have a part each check everything
             together, and each case is in one report.
+        fail_fast: end the check at the first failure, for whoever is mending a kernel.
 
     Returns:
         The report, with one case per sample. Its ``skipped`` lists what was left out, and its ``seconds`` says what
@@ -106,7 +109,7 @@ def check_kernel(
     subject = Subject(spec, kernel, contract, device, getattr(torch, dtype), spent)
     try:
         with compilers_counted(spent):
-            cases = tuple(_cases(subject, largest, every_form, part))
+            cases = tuple(_cases(subject, largest, every_form, part, fail_fast))
     finally:
         before.restore()
     if imported:
@@ -117,6 +120,8 @@ def check_kernel(
         skipped = ("what training does with all but one sample", *skipped)
     if not hypothesis_is_installed():
         skipped = (*skipped, MISSING)
+    if fail_fast and any(case.failures for case in cases):
+        skipped = ("what follows the first failure", *skipped)
     return ConformanceReport(str(spec), str(device), dtype, cases, skipped, spent.rounded())
 
 
@@ -131,12 +136,19 @@ def _builtin_op(name: str) -> OpSpec:
     raise ContractError(f"op {name!r} is not one of the core's: pass check_kernel(..., op=its OpSpec)")
 
 
-def _cases(subject: Subject, largest: Size, every_form: bool, part: tuple[int, int]) -> Iterator[CaseResult]:
+def _cases(
+    subject: Subject, largest: Size, every_form: bool, part: tuple[int, int], fail_fast: bool
+) -> Iterator[CaseResult]:
     positions = [position for size in Size if size <= largest for position in subject.positions(size)]
     computed = [position for position in positions if not subject.undeclared(position)]
     alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
     passes, (index, count) = True, part
+    if fail_fast:  # by the values of all samples first: the situations of training take most of the time
+        for position in computed[index::count]:
+            if (case := _guarded(subject, position)).failures:
+                yield case
+                return
 
     def is_asked(position: Position) -> bool:
         if alone or position not in computed:
@@ -155,10 +167,13 @@ def _cases(subject: Subject, largest: Size, every_form: bool, part: tuple[int, i
         if not case.failures and is_asked(position):
             first = not forms
             forms.add(_form(subject, position))
-            case = case.with_failures(_uses(subject, position, _neighbour(position, computed), first))
+            failures = _uses(subject, position, _neighbour(position, computed), first)
+            case = case.with_failures(first_of(failures) if fail_fast else failures)
         subject.forget(position)
         passes = passes and not case.failures
         yield case
+        if fail_fast and not passes:
+            return
     if subject.spec.backward and computed and not index:
         yield check_second_derivatives(subject, computed[0])
     # A fault that is known already would only be found again, in other words.
