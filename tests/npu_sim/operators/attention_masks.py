@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,11 @@ def _dense(mask: Tensor, scores: Tensor) -> Tensor:
 
 def _require_compressed(mask: Tensor) -> None:
     require(
-        tuple(mask.shape) == (COMPRESSED, COMPRESSED)
-        and torch.equal(mask.bool(), torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)),
+        tuple(mask.shape) == (COMPRESSED, COMPRESSED) and torch.equal(mask.bool(), _compressed()),
         f"{NAME}: sparse modes 2 and 3 take the {COMPRESSED} x {COMPRESSED} mask that is true above its diagonal",
     )
+
+
+@functools.cache
+def _compressed() -> Tensor:
+    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
