@@ -34,29 +34,38 @@ from veomni_core.tuning.survey import Survey
 CPU, BATCH, TURNS = Hardware.cpu(), (2, 8), Turns(least=3, most=3)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
 
-HYBRID = Qwen3NextConfig(
-    **SHAPE,
-    num_hidden_layers=8,
-    num_key_value_heads=2,
-    head_dim=8,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-    linear_num_value_heads=4,
-    linear_num_key_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    output_router_logits=True,
-)
+
+def hybrid(layers):
+    return Qwen3NextConfig(
+        **SHAPE,
+        num_hidden_layers=layers,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
 
 
 def norm(name, preference=50, dtypes=("float32",)):
     return KernelSpec(name, "rms_norm", "standard", f"tuned_kernels:{name}", preference=preference, dtypes=dtypes)
 
 
-def registry_of(*kernels):
-    return build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+def registry_of(*kernels, core=CORE):
+    return build_registry([core, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+
+
+def norms_and(*other_rules):
+    """The core as it would be if it knew few kinds of sites: finding the others takes most of the time."""
+    rules = tuple(rule for rule in CORE.site_rules if rule.name in ("norm modules", *other_rules))
+    assert len(rules) == 1 + len(other_rules)
+    return replace(CORE, site_rules=rules)
 
 
 def certify(registry, *names):
@@ -74,7 +83,7 @@ def tuned(model, registry, unchecked=None, clock=None):
     survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry, environ={}), CPU, None)
     surveyed = survey.of(model)
     job = MeasuredJob.of(model, BATCH, None)
-    step_model = StepModel.of(shallow_model(model, survey, "cpu"), BATCH, None)
+    step_model = StepModel.of(shallow_model(model, surveyed, survey, "cpu"), BATCH, None)
     tuning = Tuning(survey, TURNS, clock or CountingClock())
     return survey, tuning.profile(step_model, surveyed, job, unchecked or {})
 
@@ -85,7 +94,7 @@ def contenders(profile, where):
 
 
 def test_the_measured_best_is_taken_and_not_the_one_of_the_highest_rank():
-    registry, model = registry_of(norm("cheap", 10), norm("costly", 90)), llama()
+    registry, model = registry_of(norm("cheap", 10), norm("costly", 90), core=norms_and("gated MLP modules")), llama()
     certify(registry, "cheap", "costly")
     before = make_plan(model, {"preset": "auto"}, registry=registry, hardware=CPU, batch=BATCH)
     assert {each.kernel for op in before.ops for each in op.sites if op.op_name == "rms_norm"} == {"costly"}
@@ -109,7 +118,7 @@ def test_the_measured_best_is_taken_and_not_the_one_of_the_highest_rank():
 
 
 def test_equal_calls_are_measured_once():
-    registry = registry_of(norm("cheap"))
+    registry = registry_of(norm("cheap"), core=norms_and())
     certify(registry, "cheap")
     clock = CountingClock()
     read = []
@@ -125,7 +134,7 @@ def test_equal_calls_are_measured_once():
 
 
 def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
-    registry = registry_of(norm("cheap"), norm("out_of_memory"), norm("broken"), norm("costly"))
+    registry = registry_of(*(norm("cheap"), norm("out_of_memory"), norm("broken"), norm("costly")), core=norms_and())
     certify(registry, "cheap", "out_of_memory", "broken")
     wrong = {spec: "failed its check in float32: off" for spec in registry.plugin("p").kernels if spec.name == "costly"}
     _, profile = tuned(llama(1), registry, wrong)
@@ -144,7 +153,7 @@ def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
     ],
 )
 def test_a_kernel_that_fails_later_ends_nothing_but_its_site(calls, why_not, own):
-    registry = registry_of(norm("tiring"))
+    registry = registry_of(norm("tiring"), core=norms_and())
     certify(registry, "tiring")
     tuned_kernels.calls_left[:] = [0] * calls
     _, profile = tuned(llama(1), registry)
@@ -171,7 +180,7 @@ def certified_torch():
 
 def test_functions_that_a_forward_names_are_timed_by_themselves():
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(HYBRID)
+        model = AutoModelForCausalLM.from_config(hybrid(layers=4))  # as few as have both kinds of layers
     _, profile = tuned(model, certified_torch())
     timed = {site.kind.op_name: site.timed for site in profile.sites if len(site.measured) > 1}
     mixer = "in Qwen3NextGatedDeltaNet at model.layers.0.linear_attn"
@@ -217,11 +226,13 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_as_few_layers_are_measured_as_have_every_kind_of_site():
-    survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry_of(), environ={}), CPU, None)
-    assert shallow_model(llama(8), survey, "cpu").config.num_hidden_layers == 1
+    core = norms_and("gated norm modules", "attention interface")
+    survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry_of(core=core), environ={}), CPU, None)
+    model = llama(8)
+    assert shallow_model(model, survey.of(model), survey, "cpu").config.num_hidden_layers == 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(HYBRID)
-    short = shallow_model(model, survey, "meta")
+        model = AutoModelForCausalLM.from_config(hybrid(layers=8))
+    short = shallow_model(model, survey.of(model), survey, "meta")
     assert short.config.num_hidden_layers == 4 and short.config.layer_types[-1] == "full_attention"
 
 
@@ -301,7 +312,7 @@ def test_a_gpu_s_kernels_are_measured_in_bfloat16():
             checked = [machine.checked(spec, plugin, dtype) for dtype in checked_dtypes(spec, each.kind)]
             keep([Certificate.of_today(one, {"one": (0.0, 0.0)}) for one in checked], [])
     job = MeasuredJob.of(model, (2, 64), "bfloat16")
-    step_model = StepModel.of(shallow_model(model, survey, "cuda"), (2, 64), "bfloat16")
+    step_model = StepModel.of(shallow_model(model, surveyed, survey, "cuda"), (2, 64), "bfloat16")
     profile = Tuning(survey, TURNS).profile(step_model, surveyed, job, {})
     measured = {each.kernel for site in profile.sites for each in site.measured}
     assert {"eager", "triton", "fused_triton"} <= measured

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from veomni_core.build import build_skeleton, build_unbound
 from veomni_core.errors import VeOmniError
-from veomni_core.tuning.survey import Survey
+from veomni_core.tuning.survey import Survey, Surveyed
 
 
-def shallow_model(skeleton: Any, survey: Survey, device: str, trust_remote_code: bool = False) -> Any:
+def shallow_model(
+    skeleton: Any, surveyed: Iterable[Surveyed], survey: Survey, device: str, trust_remote_code: bool = False
+) -> Any:
     """A model with random weights on ``device`` that has every kind of site of ``skeleton``.
 
     Args:
         skeleton: the job's model, on the meta device.
-        survey: finds sites.
+        surveyed: its kinds of sites.
+        survey: finds those of models with fewer layers.
         device: where it is made.
         trust_remote_code: whether code that is shipped with the model may run.
     """
-    wanted = {each.kind for each in survey.of(skeleton)}
+    wanted = {each.kind for each in surveyed}
     options = {"torch_dtype": skeleton.dtype, "trust_remote_code": trust_remote_code}
     for config in _shortened(skeleton.config):
         try:
