@@ -19,8 +19,10 @@ pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
 )
 
-# Of each element of the gradients, and relative of losses and norms: float32 sums in another order.
-LARGEST = 1e-6
+# Of each element of the gradients, and relative of losses and norms: float32 sums in another order. The largest that is
+# found is 3.4e-7, and 6e-8 of a weight after the six steps.
+LARGEST = 5e-7
+LARGEST_OF_WEIGHTS = 2e-7
 
 RUN = """
     from sharded_models import report_cases
@@ -51,7 +53,7 @@ def test_a_bound_sharded_model_gives_the_losses_and_gradients_of_one_process(pro
         assert rank["gradients_off"][1] < LARGEST, rank
         assert rank["gradients_off_in_norm"] < LARGEST, rank
         assert rank["logits_off"] < LARGEST, rank
-        assert rank["weights_off"][1] < LARGEST, rank  # after 20 steps
+        assert rank["weights_off"][1] < LARGEST_OF_WEIGHTS, rank
         assert rank["changed"] == {}
 
 
