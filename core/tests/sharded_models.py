@@ -23,8 +23,8 @@ from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
 from veomni_core import apply_plan, bind, get_parallel_plan, make_plan
 
-# More steps tell no more. A fault of a relative 1e-5 in one weight's gradients shows as 6.6e-6 after six steps, as 9.8e-6
-# after twenty; and rounding grows with it.
+# More steps tell no more. A fault of a relative 1e-5 in one weight's gradients shows as 6.6e-6 after six steps, as
+# 9.8e-6 after twenty; and rounding grows with it.
 STEPS = 6
 _EXPERTS = {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def _kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_first_rank(make: Callable[[], Any]) -> Any:
-    """What ``make`` gives on rank 0: where it is the same on all of them, they don't take the cores from one another."""
+    """What ``make`` gives on rank 0, where all ranks would make the same."""
     made = [make() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(made)
     return made[0]

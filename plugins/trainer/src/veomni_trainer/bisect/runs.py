@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from veomni_core import KernelSpec, Plan
+from veomni_core import KernelSpec, Plan, discover
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.trainer import JobTrainer
@@ -116,7 +116,8 @@ class Runs:
 
     def __init__(self, job: Path, changes: Sequence[str], steps: int, tolerance: float | None = None) -> None:
         self._path, self._changes, self._steps = job, (*changes, *_QUIET), steps
-        loaded = for_this_machine(load_job(job, self._changes))
+        self._registry = discover()
+        loaded = for_this_machine(load_job(job, self._changes), self._registry)
         written = loaded.model.ops_implementation or {}
         self._settings = {name: written[name] for name in _SETTINGS if name in written}
         under = conditions(loaded)
@@ -152,13 +153,13 @@ class Runs:
             value = {"kernel": name, "options": dict(site.spec.settings)} if site.spec.settings else name
             fields.setdefault(site.field, {})[site.path] = value
         change = f"model.ops_implementation={json.dumps(fields)}"
-        return for_this_machine(load_job(self._path, (*self._changes, change)))
+        return for_this_machine(load_job(self._path, (*self._changes, change)), self._registry)
 
     def _train(self, job: Job) -> tuple[_Measured, Plan]:
         """The job's first steps, and its plan."""
         rows: list[Row] = []
         with tempfile.TemporaryDirectory() as folder, _silent():
-            start = prepare(job, RunFolder(Path(folder)), StartingPoint(), accept_plan_change=False)
+            start = prepare(job, RunFolder(Path(folder)), StartingPoint(), False, registry=self._registry)
             norms, stop, plan = _FirstGradients(), _StopAfter(self._steps), start.binding.plan
             JobTrainer(start.model, start.arguments, start.corpus, rows.append, [norms, stop], job.train).train()
         del start

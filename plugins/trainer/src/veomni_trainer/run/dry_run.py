@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from veomni_core import Plan
+from veomni_core import Plan, discover
 from veomni_core.build import build_skeleton, check_weights
 from veomni_core.errors import ConfigError
 from veomni_core.planning.locked_plans import FrozenJob
@@ -151,8 +151,9 @@ def dry_run(
         raise ConfigError("--dry-run looks at one process of the job; start it without torchrun")
     transformers.utils.logging.set_verbosity_error()
     check_frozen(job)
-    job = for_this_machine(job)
-    ops = ops_config(job)
+    registry = discover()
+    job = for_this_machine(job, registry)
+    ops = ops_config(job, registry)
     folder = RunFolder(Path(job.train.output_dir))
     point = starting_point(job, folder, resume, overwrite)
     done = completion(job, folder, point, job.train.steps)

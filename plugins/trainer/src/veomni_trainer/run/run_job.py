@@ -13,6 +13,8 @@ import torch
 import transformers
 from torch import distributed
 
+from veomni_core import discover
+from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.job.load import dump_job
@@ -72,9 +74,12 @@ def run_job(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     check_frozen(job)
-    job = for_this_machine(job)
+    registry = discover()
+    job = for_this_machine(job, registry)
     folder = RunFolder(Path(job.train.output_dir))
-    run = _Run(job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns, frozen)
+    run = _Run(
+        job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns, frozen, registry
+    )
     with locked(folder.path) if is_main_process() else nullcontext():
         return run.run()
 
@@ -92,6 +97,7 @@ class _Run:
     compared: bool
     turns: Turns | None
     frozen: FrozenJob | None
+    registry: Registry
 
     def run(self) -> bool:
         """Train, compare and report; returns whether an interrupt ended the job early."""
@@ -128,7 +134,7 @@ class _Run:
         if done := completion(job, folder, point, job.train.steps):
             say(done)
             return Ending(), None
-        start = prepare(job, folder, point, self.accept_plan_change, self.frozen)
+        start = prepare(job, folder, point, self.accept_plan_change, self.frozen, self.registry)
         if done := completion(job, folder, point, start.steps):  # of a job in epochs, whose steps depend on its data
             say(done)
             return Ending(), None

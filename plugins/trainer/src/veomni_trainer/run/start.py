@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, binding_of
+from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError
 from veomni_core.parallel.sequence import apply_ulysses
 from veomni_core.planning.locked_plans import FrozenJob
@@ -67,14 +68,21 @@ class Start:
 
 
 def prepare(
-    job: Job, folder: RunFolder, point: StartingPoint, accept_plan_change: bool, frozen: FrozenJob | None = None
+    job: Job,
+    folder: RunFolder,
+    point: StartingPoint,
+    accept_plan_change: bool,
+    frozen: FrozenJob | None = None,
+    registry: Registry | None = None,
 ) -> Start:
     """Read the data, build and bind the model, and print the receipt. The plan is that of ``frozen``, if it is given.
+
+    Kernels are those of ``registry``; plugins are discovered without it.
 
     Raises:
         VeOmniError: an error that the user can correct.
     """
-    ops = ops_config(job)
+    ops = ops_config(job, registry)
     tokenizer = job_tokenizer(job)
     check_settings(job)
     if job.train.is_sharded or job.train.parameter_groups or job.lora:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from veomni_core import Hardware
+from veomni_core.discovery.registry import Registry
 from veomni_trainer.job.precision import PrecisionName
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import ops_config
@@ -18,13 +19,13 @@ def with_machine_defaults(job: Job, hardware: Hardware) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=missing)})
 
 
-def for_this_machine(job: Job) -> Job:
-    """``job`` with the defaults of the machine that it trains on.
+def for_this_machine(job: Job, registry: Registry | None = None) -> Job:
+    """``job`` with the defaults of the machine that it trains on; plugins are discovered without ``registry``.
 
     Raises:
         ConfigError: the job's kernels can't be read.
     """
-    hardware = ops_config(job).registry.detect_hardware("cpu" if job.train.device == "cpu" else None)
+    hardware = ops_config(job, registry).registry.detect_hardware("cpu" if job.train.device == "cpu" else None)
     return with_machine_defaults(job, hardware)
 
 

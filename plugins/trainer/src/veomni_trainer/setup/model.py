@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, Plan, build_foundation_model
 from veomni_core.build import build_skeleton as unbound_skeleton
+from veomni_core.discovery.registry import Registry
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
@@ -39,13 +40,13 @@ def ops_implementation(job: Job) -> Any:
     return with_log_probabilities(with_eager_losses(written, f"TRL's trainers (train.method: {job.train.method})"))
 
 
-def ops_config(job: Job) -> OpsConfig:
-    """The kernels that the job chooses.
+def ops_config(job: Job, registry: Registry | None = None) -> OpsConfig:
+    """The kernels that the job chooses, of the plugins in ``registry``; they are discovered without it.
 
     Raises:
         ConfigError: the job chooses none, or names a field, value or preset that doesn't exist.
     """
-    return OpsConfig.from_dict({"model": {"ops_implementation": ops_implementation(job)}})
+    return OpsConfig.from_dict({"model": {"ops_implementation": ops_implementation(job)}}, registry)
 
 
 def conditions(job: Job) -> JobConditions:
