@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,12 @@ class FreshEnvironment:
         self.python = folder / "bin" / "python"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         self._site_packages = folder / "lib" / version / "site-packages"
+
+    def copy(self, folder: Path) -> FreshEnvironment:
+        """Another environment in ``folder`` with all that this one has: pip compiles a wheel only once so."""
+        other = FreshEnvironment(folder)
+        shutil.copytree(self._site_packages, other._site_packages, symlinks=True, dirs_exist_ok=True)
+        return other
 
     def link_requirements(self, wheels: Iterable[Path], also: Iterable[str] = ()) -> None:
         """Provide all that ``wheels`` and the requirements ``also`` need, directly or not, apart from the wheels."""
