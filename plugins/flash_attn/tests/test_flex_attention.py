@@ -12,6 +12,7 @@ from flash_plugin import SPECS, heads, registry, without_gpu
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch.nn.attention import flex_attention as torch_flex_attention
 
 from models import build, tokens
 from veomni_core import bind
@@ -19,9 +20,16 @@ from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_flash_attn import flex_attention
 
 
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """As a CPU runs it too. PyTorch itself would still trace each call anew, which takes a second."""
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(torch_flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
 @without_gpu
-def test_it_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
-    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)  # a CPU runs it so too
+@pytest.mark.usefixtures("without_compiler")
+def test_it_gives_the_contract_s_values_where_it_has_no_gradients():
     computed = set(SPECS["flex_attention"].features)
     samples = CONTRACTS["standard"].samples(torch.device("cpu"), torch.float32)
     for sample in (each for each in samples if computed.issuperset(each.needs)):
@@ -35,9 +43,9 @@ def test_it_gives_the_contract_s_values_where_it_has_no_gradients(monkeypatch):
 
 
 @without_gpu
-def test_under_autocast_heads_of_several_dtypes_take_its_dtype(monkeypatch):
+@pytest.mark.usefixtures("without_compiler")
+def test_under_autocast_heads_of_several_dtypes_take_its_dtype():
     """As a rotary embedding in float32 leaves them: queries and keys in float32, values as the projection gave them."""
-    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
     query, key, value = (each.detach() for each in heads(dtype=torch.float32))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found, _ = flex_attention.standard(AttentionModule(2), query, key, value.bfloat16(), None)
@@ -47,8 +55,8 @@ def test_under_autocast_heads_of_several_dtypes_take_its_dtype(monkeypatch):
 
 
 @without_gpu
-def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed(monkeypatch):
-    monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
+@pytest.mark.usefixtures("without_compiler")
+def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed():
     ids, bounds = tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
     model = build("llama", head_dim=16)
     bind(model, {"preset": "eager", "attn_implementation": "flex_attention"}, registry=registry(anywhere=True))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from veomni_core.ops.contract import Tolerance
 
@@ -20,28 +22,27 @@ def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tup
     if not exact.numel():
         return 0.0, None
     exact = exact.detach()
-    error, size = (found.detach().to(exact.device).double() - exact).abs(), exact.abs()
-    root_mean_square = size.square().mean().sqrt()
-    # Read together: each of them alone would wait for the GPU.
-    is_finite, largest, rms, element, norm = torch.stack(
+    error, norm = (found.detach().to(exact.device).double() - exact).abs(), vector_norm(exact)
+    root_mean_square = norm / math.sqrt(exact.numel())
+    # Read together: each of them alone would wait for the GPU. The largest of NaN and numbers is NaN.
+    largest, rms, element, in_norm = torch.stack(
         (
-            error.isfinite().all().double(),
             error.max(),
             root_mean_square,
-            (error / (size + root_mean_square)).max(),
-            error.norm() / exact.norm(),
+            (error / (exact.abs() + root_mean_square)).max(),
+            vector_norm(error) / norm,
         )
     ).tolist()
-    if not is_finite:
+    if not math.isfinite(largest):
         return float("inf"), f"{what} is not finite"
     if rms == 0.0:
         return (0.0, None) if largest == 0.0 else (float("inf"), f"{what} is {largest:.1e}, expected exactly zero")
     problem = None
-    for measure, value, limit in (("element", element, allowed.element), ("norm", norm, allowed.norm)):
+    for measure, value, limit in (("element", element, allowed.element), ("norm", in_norm, allowed.norm)):
         if value > limit:
             problem = f"{what} is off: {measure} error {value:.1e}, allowed {limit:.1e}"
             break
-    return max(element / allowed.element, norm / allowed.norm), problem
+    return max(element / allowed.element, in_norm / allowed.norm), problem
 
 
 def same(a: Tensor, b: Tensor) -> bool:
