@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_eager import fork_veomni_and_eager, veomni_and_eager
 from typer.testing import CliRunner
 
-from forked_processes import finish, fork_veomni, veomni
+from forked_processes import Forked, finish, fork_veomni, veomni
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError
 
@@ -22,9 +23,8 @@ WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
 
 
-def _interrupt_after(rows: int, metrics: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command, and press Ctrl-C once ``metrics`` has so many rows."""
-    process = fork_veomni(*arguments)
+def _interrupt_after(rows: int, metrics: Path, process: Forked) -> subprocess.CompletedProcess[str]:
+    """Press Ctrl-C once ``metrics`` has so many rows."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.is_running():
         if metrics.exists() and len(metrics.read_text(encoding="utf-8").splitlines()) >= rows:
@@ -133,7 +133,7 @@ def test_an_eager_run_that_fails_leaves_the_job_s_own_results(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "eager").touch()
-    result = veomni("train", write_job(job_data), "--compare", "eager")
+    result = veomni_and_eager("train", write_job(job_data), "--compare", "eager")
     assert result.returncode == 1
     assert "the eager run ended with exit code" in result.stderr
     assert (tmp_path / "run" / "report.html").exists()
@@ -149,7 +149,9 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
     assert veomni("train", job, "--set", f"train.output_dir={whole}").returncode == 0
     assert not [*whole.glob("checkpoint-*")]
 
-    stopped = _interrupt_after(4, halved / "metrics.jsonl", "train", job, "--set", f"train.output_dir={halved}")
+    stopped = _interrupt_after(
+        4, halved / "metrics.jsonl", fork_veomni("train", job, "--set", f"train.output_dir={halved}")
+    )
     assert stopped.returncode == 130, stopped.stderr
     assert "Interrupted. Continue with the same command and --resume." in stopped.stdout
     assert "Traceback" not in stopped.stderr
@@ -168,11 +170,12 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
 ) -> None:
     job_data["train"] |= {"steps": 30, "save_every": 10}
     job, run = write_job(job_data), tmp_path / "run"
-    stopped = _interrupt_after(3, run / "eager" / "metrics.jsonl", "train", job, "--compare", "eager")
+    command = ("train", job, "--compare", "eager")
+    stopped = _interrupt_after(3, run / "eager" / "metrics.jsonl", fork_veomni_and_eager(*command))
     assert stopped.returncode == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert 3 <= len(losses(run)) == len(losses(run / "eager")) < 30
-    resumed = veomni("train", job, "--compare", "eager", "--resume")
+    resumed = veomni_and_eager(*command, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert [step for step, _ in losses(run)] == list(range(1, 31))
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_eager import veomni_and_eager
 from typer.testing import CliRunner, Result
 
+from forked_processes import Forked, finish, run_veomni
 from veomni_core.cli import exit_code
 from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError, LockMismatchError
@@ -85,8 +85,8 @@ def test_a_job_that_nobody_read_the_lock_for_is_refused(
 
 
 def test_the_eager_run_of_a_comparison_has_a_plan_of_its_own(job: Path, run: Path) -> None:
-    result = veomni("train", job, "--compare", "eager")
-    assert result.exit_code == 0, result.output
+    result = veomni_and_eager("train", job, "--compare", "eager")
+    assert result.returncode == 0, result.stderr
     assert (run / "eager" / "summary.json").exists()
 
 
@@ -96,22 +96,19 @@ def on_two_ranks(job: Path, *of_each: dict[str, str]) -> str:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "veomni_core.cli", "train", str(job)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
+        Forked(
+            run_veomni,
+            "train",
+            str(job),
+            environment={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
+            path=[environment["PYTHONPATH"]] if "PYTHONPATH" in environment else [],
         )
         for rank, environment in enumerate(of_each)
     ]
-    try:
-        first, second = (process.communicate(timeout=120)[1] for process in ranks)  # one that waits does so for 300 s
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [1, 1]
-    assert first == second
-    return first
+    first, second = finish(ranks, timeout=120)  # one that waits does so for 300 s
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert first.stderr == second.stderr
+    return first.stderr
 
 
 def test_both_processes_end_where_one_has_another_plugin(job: Path, run: Path, tmp_path: Path) -> None:
@@ -119,8 +116,7 @@ def test_both_processes_end_where_one_has_another_plugin(job: Path, run: Path, t
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-more\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[veomni.plugins]\nacme-more = nothing_of_this_name\n")
-    path = os.pathsep.join([str(info.parent), os.environ.get("PYTHONPATH", "")])
-    said = on_two_ranks(job, {}, {"PYTHONPATH": path})
+    said = on_two_ranks(job, {}, {"PYTHONPATH": str(info.parent)})
     assert "error: 1 of 2 ranks are refused:\nrank 1: what is installed differs from" in said
     assert "acme-more 1.0 was added" in said
     assert not run.exists()

@@ -14,6 +14,7 @@ import yaml
 from trained_runs import TrainedRun
 from typer.testing import CliRunner
 
+from forked_processes import veomni
 from veomni_core import errors
 from veomni_core.cli import exit_code
 from veomni_core.cli.app import build_app
@@ -82,15 +83,19 @@ def test_a_mistake_is_answered_and_nothing_is_lost(
     assert not (here.root / "new").exists()
 
 
-REAL = ("a misspelt kernel", "half an optimizer", "a path through a file")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
-def test_the_real_command_prints_the_error_alone(here: TrainedRun, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "started"),
+    [("a misspelt kernel", "anew"), ("half an optimizer", "as a fork"), ("a path through a file", "as a fork")],
+)
+def test_the_real_command_prints_the_error_alone(here: TrainedRun, name: str, started: str) -> None:
     mistake = next(each for each in MISTAKES if each["name"] == name)
-    command = [sys.executable, "-m", "veomni_core.cli", *_prepare(here, mistake)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    arguments = _prepare(here, mistake)
+    if started == "anew":
+        command = [sys.executable, "-m", "veomni_core.cli", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    else:
+        result = veomni(*arguments)
     assert result.returncode == mistake["exit"]
     assert "\nerror: " in f"\n{result.stderr}" and "Traceback" not in result.stderr
     assert all(word in result.stderr for word in mistake["says"])
