@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import textwrap
 from pathlib import Path
 
@@ -55,10 +56,15 @@ def environment(tmp_path_factory) -> FreshEnvironment:
 
 
 @pytest.fixture(scope="module")
-def run(environment):
+def forked(environment):
+    with environment.forks("transformers.models.llama.modeling_llama", "veomni_core.build") as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run(forked):
     """Runs code after that of ``MODEL``; gives what it printed last."""
-    with environment.forks("transformers.models.llama.modeling_llama", "veomni_core.build") as forked:
-        yield lambda code: json.loads(forked("-c", MODEL + textwrap.dedent(code)).strip().splitlines()[-1])
+    return lambda code: json.loads(forked("-c", MODEL + textwrap.dedent(code)).strip().splitlines()[-1])
 
 
 def test_every_kernel_passes_the_check(environment):
@@ -187,6 +193,9 @@ def test_one_spec_serves_several_device_types(environment, hardware):
 RANK = """
 import json, os, sys
 import torch
+
+other = os.fork()  # as torchrun would start both
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
@@ -215,14 +224,16 @@ binding = bind(model, {"preset": "eager", "token_dispatch_implementation": "acme
 bound = [d.site.path for op in binding.plan.ops for d in op.sites if d.kernel == "acme"]
 with open(f"{folder}/rank{rank}.json", "w") as file:
     json.dump([own, step(), bound], file)
-os._exit(0)
+os._exit(os.waitpid(other, 0)[1] if other else 0)
 """
 
 
-def test_its_dispatch_brings_tokens_to_the_ranks_of_their_experts(environment, tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    environment.run(*launch, str(tmp_path / "rank.py"), str(tmp_path), environment={"OMP_NUM_THREADS": "1"})
+def test_its_dispatch_brings_tokens_to_the_ranks_of_their_experts(forked, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = f"{probe.getsockname()[1]}"
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    forked("-c", RANK, str(tmp_path), environment=group)
     for rank in range(2):
         own, bound, paths = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert bound == pytest.approx(own, rel=1e-5, abs=1e-7)

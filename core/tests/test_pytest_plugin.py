@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from forked_processes import Forked, finish
+
 KERNELS = """
 from veomni_core import HardwareRequirement, KernelSpec, hookimpl
 
@@ -34,6 +36,10 @@ def veomni_kernels():
 RIGHT, DOUBLED = "swiglu_mlp/standard:right", "swiglu_mlp/standard:doubled"
 
 
+def _pytest(*arguments):
+    sys.exit(pytest.main([*arguments]))
+
+
 @pytest.fixture
 def run_pytest(tmp_path):
     """Runs pytest in an empty folder, with the plugin as the entry point of ``core/pyproject.toml`` has it."""
@@ -43,17 +49,16 @@ def run_pytest(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST")}
 
-    def run(*arguments, code, test=None):
+    def run(*arguments, code, test=None, fresh=False):
         if test:
             (folder / "test_mine.py").write_text(f"from veomni_core.testing import KernelConformance\n\n{test}")
         options = ("-p", "veomni_core.pytest_plugin", "-p", "no:cacheprovider", "-rA", "--tb=short")
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *arguments],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=environment,
-        )
+        if fresh:
+            command = [sys.executable, "-m", "pytest", *options, *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        else:  # most of a run's time goes into importing torch
+            fork = Forked(_pytest, *options, *arguments, environment=environment, folder=folder, path=paths[:1])
+            (done,) = finish([fork], timeout=120)
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr and "INTERNALERROR" not in done.stdout
         return done.stdout + done.stderr
@@ -68,7 +73,7 @@ def acme(install):
 
 def test_three_lines_test_every_kernel_of_a_plugin(run_pytest, acme):
     test = 'class TestMyKernels(KernelConformance):\n    plugin = "acme"\n'
-    text = run_pytest(test=test, code=1)
+    text = run_pytest(test=test, code=1, fresh=True)
     assert f"PASSED test_mine.py::TestMyKernels::test_kernel[{RIGHT}-float32]" in text
     assert f"FAILED test_mine.py::TestMyKernels::test_kernel[{DOUBLED}-float32]" in text
     assert f"{DOUBLED} on cpu in float32 breaks its contract" in text
@@ -109,9 +114,8 @@ def test_a_mistake_ends_the_collection_with_its_error(run_pytest, acme, attribut
 
 
 def test_an_option_checks_a_plugin_without_a_test_file(run_pytest, acme):
-    text = run_pytest(
-        "--veomni-plugin", "acme", "--veomni-device", "cpu", test="def test_other():\n    assert 0\n", code=1
-    )
+    other = "def test_other():\n    assert 0\n"
+    text = run_pytest("--veomni-plugin", "acme", "--veomni-device", "cpu", test=other, code=1, fresh=True)
     assert f"PASSED acme::{RIGHT}-float32" in text and f"FAILED acme::{DOUBLED}-float32" in text
     assert "1 failed, 1 passed, 1 skipped" in text
     assert "collected 3 items" in text
@@ -144,7 +148,7 @@ def test_unasked_the_plugin_imports_nothing(run_pytest, tmp_path):
         "    ours = {name for name in sys.modules if name.startswith('veomni_core.')}\n"
         "    assert ours == {'veomni_core.pytest_plugin'}\n"
     )
-    assert "1 passed" in run_pytest(code=0)
+    assert "1 passed" in run_pytest(code=0, fresh=True)
 
 
 def test_pytest_finds_the_plugin_by_its_entry_point():
