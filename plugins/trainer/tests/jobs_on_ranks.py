@@ -16,7 +16,7 @@ from forked_processes import finish, fork_ranks
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.run_job import run_job
 
-STEPS = 20
+STEPS = 12
 _TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 _LLAMA = {
     "model_type": "llama",
@@ -110,9 +110,9 @@ class Jobs:
         return [json.loads(line) for line in text.splitlines()]
 
     def assert_same(self, name: str, other: str) -> None:
-        """Both runs have the same losses and norms at every step."""
+        """Both runs have the same losses and norms at every step; rounding grows with the steps, 5e-7 in these."""
         found, wanted = self.rows(name), self.rows(other)
         assert len([row for row in wanted if "grad_norm" in row]) == STEPS
         for key in ("loss", "aux_loss", "grad_norm", "validation_loss"):
             values = [row[key] for row in wanted if key in row]
-            assert [row[key] for row in found if key in row] == pytest.approx(values, rel=1e-6), (name, key)
+            assert [row[key] for row in found if key in row] == pytest.approx(values, rel=6e-7), (name, key)
