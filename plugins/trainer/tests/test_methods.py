@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked_eager import veomni_and_eager
 from typer.testing import CliRunner
 
 from forked_processes import veomni_on_ranks
@@ -103,8 +104,11 @@ def test_kernels_learn_the_same_as_the_models_own_code(here: Path, go: Go, metho
     assert_close(bound, eager)
 
 
-def test_a_comparison_with_eager_shows_both_curves(here: Path, go: Go) -> None:
-    go("dpo", "train.steps=3", compare="eager-after")
+def test_a_comparison_with_eager_shows_both_curves(here: Path) -> None:
+    changes = (f"train.output_dir={here / 'run'}", "train.device=cpu", "train.steps=3")
+    sets = [part for change in changes for part in ("--set", change)]
+    result = veomni_and_eager("train", here / "dpo.yaml", "--compare", "eager-after", *sets)
+    assert result.returncode == 0, result.stderr
     report = (here / "run" / "report.html").read_text(encoding="utf-8")
     assert "Reward margin" in report and "eager" in report
     assert_close(learned(here / "run")[1:], learned(here / "run" / "eager")[1:], 1e-2)
@@ -131,12 +135,19 @@ def test_a_policy_that_is_held_to_its_start(here: Path, go: Go) -> None:
     assert learned(here / "run") == whole
 
 
+@pytest.fixture(scope="module")
+def trained_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the model of the examples."""
+    folder = shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("weights") / "post_training")
+    changes = (f"train.output_dir={folder / 'run'}", "train.device=cpu", "train.steps=1", "train.save_every=1")
+    run_job(load_job(folder / "sft.yaml", changes))
+    return folder / "run" / "checkpoint-1"
+
+
 @pytest.fixture
-def over_weights(here: Path, go: Go) -> tuple[str, ...]:
+def over_weights(here: Path, trained_weights: Path) -> tuple[str, ...]:
     """Changes of a job for it to begin with weights that lie beside it."""
-    go("sft", "train.steps=1", "train.save_every=1")
-    shutil.move(here / "run" / "checkpoint-1", here / "weights")
-    shutil.rmtree(here / "run")
+    shutil.copytree(trained_weights, here / "weights")
     return "model.config=null", "model.weights=weights", "data.tokenizer=null"
 
 
