@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from documented_code import ROOT, blocks, pages, plugins
+from forked_workers import ForkedWorker
 from page_run import PageRun
+from veomni_core.cli import verify_processes
 
 WITH_CODE = [page for page in pages() if any(True for _ in blocks(page))]
 RUN_HERE = [page for page in WITH_CODE if any(block.is_run for block in blocks(page))]
@@ -31,6 +33,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], No
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.endswith("/src")))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(verify_processes, "_Worker", ForkedWorker)
 
     def run(page: Path) -> None:
         if named := plugins(page):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked_processes import Forked, finish
+from forked_workers import run_veomni_in_forks
 from veomni_core.planning.profile import Profile, best
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,8 +24,8 @@ def veomni(tmp_path: Path) -> Any:
     alone = {"VEOMNI_CACHE": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "VEOMNI_PLUGINS": "veomni-torch,veomni-trainer"}
 
     def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "veomni_core.cli", *arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **alone}, cwd=tmp_path)
+        fork = Forked(run_veomni_in_forks, *arguments, "--json", environment={**os.environ, **alone}, folder=tmp_path)
+        (done,) = finish([fork], timeout=600)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
