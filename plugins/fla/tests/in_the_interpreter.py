@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 import triton.language as tl
+from repeated_launches import run_repeated_launches_once
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
 
-from repeated_launches import run_repeated_launches_once
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
