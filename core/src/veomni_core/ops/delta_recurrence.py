@@ -51,27 +51,28 @@ def over_tokens(
     q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
     batch, length, heads, width = value.shape
     rows = batch * heads
-    # Of each token: q and k [B*HV, K, 1], v [B*HV, 1, V], decay [B*HV, 1 or K, 1], rate [B*HV, 1, 1]. Unbound at once,
-    # since the gradient of one token that is selected by its index has the size of the whole sequence.
-    parts = (q[..., None], k[..., None], v[..., None, :], decay[..., None], rate[..., None, None])
+    # Of each token: k [B*HV, K, 1], beta * k [B*HV, 1, K], beta * v [B*HV, 1, V], decay [B*HV, 1 or K, 1]. Unbound at
+    # once, since the gradient of one token that is selected by its index has the size of the whole sequence.
+    parts = (k[..., None], (rate[..., None] * k)[..., None, :], (rate[..., None] * v)[..., None, :], decay[..., None])
     by_token = (part.transpose(0, 1).reshape(length, rows, *part.shape[3:]) for part in parts)
     tokens = [*zip(*(part.unbind() for part in by_token), strict=True)]
-    outputs, finals = [], []
+    states, finals = [], []
     for index, (first, last) in enumerate(bounds or ((0, length),)):
         if initial_state is None:
             state = torch.zeros(rows, key.shape[3], width, dtype=wide, device=query.device)
         else:
             given = initial_state if bounds is None else initial_state[index]
             state = given.to(wide).reshape(rows, key.shape[3], width)
-        for q_t, k_t, v_t, decay_t, rate_t in tokens[first:last]:
+        for k_t, read_t, written_t, decay_t in tokens[first:last]:
             state = state * decay_t
-            correction = rate_t * torch.baddbmm(v_t, k_t.mT, state, alpha=-1)
-            state = torch.baddbmm(state, k_t, correction)
-            outputs.append(torch.bmm(q_t.mT, state))
+            state = torch.baddbmm(state, k_t, torch.baddbmm(written_t, read_t, state, alpha=-1))
+            states.append(state)
         finals.append(state.reshape(batch, heads, key.shape[3], width))
-    if not outputs:
+    if not states:
         return torch.zeros_like(value, dtype=query.dtype), torch.cat(finals)
-    output = torch.stack(outputs).reshape(length, batch, heads, width).transpose(0, 1)
+    # [S, B*HV, 1, K] times the states [S, B*HV, K, V], of all tokens at once
+    output = q.transpose(0, 1).reshape(length, rows, 1, -1) @ torch.stack(states)
+    output = output.reshape(length, batch, heads, width).transpose(0, 1)
     return output.to(query.dtype), torch.cat(finals)
 
 

@@ -89,20 +89,23 @@ def standard(
         state = values.new_zeros(rows, width, size)
     else:  # a copy: of no tokens it is the final state too
         state = initial_states.to(wide, copy=True).reshape(rows, width, size)
-    # Of each token: what is added [B*H, P, 1], where [B*H, 1, N], how it is read [B*H, N, 1], and the decay
-    # [B*H, 1, 1]. Unbound at once, since the gradient of one token that is selected by its index has the size of the
-    # whole sequence.
-    parts = ((values * steps[..., None])[..., None], writes[..., None, :], reads[..., None], decays[..., None, None])
-    by_token = (part.transpose(0, 1).reshape(length, rows, *part.shape[3:]) for part in parts)
-    begins = None if seq_idx is None else _begins(seq_idx, heads)
-    outputs = []
-    for t, (added, write, read, decay) in enumerate(zip(*(part.unbind() for part in by_token), strict=True)):
-        if begins is not None:
+    added = (values * steps[..., None])[..., None] * writes[..., None, :]
+    # Of each token: what is added [B*H, P, N], and the decay [B*H, 1, 1]. Unbound at once, since the gradient of one
+    # token that is selected by its index has the size of the whole sequence.
+    by_token = (
+        part.transpose(0, 1).reshape(length, rows, *part.shape[3:]) for part in (added, decays[..., None, None])
+    )
+    begins = {} if seq_idx is None else _begins(seq_idx, heads)
+    states = []
+    for t, (added_t, decay_t) in enumerate(zip(*(part.unbind() for part in by_token), strict=True)):
+        if t in begins:
             state = state.masked_fill(begins[t], 0.0)
-        state = torch.baddbmm(state * decay, added, write)
-        outputs.append(torch.bmm(state, read))
-    if outputs:
-        output = torch.stack(outputs).reshape(length, batch, heads, width).transpose(0, 1)
+        state = torch.addcmul(added_t, state, decay_t)
+        states.append(state)
+    if states:
+        # The states [S, B*H, P, N] times how each is read [S, B*H, N, 1], of all tokens at once
+        output = torch.stack(states) @ reads.transpose(0, 1).reshape(length, rows, size, 1)
+        output = output.reshape(length, batch, heads, width).transpose(0, 1)
     else:
         output = torch.zeros_like(values)
     state = state.reshape(batch, heads, width, size)
@@ -111,10 +114,11 @@ def standard(
     return output, state if return_final_states else None
 
 
-def _begins(seq_idx: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """For each token ``[B*H, 1, 1]``, whether another sequence than that of the token before begins with it."""
+def _begins(seq_idx: Tensor, heads: int) -> dict[int, Tensor]:
+    """Of each token with which a sequence begins in some row: in which ones ``[B*H, 1, 1]``, by the token's number."""
     begins = seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0
-    return begins.repeat_interleave(heads, dim=0)[..., None, None].unbind(1)
+    by_token = begins.repeat_interleave(heads, dim=0)[..., None, None].unbind(1)
+    return {t: by_token[t] for t in begins.any(0).nonzero().flatten().tolist()}
 
 
 def check_call(
