@@ -57,9 +57,15 @@ def _ask_a_fork(
 
 
 class ForkedWorker(verify_processes._Worker):
-    """A worker that is forked: by a forked process from itself, and by any other from the server of forks."""
+    """A worker that is forked: by a forked process from itself, and by any other from the server of forks.
+
+    One that compiles for GPUs is started.
+    """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        if command[-1] == "veomni_core.cli.compile_probe":  # it sets what Triton reads when it is imported
+            super().__init__(command, environment)
+            return
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
         self._process = _Served(command[-1], dict(environment), self._errors.fileno())  # type: ignore[assignment]
 
