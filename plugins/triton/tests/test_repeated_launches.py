@@ -44,6 +44,12 @@ def _chain_kernel(values, out, N: tl.constexpr):
 
 
 @triton.jit
+def _copy_kernel(values, out, N: tl.constexpr):
+    place = tl.arange(0, N)
+    tl.store(out + place, tl.load(values + place))
+
+
+@triton.jit
 def _address_kernel(values, out):
     tl.store(out, values.to(tl.int64))
 
@@ -116,6 +122,13 @@ def test_arguments_in_one_memory_are_not_those_in_two(programs):
     alone = torch.ones(4)
     _chain_kernel[(1,)](alone, alone, N=4)
     assert alone.tolist() == [4] * 4 and len(programs) == 2
+
+
+def test_two_functions_are_never_one_launch():
+    for kernel, expected in ((_chain_kernel, 2), (_copy_kernel, 1)):
+        values, out = torch.ones(4), torch.ones(4)
+        kernel[(1,)](values, out, N=4)
+        assert out.tolist() == [expected] * 4
 
 
 def test_memory_that_no_argument_holds_is_read_each_time(programs):
