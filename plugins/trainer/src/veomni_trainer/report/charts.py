@@ -5,10 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from veomni_trainer.report.drawing import Chart
-from veomni_trainer.report.line_chart import Line, draw_lines
+from veomni_trainer.report.drawing import Chart, colour, draw
 from veomni_trainer.report.method_curves import curves_of
 from veomni_trainer.report.series import MANY_STEPS, Points, Series, in_words, smoothed
 
@@ -20,7 +19,7 @@ class _Lines:
     """What one chart shows.
 
     Attributes:
-        top: the end of the vertical axis, which then begins at zero; ``"free"``: both ends are near the values.
+        top: the end of the vertical axis, which then begins at zero; ``"free"``: matplotlib chooses both ends.
     """
 
     title: str
@@ -89,21 +88,32 @@ def _step_time(runs: list[Series]) -> _Lines:
 
 
 def _draw(chart: _Lines) -> Chart:
-    lines: list[Line] = []
-    # The first run is on top: the others are drawn before it.
-    for run, points in reversed(chart.lines):
-        if len(points) > MANY_STEPS:
-            lines.append(Line(points, run.colour, 0.6, opacity=0.35))
-            points = smoothed(points)
-        lines.append(Line(points, run.colour, _WIDTHS.get(run.colour, 1.6), _short(run.label)))
-    for run, points in chart.validations:
-        alone = len(chart.validations) == 1
-        own = "validation" if alone or run.colour == "mine" else run.colour
-        label = "validation" if alone else f"{_short(run.label)}, validation"
-        label = label if len(chart.validations) <= 2 else ""  # of many runs, points in the run's colour say enough
-        lines.append(Line(points, own, 1.0, label, radius=2.5 if len(points) <= 30 else 1.25))
+    from matplotlib.ticker import MaxNLocator
+
+    def lines(axes: Any) -> None:
+        # The first run is on top: the others are drawn before it.
+        for run, points in reversed(chart.lines):
+            width = _WIDTHS.get(run.colour, 1.6)
+            style = {"color": colour(run.colour), "solid_capstyle": "round"}
+            if len(points) > MANY_STEPS:
+                axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
+                points = smoothed(points)
+            axes.plot(*zip(*points, strict=True), linewidth=width, label=_short(run.label), **style)
+        for run, points in chart.validations:
+            alone = len(chart.validations) == 1
+            own = colour("validation" if alone or run.colour == "mine" else run.colour)
+            label = "validation" if alone else f"{_short(run.label)}, validation"
+            label = label if len(chart.validations) <= 2 else "_"  # of many runs, points in the run's colour say enough
+            size = 5 if len(points) <= 30 else 2.5
+            axes.plot(*zip(*points, strict=True), "o-", color=own, markersize=size, linewidth=1, label=label)
+        if len(chart.lines) + len(chart.validations) > 1:
+            axes.legend(loc="best").set_in_layout(False)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if chart.top != "free":
+            axes.set_ylim(0, chart.top)
+
     shown = [in_words(run.label, points) for run, points in chart.lines]
     shown += [in_words(f"validation of {run.label}", points) for run, points in chart.validations]
     words = f"{chart.title}, {chart.note}: {'; '.join(shown)}."
-    name = re.sub(r"\W+", "-", chart.title.lower())
-    return Chart(chart.title, chart.note, draw_lines(name, lines, words, None if chart.top == "free" else chart.top))
+    return Chart(chart.title, chart.note, draw(re.sub(r"\W+", "-", chart.title.lower()), lines, words))
