@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 import triton.language as tl
-from repeated_launches import run_repeated_launches_once
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
 
@@ -57,7 +56,6 @@ def make_fla_interpretable():
 
 def main(asked):
     interpret_triton()
-    run_repeated_launches_once()
     make_fla_interpretable()
     specs = {str(spec): spec for spec in veomni_kernels()}
     found = {}

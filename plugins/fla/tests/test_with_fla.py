@@ -17,7 +17,6 @@ import torch
 from installed_beside import environment_with, installed_beside
 
 TESTS = Path(__file__).parent
-BESIDE_TRITON = TESTS.parents[1] / "triton/tests"  # what these scripts use of the tests of the other plugin
 FLA = ("fla-core==0.6.0", "einops==0.8.2")
 SWITCHES = {
     "FLA_TILELANG": "1",
@@ -37,7 +36,7 @@ def printed(script, *arguments, **variables):
         [sys.executable, str(TESTS / script), *arguments],
         capture_output=True,
         text=True,
-        env=environment_with(folder, BESIDE_TRITON, **variables),
+        env=environment_with(folder, **variables),
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])

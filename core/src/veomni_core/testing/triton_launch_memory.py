@@ -33,7 +33,7 @@ class Bytes:
     def digest(self, memories: list[Any]) -> bytes:
         digest = hashlib.blake2b(digest_size=16)
         for storage, places in self.places:
-            digest.update(np.ascontiguousarray(memories[storage][places]))
+            digest.update(memories[storage][places].tobytes())
         return digest.digest()
 
 

@@ -15,7 +15,6 @@ argument is neither a plain tensor of the CPU nor a number or name.
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import threading
 from types import SimpleNamespace
@@ -23,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from launch_memory import Bytes, Watch, Written
-from used_by_functions import used_by
+
+from veomni_core.testing.triton_launch_memory import Bytes, Watch, Written
+from veomni_core.testing.triton_used_by import used_by
 
 _MOST_BYTES = 256 << 20  # of what launches wrote; beyond it everything is forgotten
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -107,11 +107,8 @@ class _Launches:
 _LAUNCHES = _Launches()
 
 
-@functools.cache
-def run_repeated_launches_once() -> None:
-    """Patch Triton's interpreter, which is mended already."""
-    from triton.runtime import interpreter
-
+def run_repeated_launches_once(interpreter: Any) -> None:
+    """Patch the module ``triton.runtime.interpreter``, which is mended already."""
     _note_accesses(interpreter)
     run, lock = interpreter.GridExecutor.__call__, threading.RLock()
 
