@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, FalconH1Config, JetMoeConfig
 
 from veomni_core import find_sites
-from veomni_core.sites.proofs.hollow_twin import LinearsOfZeros, hollow_twin
+from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, LinearsOfZeros, hollow_twin
 
 
 class CallsLinearItself(nn.Module):
@@ -31,6 +31,11 @@ def test_a_linear_of_expanded_zeros_writes_none_of_them_out():
     with torch.no_grad(), LinearsOfZeros():
         result = hollow_twin(module)(x)
     assert result.shape == (4, 3) and result.dtype == torch.bfloat16 and not result.any()
+
+
+def test_an_argument_that_is_unknown_counts_as_some_positions():
+    linear = hollow_twin(nn.Linear(5, 3))
+    assert linear(None).shape == linear().shape == (BATCH, LENGTH, 3)
 
 
 def test_on_meta_its_zeros_stay_there():

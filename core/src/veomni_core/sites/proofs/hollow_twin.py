@@ -16,7 +16,7 @@ FREQUENCIES = "inv_freq"
 BATCH, LENGTH = 2, 11
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
-_POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get where it is called without an input
+_POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get where an unknown argument left it None
 
 
 def hollow_twin(module: nn.Module) -> nn.Module:
@@ -32,12 +32,17 @@ def hollow_twin(module: nn.Module) -> nn.Module:
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else hollow_twin(child)
     if isinstance(width := getattr(module, "out_features", None), int):
-        vars(twin)["forward"] = lambda x=_POSITIONS: _zeros_like(x, *x.shape[:-1], width)
+        vars(twin)["forward"] = partial(_linear, width)
     elif type(module) in _CONVOLUTIONS:
         vars(twin)["forward"] = partial(_shape_alone, twin)
     elif type(module) is nn.MultiheadAttention:  # pools images, over thousands of positions
         vars(twin)["forward"] = lambda query, *_, **__: (_zeros_like(query, *query.shape), None)
     return twin
+
+
+def _linear(width: int, x: Tensor | None = None) -> Tensor:
+    x = _POSITIONS if x is None else x
+    return _zeros_like(x, *x.shape[:-1], width)
 
 
 def _shape_alone(convolution: nn.Module, x: Tensor) -> Tensor:
