@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planted_faults import right
+from planted_faults import failures_of, right
 from veomni_core import KernelSpec
+from veomni_core.ops import moe_experts
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 
@@ -41,3 +42,12 @@ def test_it_ends_at_the_first_failure_and_says_so():
 def test_a_right_kernel_is_asked_everything(part):
     quick, whole = _checked(right, fail_fast=True, part=part), _checked(right, part=part)
     assert quick.ok and quick.cases == whole.cases and quick.skipped == whole.skipped
+
+
+def ignores_adapters(*args, gate_up_lora=None, down_lora=None):
+    return moe_experts.standard(*args)
+
+
+def test_it_ends_too_where_a_kernel_computes_what_it_must_refuse():
+    (failure,) = failures_of(ignores_adapters, op="moe_experts", fail_fast=True)
+    assert "does not declare lora, but computes something" in failure

@@ -71,7 +71,8 @@ def check_kernel(
             for kernels in an interpreter.
         part: ``(index, count)``: only this one of ``count`` parts. Processes that have a part each check everything
             together, and each case is in one report.
-        fail_fast: end the check at the first failure, for whoever is mending a kernel.
+        fail_fast: end the check at the first failure, for whoever is mending a kernel. What several ranks call together
+            is asked everything.
 
     Returns:
         The report, with one case per sample. Its ``skipped`` lists what was left out, and its ``seconds`` says what
@@ -109,7 +110,8 @@ def check_kernel(
     subject = Subject(spec, kernel, contract, device, getattr(torch, dtype), spent)
     try:
         with compilers_counted(spent):
-            cases = tuple(_cases(subject, largest, every_form, part, fail_fast))
+            found = _cases(subject, largest, every_form, part, fail_fast)
+            cases = tuple(_up_to_a_failure(found) if fail_fast else found)
     finally:
         before.restore()
     if imported:
@@ -127,6 +129,13 @@ def check_kernel(
 
 # Not reported: libraries add warning filters when they are imported.
 _OF_IMPORTS = ("the warnings filters",)
+
+
+def _up_to_a_failure(cases: Iterator[CaseResult]) -> Iterator[CaseResult]:
+    for case in cases:
+        yield case
+        if case.failures:
+            return
 
 
 def _builtin_op(name: str) -> OpSpec:
@@ -148,7 +157,6 @@ def _cases(
         for position in computed[index::count]:
             if (case := _guarded(subject, position)).failures:
                 yield case
-                return
 
     def is_asked(position: Position) -> bool:
         if alone or position not in computed:
@@ -172,8 +180,6 @@ def _cases(
         subject.forget(position)
         passes = passes and not case.failures
         yield case
-        if fail_fast and not passes:
-            return
     if subject.spec.backward and computed and not index:
         yield check_second_derivatives(subject, computed[0])
     # A fault that is known already would only be found again, in other words.
