@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, NoReturn
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # What isn't installed here is passed over. Nothing computes there: a fork of a process with busy threads may hang.
@@ -147,9 +147,14 @@ def _run(
     os.chdir(folder)
     sys.path[:0] = path
     sys.modules["torch"].set_num_threads(1)
+    run_and_end(lambda: function(*arguments))
+
+
+def run_and_end(function: Callable[[], None]) -> NoReturn:
+    """Call ``function``, and end this process with the code that Python would end with after it."""
     ended = 1
     try:
-        function(*arguments)
+        function()
         ended = 0
     except SystemExit as exit:
         ended = exit.code if isinstance(exit.code, int) else int(exit.code is not None)

@@ -15,13 +15,12 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from forked_processes import FORKSERVER, run_veomni
+from forked_processes import FORKSERVER, run_and_end, run_veomni
 from veomni_core.cli import doctor_processes, verify_processes, verify_worker
 
 _ONE_AT_A_TIME = threading.Lock()  # no fork holds the pipes of another one
@@ -117,17 +116,15 @@ class _Descriptor:
         self.number = state.detach()
 
 
-def _serve(
-    probe: str, environment: dict[str, str], asked: _Descriptor, answered: _Descriptor, errors: _Descriptor
-) -> None:
-    """Be the worker, and end."""
-    code = 1
-    try:
+def _serve(probe: str, environment: dict[str, str], *descriptors: _Descriptor) -> NoReturn:
+    """Be the worker, which is ``asked``, has ``answered`` and writes ``errors`` to these, and end."""
+
+    def work() -> None:
         os.setsid()
-        for number, descriptor in enumerate((asked, answered, errors)):
+        for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor.number, number)
-        os.close(asked.number)
-        os.close(answered.number)
+        for descriptor in descriptors[:2]:
+            os.close(descriptor.number)
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)
@@ -135,12 +132,5 @@ def _serve(
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         sys.modules["torch"].set_num_threads(1)
         verify_worker.serve(probe)
-        code = 0
-    except SystemExit as exit:
-        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_and_end(work)
