@@ -200,7 +200,7 @@ def test_undo_reaches_the_copies_that_peft_makes(adapter):
     calls.clear()
     assert_same_bits(step(wrapped), step(wanted))
     assert not calls
-    pickle.loads(pickle.dumps(wrapped))
+    assert _why_not_pickled(wrapped) == _why_not_pickled(wanted)
 
 
 def test_regional_compilation_compiles_one_layer_for_all():
@@ -214,6 +214,15 @@ def test_regional_compilation_compiles_one_layer_for_all():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def _why_not_pickled(model):
+    """Empty where it can be pickled. transformers 5.17's attention can't be where the package `kernels` is installed."""
+    try:
+        pickle.loads(pickle.dumps(model))
+    except (AttributeError, pickle.PicklingError) as error:
+        return str(error)
+    return ""
+
+
 def test_pickling_says_why_not():
     model = build("llama")
     binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
@@ -223,7 +232,7 @@ def test_pickling_says_why_not():
     with pytest.raises(BoundModelPickleError):
         torch.save(model, io.BytesIO())
     binding.undo()
-    pickle.dumps(model)
+    assert _why_not_pickled(model) == _why_not_pickled(build("llama"))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

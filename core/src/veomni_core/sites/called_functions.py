@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change, ForwardChange
-from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_core.sites.functions import current_forward, global_functions, with_globals, within_layer
 from veomni_core.sites.proofs.code_reading import set_on_instance, why_not_clonable
 from veomni_core.sites.site import Kernel
 from veomni_core.sites.walk import named_modules
@@ -21,6 +21,7 @@ Function = Callable[..., Any]
 class Caller:
     """A module whose ``forward`` calls ``functions`` by their global names.
 
+    A global may be a layer that the package ``kernels`` made of a function; ``functions`` has the function itself.
     ``why_not`` is the reason why they can't be replaced there; empty if they can.
     """
 
@@ -31,21 +32,17 @@ class Caller:
     why_not: str
 
 
-def callers(
-    model: nn.Module, is_wanted: Callable[[str], Any], is_shared: Callable[[Any], bool] = lambda value: False
-) -> Iterator[Caller]:
-    """The modules of ``model`` whose forward names a global for which ``is_wanted(name)``.
-
-    ``is_shared`` says of a global's value that it stands for a function, though it is an object of another kind.
-    """
+def callers(model: nn.Module, is_wanted: Callable[[str], Any]) -> Iterator[Caller]:
+    """The modules of ``model`` whose forward names a global for which ``is_wanted(name)``."""
     wanted: dict[Function, dict[str, Any]] = {}  # of each forward: most modules share theirs with others
     for path, module in named_modules(model):
         own = set_on_instance(module)
         forward = type(module).forward if own else current_forward(module)
         if forward not in wanted:
-            wanted[forward] = {name: value for name, value in global_functions(forward) if is_wanted(name)}
+            named = (each for each in global_functions(forward) if is_wanted(each[0]))
+            wanted[forward] = {name: within_layer(value) for name, value in named}
         if functions := wanted[forward]:
-            yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions, is_shared))
+            yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions))
 
 
 def replaced(module: nn.Module, name: str, kernel: Kernel) -> Iterator[Change]:

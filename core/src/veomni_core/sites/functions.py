@@ -77,10 +77,15 @@ def with_globals(function: Function, replacements: Mapping[str, Any]) -> Functio
 def within_layer(value: Any) -> Any:
     """The function of which the package ``kernels`` has made the layer ``value``, as transformers' decorators let it.
 
-    What is no such layer is given back.
+    What is no such layer is given back: a layer whose forward was replaced, by a kernel of the Hub, is none any more.
     """
     cell = captured_cell(current_forward(value), _DECORATED) if isinstance(value, nn.Module) else None
     return value if cell is None else cell.cell_contents
+
+
+def is_layer_of_a_function(value: Any) -> bool:
+    """Whether the package ``kernels`` has made ``value`` of a function."""
+    return within_layer(value) is not value
 
 
 def code_layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:

@@ -16,7 +16,6 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.called_functions import Caller, Function, callers, replaced
 from veomni_core.sites.convolutions import proof, trace
 from veomni_core.sites.forwards.packed_convolution import for_packed_calls
-from veomni_core.sites.functions import within_layer
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site
@@ -31,7 +30,7 @@ class CausalConvolutions:
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: ProvenOnce[Proof] = ProvenOnce()
         with probe.seeded():
-            calling = callers(model, lambda name: name == _NAME, lambda value: within_layer(value) is not value)
+            calling = callers(model, lambda name: name == _NAME)
             # transformers 5.2 has None there without a package, and its mixers then take another way.
             found = [_site(caller, rule, proofs) for caller in calling if callable(caller.functions[_NAME])]
         return [*found, *_out_of_reach(model, rule, {site.path for site in found})]
@@ -41,7 +40,7 @@ class CausalConvolutions:
 
 
 def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof]) -> Site:
-    function: Function = within_layer(caller.functions[_NAME])
+    function: Function = caller.functions[_NAME]
     if caller.why_not:
         return Proof(None, caller.why_not).site("causal_conv1d", caller.path, rule)
     call = trace.first_call(caller.module, caller.forward, _NAME)

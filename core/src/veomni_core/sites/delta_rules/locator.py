@@ -20,7 +20,7 @@ from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
 from veomni_core.sites.called_functions import callers, replaced
-from veomni_core.sites.delta_rules.proof import chosen, is_layer_of_a_function, prove
+from veomni_core.sites.delta_rules.proof import chosen, prove
 from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
 from veomni_core.sites.functions import code_layers, current_forward
 from veomni_core.sites.proofs import probe
@@ -122,7 +122,7 @@ class KimiDeltaAttention(DeltaRules):
 
 
 def _places(model: nn.Module, called: re.Pattern[str]) -> Iterator[_Place]:
-    for caller in callers(model, called.search, is_layer_of_a_function):
+    for caller in callers(model, called.search):
         for name, function in caller.functions.items():
             # An attribute that the code reads may have the name of a global, which then is not what it calls.
             if callable(function) and name in _loaded(caller.forward, _GLOBALS):

@@ -17,7 +17,7 @@ from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops import chunk_gated_delta_rule, kda
 from veomni_core.ops.contract import Contract
-from veomni_core.sites.functions import global_functions, with_globals, within_layer
+from veomni_core.sites.functions import global_functions, with_globals
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import Reading, read_function
@@ -35,7 +35,6 @@ _CONTRACTS = {each.op_name: each for module in (chunk_gated_delta_rule, kda) for
 
 def chosen(function: Any, home: str) -> str:
     """What a model of the modeling file ``home`` would run: ``eager`` for code of its own package, else its name."""
-    function = within_layer(function)
     cell = captured_cell(function, _CHOSEN)
     running = function if cell is None else cell.cell_contents
     package = str(getattr(running, "__module__", type(running).__module__))
@@ -44,15 +43,10 @@ def chosen(function: Any, home: str) -> str:
     return f"{package}.{getattr(running, '__name__', type(running).__name__)}"
 
 
-def is_layer_of_a_function(value: Any) -> bool:
-    """Whether the package ``kernels`` has made ``value`` of a function, as transformers' decorators let it."""
-    return within_layer(value) is not value
-
-
 def prove(op_name: str, name: str, function: Any, home: str) -> Proof:
     """Whether ``function``, which a module of the modeling file ``home`` calls ``name``, computes the op."""
     runs = chosen(function, home)
-    written = inspect.unwrap(within_layer(function))
+    written = inspect.unwrap(function)
     if runs != EAGER and written.__module__ != home:  # a package's own function; the file has one to fall back to
         written = getattr(sys.modules.get(home), f"torch_{name}", None)
     if not isinstance(written, FunctionType):

@@ -20,7 +20,7 @@ from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.called_functions import Caller, callers
 from veomni_core.sites.forwards.scan_call import nothing, scan_call
 from veomni_core.sites.functions import current_forward, with_globals
-from veomni_core.sites.mamba2_scans.proof import chosen, gives_nothing, is_layer_of_a_function, prove
+from veomni_core.sites.mamba2_scans.proof import chosen, gives_nothing, prove
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site
@@ -40,7 +40,7 @@ class Mamba2Scans:
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: ProvenOnce[Proof] = ProvenOnce()
-        for caller in callers(model, lambda name: name in (_SCAN, _FUSED), is_layer_of_a_function):
+        for caller in callers(model, lambda name: name in (_SCAN, _FUSED)):
             if not callable(caller.functions.get(_SCAN)):
                 continue
             home = type(caller.module).__module__

@@ -15,7 +15,6 @@ from torch import Tensor
 from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.mamba2_scan import CONTRACTS
-from veomni_core.sites.functions import within_layer
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import read_function
@@ -32,22 +31,17 @@ _X, _CHUNK = "hidden_states", "chunk_size"
 
 def chosen(function: Any, home: str) -> str:
     """What a model of the modeling file ``home`` would run: ``eager`` for code of its own package, else its name."""
-    cell = captured_cell(within_layer(function), _CHOSEN)
-    running = within_layer(function) if cell is None else cell.cell_contents
+    cell = captured_cell(function, _CHOSEN)
+    running = function if cell is None else cell.cell_contents
     package = str(getattr(running, "__module__", type(running).__module__))
     if package.split(".")[0] in (home.split(".")[0], "transformers"):
         return EAGER
     return f"{package}.{getattr(running, '__name__', type(running).__name__)}"
 
 
-def is_layer_of_a_function(value: Any) -> bool:
-    """Whether the package ``kernels`` has made ``value`` of a function, as transformers' decorators let it."""
-    return within_layer(value) is not value
-
-
 def prove(function: Any, home: str) -> Proof:
     """What the scan ``function`` computes, which a module of the modeling file ``home`` calls."""
-    written, runs = inspect.unwrap(within_layer(function)), chosen(function, home)
+    written, runs = inspect.unwrap(function), chosen(function, home)
     if not isinstance(written, FunctionType):
         return Proof(None, f"the model runs {runs}, and {home} has no code of its own to compare", examined=False)
     reading = read_function(written)
@@ -64,7 +58,7 @@ def gives_nothing(function: Any) -> str:
     The one of transformers' modeling files returns ``None``, whatever it is given, and the mixer then runs its scan.
     Where a package's function was chosen, this is still what is beneath, and both compute the same.
     """
-    written = inspect.unwrap(within_layer(function))
+    written = inspect.unwrap(function)
     name = getattr(written, "__name__", type(written).__name__)
     if not isinstance(written, FunctionType):
         return f"in training it calls {name}, which is no function that can be read"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from veomni_core.changes.change import setter_of
-from veomni_core.sites.functions import closure_contents, code_layers
+from veomni_core.sites.functions import closure_contents, code_layers, is_layer_of_a_function
 from veomni_core.sites.proofs.probe import has_hooks
 from veomni_core.sites.proofs.reachable_code import (
     instructions,
@@ -126,20 +126,18 @@ def set_on_instance(module: nn.Module) -> str:
     return f"its forward was set on the instance: it was {setter}" if setter else ""
 
 
-def why_not_clonable(
-    function: Any, names: Collection[str], is_shared: Callable[[Any], bool] = lambda value: False
-) -> str:
+def why_not_clonable(function: Any, names: Collection[str]) -> str:
     """Why a clone of ``function`` with other values for the globals ``names`` would behave differently; empty if not.
 
     A clone has its own namespace. It does not see globals that are set in the function's module later, and that module
-    does not see globals that the clone sets. Where ``is_shared`` of a global's value, nobody sets that global, and the
-    clone sees what changes inside the value.
+    does not see globals that the clone sets. A layer that the package ``kernels`` made of a function is changed in
+    place, by a kernel of the Hub, and the clone calls that same layer.
     """
     for layer in code_layers(function):
         if set(names).isdisjoint(layer.__code__.co_names):
             continue
         for code in nested_code(layer.__code__):
-            for doubt in _global_doubts(layer, code, is_shared):
+            for doubt in _global_doubts(layer, code, is_shared=is_layer_of_a_function):
                 return doubt
     return ""
 
