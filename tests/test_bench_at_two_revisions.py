@@ -5,75 +5,13 @@ Most tests run everything but the kernels: small repositories have a benchmark t
 
 from __future__ import annotations
 
-import importlib
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-KERNEL = "plugins/stub/src/veomni_stub/kda.py"
-SCRIPT = "benchmarks/kda/kda.py"
-MEASURES = """
-    from benchmarks.shared.benchmark import Benchmark
-    from veomni_stub import kda
-    from veomni_stub.kda import {names}
-
-
-    def measure(shape, device, repeats, only=None):
-        return {{
-            "seconds": {{"{kernel}": shape * kda.SECONDS}},
-            "peak bytes": {{"{kernel}": {{"both": kda.BYTES}}}},
-        }}
-
-
-    BENCHMARK = Benchmark({{"cpu": {{"small": 1, "large": 100}}}}, measure, ours=("{kernel}",))
-"""
-
-
-@pytest.fixture
-def revisions(monkeypatch):
-    """Imports a module of benchmarks/revisions, as its script does."""
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"benchmarks.revisions.{name}")
-
-
-class Repository:
-    """A repository with one kernel and its benchmark."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.git("init", "--quiet")
-        self.write("plugins/stub/src/veomni_stub/__init__.py", "")
-        self.measures()
-
-    def git(self, *arguments: str) -> None:
-        who = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", *who, *arguments], cwd=self.folder, check=True)
-
-    def write(self, path: str, text: str) -> None:
-        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.folder / path).write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
-
-    def kernel(self, seconds: float = 0.01, size: int = 1 << 20, more: str = "") -> None:
-        self.write(KERNEL, f"SECONDS, BYTES = {seconds}, {size}\n{more}\n")
-
-    def measures(self, names: str = "SECONDS", kernel: str = "stub") -> None:
-        self.write(SCRIPT, MEASURES.format(names=names, kernel=kernel))
-
-    def commit(self) -> None:
-        self.git("add", "--all")
-        self.git("commit", "--quiet", "--message", "A revision", "--allow-empty")
-
-
-@pytest.fixture
-def repository(tmp_path):
-    return Repository(tmp_path)
+from bench_repositories import KERNEL, ROOT, SCRIPT, Repository
 
 
 @pytest.fixture
@@ -274,114 +212,6 @@ def test_what_is_not_there_is_said(repository, revisions, capsys, arguments, sai
         revisions("compare_revisions").main([*arguments, "--devices", "cpu"], repository.folder, guarded)
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_shallow_clone_is_told_to_fetch(repository, revisions, tmp_path_factory):
-    repository.kernel()
-    repository.commit()
-    repository.commit()
-    clone = tmp_path_factory.mktemp("clone")
-    repository.git("clone", "--quiet", "--depth", "1", repository.folder.as_uri(), str(clone))
-    module = revisions("revision")
-    with pytest.raises(module.NoSuchRevision, match="git fetch --unshallow"):
-        module.commit_of(clone, "HEAD~1")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
-def test_the_base_s_files_are_removed_however_it_ends(repository, revisions, error):
-    repository.kernel()
-    repository.commit()
-    module = revisions("revision")
-    with (
-        pytest.raises(error),
-        module.checked_out(repository.folder, module.commit_of(repository.folder, "HEAD")) as files,
-    ):
-        assert (files / KERNEL).is_file()
-        raise error
-    assert not files.exists()
-
-
-STARTS = """
-import sys
-from pathlib import Path
-from benchmarks.revisions.compare_revisions import main, unwind_on_sigterm
-from benchmarks.revisions.selection import Guarded
-
-unwind_on_sigterm()
-main(["HEAD", "--devices", "cpu", "--only", "kda"], Path(sys.argv[1]), (Guarded("kda/kda.py", "cpu", ("stub",)),))
-"""
-
-
-def test_a_stop_by_sigterm_leaves_neither_files_nor_processes(repository, tmp_path_factory):
-    folder, fifo = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("said") / "fifo"
-    os.mkfifo(fifo)
-    says = f"pathlib.Path({str(fifo)!r}).write_text(str(os.getpid()))"
-    repository.write(KERNEL, f"import os, pathlib, signal\n{says}\nsignal.pause()\n")
-    repository.commit()
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen([sys.executable, "-c", STARTS, str(repository.folder)], cwd=ROOT, env=environment)
-    measuring = int(fifo.read_text())  # waits until the kernel is imported
-    assert list(folder.iterdir())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 1
-    assert not list(folder.iterdir())
-    with pytest.raises(ProcessLookupError):
-        os.kill(measuring, 0)
-
-
-def test_processes_take_turns(revisions):
-    said = []
-    runs = revisions("turns").in_turns(lambda: said.append("base"), lambda: said.append("head"), 4)
-    assert said == ["base", "head", "head", "base"] * 2
-    assert (len(runs.base), len(runs.head)) == (4, 4)
-
-
-def test_packages_of_another_folder_are_refused(revisions, tmp_path):
-    import veomni_core  # noqa: F401  what is loaded here
-
-    one_process = importlib.import_module("benchmarks.shared.one_process")
-    one_process.refuse_others(ROOT)
-    with pytest.raises(one_process.Lacking, match="No package named 'veomni_"):
-        one_process.refuse_others(tmp_path)
-    for name in {name for name in sys.modules if name.startswith("veomni_") and "." not in name}:
-        (tmp_path / "core/src" / name).mkdir(parents=True)
-    with pytest.raises(SystemExit, match=r"was imported from .*, and not from"):
-        one_process.refuse_others(tmp_path)
-
-
-CHANGED = {
-    "plugins/torch_native/src/veomni_torch/kda.py": {"kda cpu", "kda cuda"},
-    "plugins/triton/src/veomni_triton/rms_norm/launch.py": {"triton_rms_norm cuda"},
-    "plugins/torch_native/src/veomni_torch/rms_norm.py": {"cpu_kernels cpu"},
-    "core/src/veomni_core/ops/mamba2_scan.py": {"mamba2_scan cpu", "mamba2_scan cuda"},
-    "core/src/veomni_core/ops/attention.py": set(),
-    "plugins/trainer/src/veomni_trainer/train.py": set(),
-    "plugins/torch_native/tests/test_kda.py": set(),
-    "plugins/torch_native/README.md": set(),
-    "benchmarks/kda/kda.py": set(),
-    "docs/adr/README.md": set(),
-}
-
-
-@pytest.mark.parametrize("path, chosen", CHANGED.items())
-def test_a_path_concerns_the_op_that_it_names(revisions, path, chosen):
-    assert chosen_for(revisions, path) == chosen
-
-
-def test_a_shared_source_concerns_all_kernels_of_its_plugin_and_one_of_the_core_all(revisions):
-    every = {f"{each.name} {each.device}" for each in revisions("selection").GUARDED}
-    assert chosen_for(revisions, "core/src/veomni_core/tables.py") == every
-    of_torch = chosen_for(revisions, "plugins/torch_native/src/veomni_torch/delta_chunks.py")
-    assert {name for name in every if name.endswith("cpu")} <= of_torch < every
-    of_triton = chosen_for(revisions, "plugins/triton/src/veomni_triton/partial_sums.py")
-    assert of_triton and all(name.endswith("cuda") for name in of_triton)
-
-
-def chosen_for(revisions, path):
-    selection = revisions("selection")
-    ops = [op.name for op in importlib.import_module("veomni_core.ops.catalog").BUILTIN_OPS]
-    found = selection.changed([path], selection.GUARDED, ("cpu", "cuda"), ops)
-    return {f"{each.name} {each.device}" for each in found}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from dataclasses import replace
@@ -11,84 +10,26 @@ import peft
 import pytest
 import torch
 from torch.nn.utils import parametrize
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
+from adapted_experts import (
+    BOTH,
+    EXPERTS,
+    HIDDEN,
+    IDS,
+    INTERMEDIATE,
+    KERNEL,
+    MODELS,
+    adapted,
+    assert_equal,
+    bound,
+    built,
+    largest_allocation,
+    step,
+)
 from veomni_core import Shadow, bind
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_torch.plugin import veomni_kernels
-
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-SHAPE["vocab_size"] = 96
-EXPERTS, INTERMEDIATE, HIDDEN = 8, 48, 64
-MODELS = {
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SHAPE, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=INTERMEDIATE)
-    ),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(**SHAPE, num_local_experts=EXPERTS, intermediate_size=INTERMEDIATE)
-    ),
-    "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(**SHAPE, num_local_experts=EXPERTS, intermediate_size=INTERMEDIATE, num_experts_per_tok=2)
-    ),
-}
-BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-IDS = torch.arange(40).view(2, 20) * 7 % 96
-KERNEL = {"preset": "eager", "moe_implementation": "grouped_mm"}
-
-
-def adapted(model, seed=1, name="default", **settings):
-    """``model`` under a new adapter; its routers and embeddings are trained, so that gradients pass through experts."""
-    settings = {"r": 3, "lora_alpha": 5, "target_parameters": BOTH, "target_modules": []} | settings
-    config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **settings)
-    torch.manual_seed(seed)
-    model = peft.get_peft_model(model, config, adapter_name=name)
-    for path, parameter in model.named_parameters():
-        if path.endswith(("embed_tokens.weight", "mlp.gate.weight", "mlp.router.weight")):
-            parameter.requires_grad_()
-    return model
-
-
-def built(family):
-    torch.manual_seed(0)
-    return MODELS[family]().train()
-
-
-def bound(family, when="before", **settings):
-    """A bound model under an adapter, put on ``before`` or ``after`` bind; and its binding."""
-    model = built(family)
-    if when == "before":
-        model = adapted(model, **settings)
-    binding = bind(model, KERNEL, device="cpu")
-    return (model if when == "before" else adapted(model, **settings)), binding
-
-
-def step(model):
-    model.zero_grad()
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
-def assert_equal(found, wanted, tolerance=2e-5):
-    torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=tolerance)
-    assert found[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance * gradient.abs().max())
-
-
-def largest_allocation(call):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    events = profile.profiler.kineto_results.events()
-    return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 @pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up_proj", "down_proj"])
@@ -125,52 +66,6 @@ def test_frozen_experts_get_no_gradient_work_where_only_linears_are_adapted():
     assert largest_allocation(lambda: step(model)) < EXPERTS * HIDDEN * INTERMEDIATE * 4
 
 
-def _two_adapters(model):
-    second = peft.LoraConfig(
-        r=5, lora_alpha=3, target_parameters=BOTH, target_modules=[], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    torch.manual_seed(2)
-    model.add_adapter("second", second)
-    return model
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_several_adapters_and_switching(when):
-    model, binding = bound("qwen3_moe", when)
-    pair = [_two_adapters(each) for each in (model, adapted(built("qwen3_moe")))]
-    results = []
-    for active in ("default", "second", ["default", "second"], "default"):
-        for each in pair:
-            each.base_model.set_adapter(active)
-        found, wanted = (step(each) for each in pair)
-        assert_equal(found, wanted)
-        results.append(float(wanted[0]))
-    assert len(set(results)) == 3
-    assert binding.receipt.changed == {}
-    for each in pair:
-        each.base_model.set_adapter(["default", "second"])
-    assert largest_allocation(lambda: step(pair[0])) < EXPERTS * HIDDEN * INTERMEDIATE * 4
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_disabling_merging_and_unmerging(when):
-    model, _ = bound("gpt_oss", when)
-    other = adapted(built("gpt_oss"))
-    wanted = step(other)
-    with model.disable_adapter(), other.disable_adapter(), torch.no_grad():
-        without = other(input_ids=IDS, labels=IDS).loss
-        torch.testing.assert_close(model(input_ids=IDS, labels=IDS).loss, without)
-    assert float(without) != float(wanted[0])
-    model.merge_adapter()
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=IDS, labels=IDS).loss, wanted[0], rtol=1e-5, atol=1e-5)
-    model.unmerge_adapter()
-    assert_equal(step(model), wanted)
-    merged = model.merge_and_unload()
-    with torch.no_grad():
-        torch.testing.assert_close(merged(input_ids=IDS, labels=IDS).loss, wanted[0], rtol=1e-5, atol=1e-5)
-
-
 def test_rank_stabilised_scaling():
     model, _ = bound("qwen3_moe", use_rslora=True, r=4, lora_alpha=3)
     scalings = {each.scaling["default"] for each in model.modules() if isinstance(each, peft.tuners.lora.ParamWrapper)}
@@ -184,38 +79,6 @@ def test_peft_refuses_what_it_cannot_adapt_parameters_with(settings, words):
     bind(model, KERNEL, device="cpu")
     with pytest.raises(ValueError, match=words):
         adapted(model, **settings)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_undo_and_copies(when):
-    model, binding = bound("qwen3_moe", when)
-    wanted = step(adapted(built("qwen3_moe")))
-    step(model)
-    duplicate = copy.deepcopy(model)
-    assert largest_allocation(lambda: step(duplicate)) < EXPERTS * HIDDEN * INTERMEDIATE * 4
-    binding.undo()
-    assert type(next(iter(_wrappers(model)))) is peft.tuners.lora.ParamWrapper
-    assert_equal(step(model), wanted, tolerance=1e-6)
-    assert_equal(step(duplicate), wanted)
-
-
-def _wrappers(model):
-    return [each for each in model.modules() if isinstance(each, peft.tuners.lora.ParamWrapper)]
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_adapter_is_saved_and_loaded(tmp_path, when):
-    model, _ = bound("qwen3_moe", when)
-    wanted = step(model)
-    model.save_pretrained(tmp_path)
-    plain = peft.PeftModel.from_pretrained(built("qwen3_moe"), tmp_path)
-    again = built("qwen3_moe")
-    bind(again, KERNEL, device="cpu")
-    again = peft.PeftModel.from_pretrained(again, tmp_path)
-    with torch.no_grad():
-        for each in (plain, again):
-            loss = each(input_ids=IDS, labels=IDS).loss
-            torch.testing.assert_close(loss, wanted[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -271,19 +134,6 @@ def test_autocast_with_adapters_in_float32(weights):
             assert found[1][name].dtype == torch.float32
             mine, theirs = ((each[1][name].float() - gradient).norm() / gradient.norm() for each in (found, wanted))
             assert mine < max(1.5 * theirs, 0.03), name
-
-
-def test_several_adapters_in_the_first_forward_of_a_bound_model():
-    """PEFT adds up their products in that forward, before its wrappers are changed."""
-    model, binding = bound("qwen3_moe", "after")
-    other = adapted(built("qwen3_moe"))
-    for each in (model, other):
-        _two_adapters(each).base_model.set_adapter(["default", "second"])
-    wanted = step(other)
-    for _ in range(2):
-        assert_equal(step(model), wanted)
-    assert binding.receipt.changed == {}
-    assert largest_allocation(lambda: step(model)) < EXPERTS * HIDDEN * INTERMEDIATE * 4
 
 
 def test_a_kernel_without_the_feature_runs_on_the_sum_and_the_receipt_says_so(caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -10,49 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from small_tokenizers import byte_level
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from veomni_core import Hardware
 from veomni_core.cli.app import build_app
 from veomni_core.errors import VeOmniError
-
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "vocab_size": 320,
-}
-JOB = {
-    "model": {
-        "config": {"model_type": "llama", **SIZES},
-        "dtype": "float32",
-        "ops_implementation": {"preset": "eager"},
-    },
-    "data": {"files": "text.txt", "sequence_length": 16},
-    "train": {"output_dir": "run", "steps": 1, "batch_size": 2, "device": "cpu", "save_every": "never"},
-}
-REMOVED = object()
-
-
-def changed(**values: Any) -> dict[str, Any]:
-    """The job with other values, by dotted path (dots written as double underscores)."""
-    job = deepcopy(JOB)
-    for path, value in values.items():
-        *sections, key = path.split("__")
-        target = job
-        for section in sections:
-            target = target[section]
-        if value is REMOVED:
-            del target[key]
-        else:
-            target[key] = value
-    return job
-
+from whole_jobs import JOB, REMOVED, SIZES, changed
 
 BAD = {
     "no model": (changed(model=REMOVED), "model: is missing"),
@@ -152,36 +113,6 @@ GOOD = {
     "several sources": changed(data__files=REMOVED, data__sources=[{"files": "text.txt"}, {"files": "text.txt"}]),
     "code that is trusted": changed(model__config="remote", model__trust_remote_code=True),
 }
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-class MineConfig(LlamaConfig):
-    model_type = "mine_of_the_jobs"
-
-class MineForCausalLM(LlamaForCausalLM):
-    config_class = MineConfig
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the jobs name: beside them, text and models; in the working directory, a config."""
-    root = tmp_path_factory.mktemp("jobs")
-    jobs = root / "beside"
-    for name in ("empty", "bare", "remote"):
-        (jobs / name).mkdir(parents=True)
-    (jobs / "text.txt").write_text("some text to train on; " * 20, encoding="utf-8")
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(jobs / "llama")
-    (jobs / "bare" / "model.safetensors").write_bytes((jobs / "llama" / "model.safetensors").read_bytes())
-    (jobs / "remote" / "mine.py").write_text(CODE, encoding="utf-8")
-    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
-    config = {"model_type": "mine_of_the_jobs", "auto_map": classes, **SIZES}
-    (jobs / "remote" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    LlamaConfig(**SIZES).save_pretrained(root / "here")
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(jobs / "spoken")
-    byte_level().save_pretrained(jobs / "spoken")
-    LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 1000})).save_pretrained(jobs / "wide")
-    return root
 
 
 @pytest.fixture
@@ -250,54 +181,6 @@ def test_a_change_to_a_job_of_a_model_alone(ask):
     )
 
 
-@pytest.fixture
-def planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """The plan of a job as JSON, on a machine that has a GPU."""
-    monkeypatch.chdir(folder)
-    here = Hardware("cuda", 90, "NVIDIA H200", detected=True)
-    monkeypatch.setattr(Hardware, "detect", classmethod(lambda kind: here))
-
-    def plan(job: dict[str, Any], *options: str) -> dict[str, Any]:
-        path = folder / "beside" / "job.yaml"
-        path.write_text(yaml.safe_dump(job), encoding="utf-8")
-        return json.loads(CliRunner().invoke(build_app(), ["plan", str(path), "--json", *options]).stdout)
-
-    return plan
-
-
-def test_plan_goes_by_the_job_s_device_and_precision(planned):
-    changes = ("--set", "train.precision=bf16_mixed", "--set", "train.device=auto")
-    assert planned(JOB, *changes)["autocast"] == "bfloat16"
-    assert planned(changed(train__precision="bf16_mixed"))["autocast"] == "bfloat16"
-    assert planned(JOB)["autocast"] is None
-    assert planned(JOB)["hardware"]["device_type"] == "cpu"
-    on_gpu = planned(changed(train__device="auto"))
-    assert (on_gpu["hardware"]["device_type"], on_gpu["autocast"]) == ("cuda", "bfloat16")
-    assert planned(changed(train__device="auto", train__precision="float32"))["autocast"] is None
-    assert planned(changed(train__device="auto", train__precision="fp16_mixed"))["autocast"] == "float16"
-    named = planned(JOB, "--hardware", "h200")
-    assert (named["hardware"]["device_type"], named["autocast"]) == ("cuda", "bfloat16")
-    assert planned(JOB, "--hardware", "t4")["autocast"] is None  # bfloat16 is only emulated there
-
-
-def test_without_a_plugin_that_runs_jobs_plan_says_what_it_did_not_check(folder, monkeypatch):
-    monkeypatch.setenv("VEOMNI_PLUGINS", "veomni-torch")
-    path = folder / "beside" / "job.yaml"
-    path.write_text(yaml.safe_dump(changed(train__steps="sixty", trian={})), encoding="utf-8")
-    result = CliRunner().invoke(build_app(), ["plan", str(path)])
-    assert result.exit_code == 0 and "Plan for" in result.stdout
-    assert result.stderr == "not checked: data, train, trian. No installed plugin runs jobs; install veomni-trainer\n"
-
-
 def test_a_job_of_a_model_alone_is_planned(ask):
     assert ask("plan", {"model": JOB["model"]}) == ""
     assert "data: is missing" in ask("train", {"model": JOB["model"]})
-
-
-def test_weights_that_only_the_named_hardware_has_are_assumed_there(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    path = folder / "beside" / "job.yaml"
-    path.write_text(yaml.safe_dump(changed(model__weights="/data/llama")), encoding="utf-8")
-    result = CliRunner().invoke(build_app(), ["plan", str(path), "--hardware", "h200"])
-    assert result.exit_code == 0
-    assert result.stdout.endswith("since it is not this machine:\n  model.weights: /data/llama\n")

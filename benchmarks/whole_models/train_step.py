@@ -5,10 +5,10 @@
     python benchmarks/whole_models/train_step.py qwen3-next --name train_step_qwen3_next_h200 --batches 2x4096 1x16384 \
         --only transformers "preset: auto"
 
-A Llama of the 1B shape, or a Qwen3-MoE, a Qwen3-Next or a Qwen3.5 of the released model's widths with 4 of its layers;
-random bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each contender runs in a
-process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more step is profiled: how
-long the GPU spends in matrix products, attention and all else. Then the same process trains 50 steps on Python's own
+A Llama of the 1B shape, a Qwen3-0.6B, or a Qwen3-MoE, a Qwen3-Next or a Qwen3.5 of the released model's widths with 4
+of its layers; random bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each
+contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more step
+is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50 steps on Python's own
 sources, from weights drawn with one seed, and the losses are compared. Writes ``docs/benchmarks/<name>.json``, ``.md``
 and, for the losses, ``.svg``.
 """
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.measuring import event_milliseconds, warm_up
 from benchmarks.shared.results import machine
-from benchmarks.whole_models.contenders import CONTENDERS, MODELS, build, contenders_of
+from benchmarks.whole_models.contenders import AS_A_GRAPH, CONTENDERS, MODELS, build, contenders_of
 from benchmarks.whole_models.kernel_kinds import by_kind
 from benchmarks.whole_models.page import write
+from veomni_trainer.loop.step_graphs import graphs_on
 
+Step = Callable[[Tensor], Tensor]
 BATCHES = ("4x4096", "1x16384")
 LOSS_SEQUENCE, LOSS_BATCH, LOSS_STEPS = 1024, 4, 50
 
@@ -53,15 +55,27 @@ def step(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return loss.detach()
 
 
+def step_of(model: PreTrainedModel, contender: str) -> Step:
+    """:func:`step` of the model, as the trainer runs it with ``train.cuda_graphs`` where the contender is a graph."""
+    if not contender.endswith(AS_A_GRAPH):
+        return partial(step, model)
+    graphs = graphs_on(model.device, model, accumulates=False, repeats_forwards=False)
+
+    def replayed(ids: Tensor) -> Tensor:
+        return graphs(lambda inputs: {"loss": step(model, **inputs)}, {"ids": ids})["loss"]
+
+    return replayed
+
+
 def token_ids(model: PreTrainedModel, batch: str) -> Tensor:
     """Random ones; a batch is the number of sequences and their length, as ``4x4096``."""
     return torch.randint(0, model.config.vocab_size, tuple(map(int, batch.split("x"))), device="cuda")
 
 
-def timed(model: PreTrainedModel, batch: str, repeats: int = 8) -> dict[str, Any]:
-    """The median of ``repeats`` steps after three, with the peak of the allocator's memory, weights included."""
-    ids = token_ids(model, batch)
-    call = partial(step, model, ids)
+def timed(run: Step, ids: Tensor, repeats: int = 8) -> dict[str, Any]:
+    """The median of ``repeats`` steps after four, with the peak of the allocator's memory, weights included."""
+    call = partial(run, ids)
+    call()  # a graph is captured in its fourth step
     warm_up(call)
     torch.cuda.reset_peak_memory_stats()
     times = event_milliseconds(call, repeats)
@@ -83,12 +97,12 @@ def texts() -> Iterator[Tensor]:
         yield torch.tensor(list(text[at : at + size]), device="cuda").view(LOSS_BATCH, LOSS_SEQUENCE)
 
 
-def losses(model: PreTrainedModel) -> list[float]:
+def losses(model: PreTrainedModel, run: Step) -> list[float]:
     """The losses of 50 steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = []
     for ids in texts():
-        found.append(step(model, ids))
+        found.append(run(ids))
         optimizer.step()
     return [float(loss) for loss in found]
 
@@ -98,13 +112,14 @@ def measure(model_name: str, contender: str, batches: list[str]) -> dict[str, An
     transformers.logging.set_verbosity_error()
     model = build(model_name)
     CONTENDERS[contender](model)
-    times = {batch: timed(model, batch) for batch in batches}
+    run = step_of(model, contender)
+    times = {batch: timed(run, token_ids(model, batch)) for batch in batches}
     ids = token_ids(model, batches[0])
-    kernels = by_kind(kernel_times(lambda: step(model, ids)))
+    kernels = by_kind(kernel_times(lambda: run(ids)))
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
-    return {"batches": times, "kernels ms": kernels, "losses": losses(model)}
+    return {"batches": times, "kernels ms": kernels, "losses": losses(model, run)}
 
 
 def measure_in_a_process(model: str, contender: str, batches: list[str], limit: int) -> dict[str, Any]:

@@ -94,6 +94,13 @@ def step(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Step:
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def off_by(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The difference of all gradients, as a share of their norm."""
+    assert found.keys() == wanted.keys()
+    difference = torch.stack([(found[name] - each).float().norm() for name, each in wanted.items()]).norm()
+    return float(difference / torch.stack([each.float().norm() for each in wanted.values()]).norm())
+
+
 def assert_equal_steps(found: Step, wanted: Step) -> None:
     """Equal up to another order of float32 summation, in the loss and every gradient."""
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)

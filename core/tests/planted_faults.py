@@ -1,4 +1,4 @@
-"""What the files of planted faults share: a right kernel that each spoils, and how a fault is looked for."""
+"""What the files of planted faults share: right code that each spoils, a wrong gradient, and how faults are sought."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ class SwiGLU(Function):
 
 def right(gate, up):
     return SwiGLU.apply(gate, up)
+
+
+class WrongGradient(Function):
+    """Multiplies one input's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.factor, None
 
 
 def failures_of(

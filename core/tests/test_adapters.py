@@ -1,6 +1,7 @@
 """PEFT's adapters on bound models, before and after bind: what they learn, in every state, is what eager models learn.
 
-Adapters of fused experts are in ``tests/test_lora_on_experts.py``, those of jobs in the trainer's tests.
+Adapters of fused experts are in ``tests/test_lora_on_experts.py`` and ``tests/test_switching_lora_on_experts.py``,
+those of jobs in the trainer's tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``build_foundation_model``: from every kind of source, with and without weights, and every way it must refuse."""
+"""``build_foundation_model``: from every kind of config, and every argument that it must refuse."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from built_on_cpu import EAGER, LLAMA, build_on_cpu
 from counting_kernels import counting_registry
-from models import build, step, tokens
 from veomni_core import OpsConfig, binding_of, build_foundation_model
 from veomni_core.errors import (
-    CheckpointError,
     ConfigError,
     HostError,
     JobFileError,
@@ -24,29 +22,6 @@ from veomni_core.errors import (
     MissingOpsImplementationError,
     UnknownNameError,
 )
-
-LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
-EAGER = {"preset": "eager"}
-
-
-def build_on_cpu(source, weights=None, *, ops=EAGER, **options):
-    options = {"init_device": "cpu", "torch_dtype": "float32", **options}
-    return build_foundation_model(source, weights, ops_implementation=ops, **options)
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A saved model with its config."""
-    build("llama").save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
 
 
 @pytest.fixture
@@ -75,21 +50,6 @@ def test_kernels_are_bound_and_the_receipt_is_at_hand(sources):
     receipt = {op["op"]: op for op in binding_of(model).receipt.to_dict()["ops"]}
     assert (receipt["rms_norm"]["chosen"], receipt["rms_norm"]["bound"]) == (["one"], 5)
     assert model.lm_head.weight.dtype == torch.float32
-
-
-def test_weights_are_loaded_and_the_model_computes_what_was_saved(checkpoint):
-    saved, model = build("llama").eval(), build_on_cpu(checkpoint, checkpoint)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens()).logits, saved(tokens()).logits)
-
-
-def test_experts_survive_saving_and_loading(tmp_path):
-    """Checkpoints name experts one by one, the model holds them in two tensors."""
-    saved = build("qwen3_moe")
-    saved.save_pretrained(tmp_path)
-    ops = OpsConfig.from_dict({"preset": "eager", "moe_implementation": "one"}, counting_registry("one"))
-    model = build_on_cpu(tmp_path, tmp_path, ops=ops).train()
-    torch.testing.assert_close(step(model), step(saved))
 
 
 def test_meta_holds_shapes_and_no_weight(sources):
@@ -126,15 +86,6 @@ def test_a_retired_name_of_attention_means_the_kernel(sources):
 def test_nothing_runs_all_eager_unasked(sources):
     with pytest.raises(MissingOpsImplementationError, match=r"needs ops_implementation, e\.g\. \{'preset': 'auto'\}"):
         build_foundation_model(sources["config"], init_device="cpu")
-
-
-def test_refusals_come_before_a_weight_is_loaded(checkpoint, monkeypatch):
-    def load(*args, **options):
-        raise AssertionError("weights were touched")
-
-    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", load)
-    with pytest.raises(KernelUnavailableError, match="npu can't run here|npu is not installed"):
-        build_on_cpu(checkpoint, checkpoint, ops={"preset": "eager", "rms_norm_implementation": "npu"})
 
 
 @pytest.mark.parametrize(
@@ -228,81 +179,6 @@ def test_config_kwargs_reach_a_config_of_the_hub(tmp_path):
     assert done.stdout.split() == ["64", "16", "3", str(LLAMA["vocab_size"])]
 
 
-def test_weights_without_a_config_json_load_beside_a_config(checkpoint):
-    saved, config = build("llama").eval(), LlamaConfig.from_pretrained(checkpoint)
-    for path in checkpoint.glob("*.json"):
-        path.unlink()
-    with torch.no_grad():
-        torch.testing.assert_close(build_on_cpu(config, checkpoint)(tokens()).logits, saved(tokens()).logits)
-
-
-def test_weights_alone_do_not_say_which_model_they_are_of(checkpoint):
-    (checkpoint / "config.json").unlink()
-    message = (
-        r"checkpoint holds weights and no config\.json, .* Give the model's config \(model\.config, or config_path\)"
-    )
-    with pytest.raises(JobFileError, match=message):
-        build_on_cpu(checkpoint, checkpoint)
-
-
 def test_a_folder_without_a_config_is_named(tmp_path):
     with pytest.raises(JobFileError, match=r"there is no config\.json in this folder"):
         build_on_cpu(tmp_path)
-
-
-def test_quantized_weights_run_with_the_kernels_planned_for_whole_ones(checkpoint):
-    pytest.importorskip("bitsandbytes")
-    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    ops = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "one"}, counting_registry("one"))
-    model = build_on_cpu(checkpoint, checkpoint, ops=ops, quantization_config=quantized)
-    whole = build_on_cpu(checkpoint, checkpoint, ops=ops)
-    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
-    assert binding_of(model).plan == binding_of(whole).plan and not binding_of(model).receipt.changed
-    with pytest.raises(ConfigError, match="it needs weights_path, and no distributed_config"):
-        build_on_cpu(checkpoint, ops=ops, quantization_config=quantized)
-
-
-def test_weights_are_not_loaded_onto_meta(checkpoint):
-    message = (
-        r"init_device is meta, .* weights_path is .*checkpoint\. Leave weights_path out .* or write init_device='cuda'"
-    )
-    with pytest.raises(ConfigError, match=message):
-        build_on_cpu(checkpoint, checkpoint, init_device="meta")
-
-
-def _edit(checkpoint, change):
-    path = checkpoint / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda t: t.pop("model.norm.weight"), r"missing keys: model\.norm\.weight"),
-        (lambda t: t.update(surplus=torch.zeros(1)), r"unexpected keys: surplus"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"mismatched keys: .*model\.norm\.weight"),
-    ],
-    ids=["missing", "unexpected", "mismatched"],
-)
-def test_a_checkpoint_that_does_not_fit(checkpoint, change, message):
-    _edit(checkpoint, change)
-    with pytest.raises(CheckpointError, match=f"does not fit this model: {message}"):
-        build_on_cpu(checkpoint, checkpoint)
-
-
-def test_a_checkpoint_that_is_not_there_or_broken(checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match=r"expected a folder with \*\.safetensors files"):
-        build_on_cpu(checkpoint, tmp_path)
-    (checkpoint / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or truncated"):
-        build_on_cpu(checkpoint, checkpoint)
-
-
-def test_pickled_weights_are_not_read_in_place_of_safetensors(checkpoint):
-    model = LlamaForCausalLM.from_pretrained(checkpoint)
-    torch.save(model.state_dict(), checkpoint / "pytorch_model.bin")
-    (checkpoint / "model.safetensors").rename(checkpoint / "others.safetensors")
-    with pytest.raises(CheckpointError, match="no file named model.safetensors"):
-        build_foundation_model(checkpoint, checkpoint, ops_implementation={"preset": "eager"}, init_device="cpu")

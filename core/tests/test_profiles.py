@@ -1,84 +1,48 @@
-"""A profile decides where it holds: not for other shapes, versions or files, nor for what is not certified."""
+"""A profile decides where it holds: not for other shapes or devices, nor for what is not certified."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from planned_norms import kernel, registry
-from veomni_core import Hardware, OpsConfig, Plan, Site
+from measured_norms import (
+    ACME,
+    BY_RANK,
+    CPU,
+    H200,
+    JOB,
+    NORM,
+    OWN,
+    PLAIN,
+    SHY,
+    certify,
+    checked,
+    chosen,
+    contender,
+    measured,
+    planned,
+    reason,
+    times,
+)
+from veomni_core import Plan
 from veomni_core.binding import ranks
 from veomni_core.discovery.lock_file import Lock
 from veomni_core.errors import HostError, LockMismatchError
 from veomni_core.planning import measured_job
-from veomni_core.planning.certificates import Certificate, keep
+from veomni_core.planning.certificates import keep
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.locked_plans import FrozenJob, hardware_key, locked_plan
 from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
-from veomni_core.planning.planner import _plan
-from veomni_core.planning.profile import Contender, MeasuredSite, Profile, Times, best, shown_ms
+from veomni_core.planning.profile import Contender, Times, best, shown_ms
 from veomni_core.planning.profile_store import profile_file, read_profile, write_profile
 from veomni_core.planning.site_kind import SiteKind
 from veomni_core.planning.this_machine import ThisMachine
 
-CPU, H200 = Hardware.cpu(), Hardware("cuda", 90, "NVIDIA H200", detected=True)
-NORM = Site("rms_norm", "model.layers.3.norm", "norm modules", "standard", "proven", "bfloat16", sizes={"width": (64,)})
-KIND = SiteKind.of(NORM, ("bfloat16",))
-ACME, PLAIN, SHY = kernel("acme", preference=60), kernel("plain", preference=10), kernel("shy", preference=0)
-REGISTRY = registry(ACME, PLAIN, SHY)
-JOB = MeasuredJob("llama", "0" * 64, (4, 128))
-
 
 def config_of(**settings):
     return SimpleNamespace(model_type="llama", to_dict=lambda: {"hidden_size": 64, **settings})
-
-
-def checked(spec, of=REGISTRY, hardware=CPU):
-    return ThisMachine(hardware).checked(spec, of.plugin("p"), "bfloat16")
-
-
-def certify(*specs, hardware=CPU):
-    keep([Certificate.of_today(checked(spec, hardware=hardware), {"one": (0.1, 0.1)}) for spec in specs], [])
-
-
-def times(median, spread=0.01):
-    return Times(median, median - spread, median + spread)
-
-
-def contender(spec, median, memory=100, spread=0.01, **more):
-    return Contender(spec.name, (checked(spec, **more),), times(median, spread), memory)
-
-
-OWN = Contender("eager", times=times(5.0), peak_bytes=100)
-
-
-def measured(*contenders, job=JOB, kind=KIND, machine=None, hardware=CPU):
-    site = MeasuredSite(kind, 7, "LlamaRMSNorm at model.layers.0.norm", "[4, 128, 64] bfloat16", contenders)
-    profile = Profile(job, machine or MeasuredOn.here(ThisMachine(hardware)), "2026-11-24", (site,))
-    write_profile(profile)
-    return profile
-
-
-def planned(value="auto", job=JOB, hardware=CPU, sites=(NORM,), of=REGISTRY, training=True, **settings):
-    fields = {"preset": "eager", "rms_norm_implementation": value, **settings}
-    config = OpsConfig.from_dict(fields, of, environ={})
-    return _plan(sites, (), config, hardware, job.autocast if job else None, training, job)
-
-
-def chosen(plan):
-    (decision,) = [each for op in plan.ops if op.op_name == "rms_norm" for each in op.sites]
-    return decision.kernel
-
-
-def reason(plan):
-    (decision,) = [each for op in plan.ops if op.op_name == "rms_norm" for each in op.sites]
-    return decision.reason
-
-
-BY_RANK = "the highest preference (60) of 2 usable here"
 
 
 def test_nothing_is_otherwise_where_nothing_was_measured():
@@ -132,74 +96,6 @@ def test_the_times_of_a_kernel_that_failed_verification_count_for_nothing():
     keep([], [checked(ACME)])
     plan = planned()
     assert chosen(plan) == "plain" and "after: acme failed veomni verify" in reason(plan)
-
-
-def test_a_kernel_whose_certificate_is_gone_makes_it_stale():
-    certify(ACME)
-    profile = measured(contender(ACME, 2.0), contender(PLAIN, 1.0), OWN)
-    plan = planned()
-    assert chosen(plan) == "acme"
-    stale = f"not by profile {profile.digest}, which is stale: rms_norm/standard:plain is no longer certified here"
-    assert reason(plan) == f"{BY_RANK}; {stale}"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"packages": ("torch 2.1.0", "triton 3.5.0")}, "torch 2.1.0 (here "),
-        ({"processor": "Another CPU"}, "Another CPU (here "),
-        ({"driver": "CUDA 13.0, driver 570.1"}, "CUDA 13.0, driver 570.1 (here none)"),
-    ],
-    ids=str,
-)
-def test_a_profile_of_another_machine_or_other_versions_is_stale(change, words):
-    certify(ACME, PLAIN)
-    here = MeasuredOn.here(ThisMachine(CPU))
-    profile = measured(contender(ACME, 2.0), contender(PLAIN, 1.0), OWN, machine=replace(here, **change))
-    plan = planned()
-    assert chosen(plan) == "acme" and plan.profile == ""
-    assert f"{BY_RANK}; not by profile {profile.digest}, which is stale: " in reason(plan) and words in reason(plan)
-    (note,) = plan.profile_notes
-    assert note.startswith(f"stale, not used: profile {profile.digest} of 2026-11-24 (") and words in note
-    assert note in plan.table()
-
-
-def test_a_package_that_was_not_there_makes_it_stale(monkeypatch):
-    certify(ACME, PLAIN)
-    here = MeasuredOn.here(ThisMachine(CPU))
-    fewer = replace(here, packages=tuple(each for each in here.packages if not each.startswith("torch ")))
-    measured(contender(ACME, 2.0), contender(PLAIN, 1.0), OWN, machine=fewer)
-    assert f"torch {importlib.metadata.version('torch')}, which was not there" in reason(planned())
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("version", "1.1", "veomni-p 1.1 (here 1.2)"),
-        ("files", "0" * 64, "other files of veomni-p 1.2"),
-        ("dtype", "float32", "rms_norm/standard:plain was measured in other dtypes"),
-    ],
-)
-def test_another_version_of_a_plugin_makes_what_was_measured_of_it_stale(field, value, words):
-    certify(ACME, PLAIN)
-    older = contender(PLAIN, 1.0)
-    older = replace(older, checked=(replace(older.checked[0], **{field: value}),))
-    measured(contender(ACME, 2.0), older, OWN)
-    assert chosen(planned()) == "acme" and words in reason(planned())
-
-
-def test_a_kernel_that_came_later_makes_it_stale():
-    certify(ACME, PLAIN)
-    measured(contender(PLAIN, 1.0), OWN)
-    assert chosen(planned()) == "acme" and "rms_norm/standard:acme was not there" in reason(planned())
-
-
-def test_a_kernel_that_was_not_certified_then_counts_once_it_is():
-    certify(PLAIN)
-    measured(Contender("acme", why_not="failed its check in bfloat16: off"), contender(PLAIN, 1.0), OWN)
-    assert chosen(planned()) == "plain"
-    certify(ACME)
-    assert chosen(planned()) == "acme" and "acme was not certified, and is now" in reason(planned())
 
 
 def test_other_shapes_fall_back_to_ranks_and_the_plan_says_so():

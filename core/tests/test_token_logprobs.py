@@ -1,26 +1,19 @@
-"""``token_logprobs``: a bound model gives what its own logits give, without all of them; what its contract catches."""
+"""``token_logprobs``: a bound model gives what its own logits give, without all of them."""
 
 from __future__ import annotations
-
-import copy
-import logging
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaForCausalLM
 
 from counting_kernels import calls, counting_registry
 from models import build, tokens
-from planted_faults import assert_caught
-from veomni_core import bind, binding_of, find_sites, make_plan, token_logprobs
-from veomni_core.errors import BindingError
-from veomni_core.ops.token_logprobs import ENTROPY, LOGPROBS, OUTPUTS, causal
+from own_logprobs import ALONE, FIELD, own_logprobs
+from veomni_core import bind, token_logprobs
+from veomni_core.ops.token_logprobs import ENTROPY, LOGPROBS, OUTPUTS
 
-FIELD = "token_logprobs_implementation"
-ALONE = {"preset": "eager", FIELD: "chunk_logprobs"}
 FAMILIES = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -34,16 +27,6 @@ FAMILIES = {
 
 def family(name, **options):
     return build("llama" if name == "tied" else name, **{**FAMILIES[name], **options})
-
-
-def own_logprobs(model, ids, labels, temperature=1.0, **inputs):
-    """Log-probabilities and entropies of shifted ``labels`` from the model's own logits, in torch's words."""
-    logits = model(ids, use_cache=False, **inputs).logits[:, : labels.shape[1]].float() / temperature
-    counts = labels != -100
-    logprobs = torch.log_softmax(logits, dim=-1)
-    picked = logprobs.gather(2, labels.clamp_min(0).unsqueeze(2)).squeeze(2)
-    entropy = torch.distributions.Categorical(logits=logits).entropy()
-    return torch.where(counts, picked, 0.0), torch.where(counts, entropy, 0.0)
 
 
 def gradients(model, *results):
@@ -208,75 +191,6 @@ def test_under_autocast_and_with_bf16_weights():
         assert_gradients_close(gradients(model, scored.logprobs), gradients(eager, wanted), 4e-2)
 
 
-def test_an_adapter_on_the_head_computes_the_logits_and_the_receipt_says_so(caplog):
-    class Adapted(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base_layer, self.extra = base, nn.Linear(base.in_features, base.out_features, bias=False)
-
-        def forward(self, x):
-            return self.base_layer(x) + self.extra(x)
-
-    model, ids = build("llama"), tokens(2, 9)
-    binding = bind(model, ALONE)
-    model.lm_head = Adapted(model.lm_head)
-    with caplog.at_level(logging.WARNING):
-        found = token_logprobs(model, ids).logprobs
-    torch.testing.assert_close(found, own_logprobs(model, ids, ids[:, 1:])[0])
-    assert "needs the logits themselves" in binding.receipt.changed["log-probabilities"]
-    assert "log-probabilities runs its own code where they are asked for" in caplog.text
-
-
-def test_a_compiled_model_computes_its_logits_and_the_receipt_says_so():
-    model, ids = build("llama"), tokens(2, 9)
-    binding = bind(model, ALONE)
-    found = token_logprobs(torch.compile(model, backend="eager"), ids).logprobs
-    torch.testing.assert_close(found, own_logprobs(build("llama"), ids, ids[:, 1:])[0])
-    assert "in a compiled graph" in binding.receipt.changed["log-probabilities"]
-
-
-def test_a_copy_and_another_model_of_the_class_are_on_their_own():
-    model, other, ids = build("llama"), build("llama", seed=1), tokens(2, 9)
-    bind(model, ALONE)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.lm_head.weight.mul_(2)
-    binding_of(model).undo()
-    assert binding_of(twin).active and binding_of(other) is None
-    eager = build("llama")
-    with torch.no_grad():
-        eager.lm_head.weight.mul_(2)
-    torch.testing.assert_close(token_logprobs(twin, ids).logprobs, own_logprobs(eager, ids, ids[:, 1:])[0])
-
-
-def test_no_preset_fills_the_field_and_a_plan_without_it_leaves_the_op_out():
-    model = build("llama")
-    for preset in ("auto", "eager", "gpu"):
-        ops = make_plan(model, {"preset": preset, "attn_implementation": "eager"}, hardware="h200").ops
-        assert "token_logprobs" not in {op.op_name for op in ops}
-    assert [site.variant for site in find_sites(model) if site.op_name == "token_logprobs"] == ["causal"]
-
-
-def test_verify_runs_the_site_as_it_is_asked():
-    binding = bind(build("gemma2", final_logit_softcapping=3.0), ALONE, verify=True)
-    assert "token_logprobs/causal:chunk_logprobs at 1 sites" in binding.verification.sites
-
-
-class Centred(LlamaForCausalLM):
-    """Its logits are more than scaled and capped."""
-
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        output = super().forward(input_ids, labels=labels, **kwargs)
-        output.logits = output.logits - output.logits.mean(-1, keepdim=True)
-        return output
-
-
-def test_a_model_that_needs_its_logits_is_left_eager():
-    model = Centred(build("llama").config)
-    (site,) = [site for site in find_sites(model) if site.op_name == "token_logprobs"]
-    assert site.variant is None and "needs the logits themselves" in site.evidence
-
-
 def test_what_can_t_be_scored_is_an_error():
     model, ids = build("llama"), tokens(2, 9)
     bind(model, ALONE)
@@ -306,68 +220,3 @@ def test_logits_that_are_not_numbers_give_results_that_are_none():
         model.lm_head.weight[5] = float("nan")
     scored = token_logprobs(model, ids, outputs=(LOGPROBS, ENTROPY))
     assert scored.logprobs.isnan().all() and scored.entropy.isnan().all()
-
-
-def test_a_shadow_says_that_it_does_not_compare_what_only_a_request_runs():
-    from veomni_core import Shadow
-
-    model, ids = build("llama"), tokens(2, 9)
-    bind(model, {**ALONE, "rms_norm_implementation": "torch"})
-    with Shadow(model) as shadow:
-        model(ids)
-    assert "not compared: token_logprobs/causal:chunk_logprobs: it runs only where it is asked for" in shadow.describe()
-    binding_of(model).undo()
-    bind(model, ALONE)
-    with pytest.raises(BindingError, match="this model's plan has none in its forward"):
-        Shadow(model)
-
-
-# Faults that others have had, each caught by the contract.
-
-
-def entropy_of_unscaled_logits(hidden, weight, labels, temperature=1.0, outputs=(LOGPROBS,), **options):
-    found = dict(
-        zip(outputs, causal(hidden, weight, labels, temperature=temperature, outputs=outputs, **options), strict=True)
-    )
-    if ENTROPY in found:
-        found[ENTROPY] = causal(hidden, weight, labels, outputs=(ENTROPY,), **options)[0]
-    return tuple(found[name] for name in outputs)
-
-
-class _OfTemperature(torch.autograd.Function):
-    """Divides by the temperature, and forgets it in backward."""
-
-    @staticmethod
-    def forward(ctx, hidden, temperature):
-        return hidden / temperature
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream, None
-
-
-def no_temperature_in_the_gradient(hidden, weight, labels, bias=None, temperature=1.0, **options):
-    if bias is not None or isinstance(temperature, torch.Tensor) or options.get("softcap") is not None:
-        return causal(hidden, weight, labels, bias=bias, temperature=temperature, **options)
-    return causal(_OfTemperature.apply(hidden, temperature), weight, labels, **options)
-
-
-def counts_ignored_rows(hidden, weight, labels, ignore_index=-100, **options):
-    return causal(hidden, weight, torch.where(labels == ignore_index, 0, labels), ignore_index=-1, **options)
-
-
-def scores_the_next_row(hidden, weight, labels, **options):
-    return causal(hidden, weight, labels.roll(1), **options)
-
-
-FAULTS = [
-    (entropy_of_unscaled_logits, "'a low temperature': result 1 is off"),
-    (no_temperature_in_the_gradient, "'a low temperature': the gradient of hidden is off"),
-    (counts_ignored_rows, "'odd sizes': the result is off"),
-    (scores_the_next_row, "'odd sizes': the result is off"),
-]
-
-
-@pytest.mark.parametrize(("kernel", "words"), FAULTS, ids=[kernel.__name__ for kernel, _ in FAULTS])
-def test_the_contract_catches(kernel, words):
-    assert_caught(kernel, words, op="token_logprobs", variant="causal")

@@ -1,4 +1,4 @@
-"""What the tests of Hub kernels share: a cache of their own, and the registry with the kernels of a file."""
+"""What the tests of Hub kernels share: a cache of their own, a right package, and the registry of a kernel file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_folders import write_file
+from hub_folders import write_file, write_package
 
 import veomni_hub.plugin
 from veomni_core.discovery.conflicts import CORE, settle
@@ -40,6 +40,13 @@ def _nothing_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _no_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' simulated NPU has no CANN, whose version ``kernels`` asks for where it sees an NPU."""
     monkeypatch.setattr("kernels.backends._get_torch_privateuse_backend_name", lambda: None)
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> Path:
+    """The folder of a package whose norm is right."""
+    write_package(tmp_path / "acme-norm")
+    return tmp_path / "acme-norm"
 
 
 @pytest.fixture

@@ -6,21 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from leaves import leaf
 
-from veomni_core.ops import causal_conv1d, cross_entropy_loss, moe_experts, rms_norm
+from veomni_core.ops import causal_conv1d, moe_experts, rms_norm
 from veomni_core.testing import check_kernel
 from veomni_torch import causal_conv1d as convolutions
 from veomni_torch import cross_entropy_loss as chunked
 from veomni_torch import load_balancing_loss as balancing
-from veomni_torch import logit_chunks
 from veomni_torch import moe_experts as grouped
 from veomni_torch import rms_norm as norms
 from veomni_torch import rms_norm_gated as gated_norms
 from veomni_torch import swiglu_mlp as activations
 from veomni_torch import vocabulary_parallel_loss as sharded
-from veomni_torch.logit_chunks import chunks
 from veomni_torch.plugin import veomni_kernels
 
 SPECS = veomni_kernels()
@@ -38,42 +35,38 @@ def test_conformance_on_a_gpu(spec, dtype):
     check_kernel(spec, "cuda", dtype).raise_if_failed()
 
 
-def _leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
 CALLS = {
-    "rms_norm": (lambda *a: norms.standard(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(16))),
-    "rms_norm offset": (lambda *a: norms.offset(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(16))),
-    "rms_norm unweighted": (lambda x: norms.unweighted(x, None, 1e-6), lambda: (_leaf(5, 16),)),
-    "rms_norm_gated": (lambda *a: gated_norms.standard(*a, 1e-6), lambda: (_leaf(5, 16), _leaf(5, 16), _leaf(16))),
+    "rms_norm": (lambda *a: norms.standard(*a, 1e-6), lambda: (leaf(5, 16), leaf(16))),
+    "rms_norm offset": (lambda *a: norms.offset(*a, 1e-6), lambda: (leaf(5, 16), leaf(16))),
+    "rms_norm unweighted": (lambda x: norms.unweighted(x, None, 1e-6), lambda: (leaf(5, 16),)),
+    "rms_norm_gated": (lambda *a: gated_norms.standard(*a, 1e-6), lambda: (leaf(5, 16), leaf(5, 16), leaf(16))),
     "rms_norm_gated sigmoid": (
         lambda *a: gated_norms.sigmoid(*a, 1e-6),
-        lambda: (_leaf(5, 16), _leaf(5, 16), _leaf(16)),
+        lambda: (leaf(5, 16), leaf(5, 16), leaf(16)),
     ),
     "rms_norm_gated gate_first": (
         lambda *a: gated_norms.gate_first(*a, 1e-6, group_size=4),
-        lambda: (_leaf(5, 16), _leaf(5, 16), _leaf(16)),
+        lambda: (leaf(5, 16), leaf(5, 16), leaf(16)),
     ),
-    "swiglu_mlp": (activations.standard, lambda: (_leaf(5, 16), _leaf(5, 16))),
-    "swiglu_mlp gelu_tanh": (activations.gelu_tanh, lambda: (_leaf(5, 16), _leaf(5, 16))),
+    "swiglu_mlp": (activations.standard, lambda: (leaf(5, 16), leaf(5, 16))),
+    "swiglu_mlp gelu_tanh": (activations.gelu_tanh, lambda: (leaf(5, 16), leaf(5, 16))),
     "causal_conv1d": (
         lambda x, w, b: convolutions.standard(x, w, b, "silu", torch.arange(41)[None].expand(2, -1) // 7),
-        lambda: (_leaf(2, 6, 41), _leaf(6, 4), _leaf(6)),
+        lambda: (leaf(2, 6, 41), leaf(6, 4), leaf(6)),
     ),
     "chunk_loss": (
         lambda h, w: chunked.causal(h, w, torch.arange(300) % 11, softcap=4.0),
-        lambda: (_leaf(300, 8), _leaf(11, 8)),
+        lambda: (leaf(300, 8), leaf(11, 8)),
     ),
     "chunk_loss vocabulary_parallel": (
         lambda h, w, b: torch.stack(sharded.vocabulary_parallel(h, w, torch.arange(300) % 33, 11, b, softcap=4.0)),
-        lambda: (_leaf(300, 8), _leaf(11, 8), _leaf(11)),
+        lambda: (leaf(300, 8), leaf(11, 8), leaf(11)),
     ),
     "grouped_mm": (
         lambda h, w, u, d: grouped.standard(h, torch.arange(14).view(7, 2) % 5, w, u, d),
-        lambda: (_leaf(7, 8), _leaf(7, 2), _leaf(4, 12, 8), _leaf(4, 8, 6)),
+        lambda: (leaf(7, 8), leaf(7, 2), leaf(4, 12, 8), leaf(4, 8, 6)),
     ),
-    "load_balancing_loss": (lambda a, b: balancing.standard((a, b), 4, 2, None), lambda: (_leaf(6, 4), _leaf(6, 4))),
+    "load_balancing_loss": (lambda a, b: balancing.standard((a, b), 4, 2, None), lambda: (leaf(6, 4), leaf(6, 4))),
 }
 
 
@@ -120,20 +113,20 @@ def _saved_bytes(call):
 
 
 def test_what_is_saved_for_backward():
-    saved, _ = _saved_bytes((CALLS["swiglu_mlp"][0], (_leaf(64, 256), _leaf(64, 256))))
+    saved, _ = _saved_bytes((CALLS["swiglu_mlp"][0], (leaf(64, 256), leaf(64, 256))))
     assert saved == 0
-    saved, _ = _saved_bytes((convolutions.standard, (_leaf(2, 64, 128), _leaf(64, 4), _leaf(64), "silu")))
+    saved, _ = _saved_bytes((convolutions.standard, (leaf(2, 64, 128), leaf(64, 4), leaf(64), "silu")))
     assert saved == 0
-    saved, _ = _saved_bytes((CALLS["rms_norm"][0], (_leaf(64, 256), _leaf(256))))
+    saved, _ = _saved_bytes((CALLS["rms_norm"][0], (leaf(64, 256), leaf(256))))
     assert saved == 64 * 4
     labels = torch.arange(3000) % 128
 
     def one_shard(hidden, weight):
         return torch.stack(sharded.vocabulary_parallel(hidden, weight, labels, 64))
 
-    saved, _ = _saved_bytes((one_shard, (_leaf(3000, 8), _leaf(64, 8))))
+    saved, _ = _saved_bytes((one_shard, (leaf(3000, 8), leaf(64, 8))))
     assert saved <= 3000 * (4 + 8 + 1 + 1)  # the log of each token's sum, its word, whether it counts, and is here
-    logits = (_leaf(64, 32), _leaf(64, 32))
+    logits = (leaf(64, 32), leaf(64, 32))
     saved, _ = _saved_bytes((lambda a, b: balancing.standard((a, b), 32, 2, None), logits))
     assert saved <= 32 * 4
 
@@ -167,7 +160,7 @@ def test_a_convolution_of_any_packed_row_in_any_tiles(lengths, width, tile, tran
     torch.manual_seed(0)
     x = torch.randn(1, sum(lengths), 3).transpose(1, 2)
     x = (x if transposed else x.contiguous()).requires_grad_()
-    weight, bias = _leaf(3, width), _leaf(3)
+    weight, bias = leaf(3, width), leaf(3)
     seq_idx = causal_conv1d.numbered(lengths, x.device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convolutions, "_CPU_TILE_BYTES", tile)
@@ -188,7 +181,7 @@ def test_experts_for_any_routing(data, tokens, k, experts):
     flat = data.draw(st.lists(st.integers(0, experts + 1), min_size=tokens * k, max_size=tokens * k))
     index = torch.tensor(flat, dtype=torch.long).view(tokens, k)
     torch.manual_seed(0)
-    inputs = (_leaf(tokens, 8), _leaf(tokens, k), _leaf(experts, 12, 8), _leaf(experts, 8, 6))
+    inputs = (leaf(tokens, 8), leaf(tokens, k), leaf(experts, 12, 8), leaf(experts, 8, 6))
     hidden, weights, gate_up, down = inputs
     found = grouped.standard(hidden, index, weights, gate_up, down)
     wanted = moe_experts.standard(hidden, index, weights, gate_up, down)
@@ -198,100 +191,6 @@ def test_experts_for_any_routing(data, tokens, k, experts):
         torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-@given(tokens=st.integers(0, 400), ignored=st.integers(0, 400), seed=st.integers(0, 100))
-@settings(deadline=None, max_examples=30)
-def test_chunk_loss_for_any_number_of_tokens(tokens, ignored, seed):
-    torch.manual_seed(seed)
-    hidden, weight, labels = _leaf(tokens, 8), _leaf(13, 8), torch.randint(13, (tokens,))
-    labels[:ignored] = -100
-    found, wanted = chunked.causal(hidden, weight, labels), cross_entropy_loss.causal(hidden, weight, labels)
-    torch.testing.assert_close(found, wanted)
-    pairs = zip(
-        torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(wanted, (hidden, weight)), strict=True
-    )
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.gpu
-def test_a_factor_of_the_loss_is_not_rounded_to_the_gradients_dtype():
-    torch.manual_seed(0)
-    hidden, weight = (torch.randn(rows, 8, device="cuda").bfloat16().requires_grad_() for rows in (40, 11))
-    loss = chunked.causal(hidden, weight, torch.arange(40, device="cuda") % 11)
-    (whole,) = torch.autograd.grad(loss, weight, retain_graph=True)
-    (part,) = torch.autograd.grad(loss / 8191, weight)
-    factor = torch.ones((), device="cuda") / 8191
-    assert torch.equal(part, (whole.float() * factor).bfloat16())
-
-
-def test_chunk_loss_takes_no_gradients_where_none_are_wanted():
-    hidden, weight, labels = _leaf(300, 8), _leaf(11, 8), torch.arange(300) % 11
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
-        loss = chunked.causal(hidden, weight, labels)
-    torch.testing.assert_close(loss, cross_entropy_loss.causal(hidden, weight, labels).detach())
-    products = sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
-    assert products == len(chunks(300, 11, hidden.device))
-
-
-class _LargestTensor(TorchDispatchMode):
-    elements = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        found = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        self.elements = max(self.elements, *found, 0)
-        return result
-
-
-def test_the_logits_of_a_shard_never_exist_at_once(monkeypatch):
-    monkeypatch.setattr(logit_chunks, "CPU_CHUNK_BYTES", 0)  # so that a chunk has as few rows as any
-    hidden, weight = _leaf(1000, 8), _leaf(50, 8)
-    with _LargestTensor() as largest:
-        log_sum_exp, label_logit = sharded.vocabulary_parallel(hidden, weight, torch.arange(1000) % 100, 50)
-        (log_sum_exp - label_logit).sum().backward()
-    assert largest.elements == 1000 * 8 > 128 * 50
-
-
-def test_a_shards_gradients_do_not_underflow_in_float16():
-    torch.manual_seed(0)
-    hidden, weight, labels = torch.randn(64, 16), torch.randn(40, 16), torch.arange(64) % 80
-    found, wanted = [], []
-    for gradients, function, dtype in (
-        (found, sharded.vocabulary_parallel, torch.float16),
-        (wanted, cross_entropy_loss.CONTRACTS["vocabulary_parallel"].reference, torch.float64),
-    ):
-        leaves = [each.half().to(dtype).requires_grad_() for each in (hidden, weight)]
-        log_sum_exp, label_logit = function(*leaves, labels, 40)
-        gradients += torch.autograd.grad((log_sum_exp - label_logit).sum() * 2**-18, leaves)
-    for mine, theirs in zip(found, wanted, strict=True):
-        # Of this size, a float16 has steps of 2**-24.
-        torch.testing.assert_close(mine.double(), theirs, rtol=4e-3, atol=2**-24)
-
-
-@pytest.mark.parametrize("scale, mean", [(65536.0, 0.0), (1024.0, 4.0)], ids=["small gradients", "large sums"])
-@pytest.mark.parametrize("tokens", [2048, 131072])
-def test_a_scaled_loss_of_many_tokens_loses_no_more_in_float16_than_the_reference(tokens, scale, mean):
-    """float16 ends at 6e-8 and at 65504. A gradient of the mean over 131072 tokens falls below, one of the sum rises
-    above, where half of the tokens have one label; a loss's scale is there for both, if it gets that far.
-    """
-    torch.manual_seed(0)
-    hidden, weight, labels = torch.randn(tokens, 32), torch.randn(256, 32) * 0.02, torch.randint(0, 256, (tokens,))
-    labels[::2] = 7
-    hidden[::2] += mean
-
-    def gradients(loss, dtype, factor):
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
-        found = torch.autograd.grad(loss(*leaves, labels) * factor, leaves)
-        return [gradient.double() / factor for gradient in found]
-
-    exact = gradients(cross_entropy_loss.causal, torch.float32, 1.0)
-    reference, found = (gradients(f, torch.float16, scale) for f in (cross_entropy_loss.causal, chunked.causal))
-    allowed = cross_entropy_loss.GRADIENTS["float16"].norm
-    for mine, theirs, true in zip(found, reference, exact, strict=True):
-        error, own = (float((gradient - true).norm() / true.norm()) for gradient in (mine, theirs))
-        assert error <= min(1.5 * own, allowed)
 
 
 def test_the_biases_gradients_of_an_expert_with_many_rows_are_summed_in_float32():

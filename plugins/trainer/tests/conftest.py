@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from planted_kernels import PLUGIN
+from post_training import EXAMPLES
 from tiny_configs import LLAMA, QWEN3_MOE
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
@@ -134,6 +136,25 @@ def train(write_job: Callable[[dict[str, Any]], Path]) -> Callable[..., bool]:
         return run_job(load_job(write_job(data), changes), **options)
 
     return train_job
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A copy of ``examples/post_training``."""
+    return shutil.copytree(EXAMPLES, tmp_path / "post_training")
+
+
+@pytest.fixture
+def go(here: Path) -> Callable[..., bool]:
+    """Runs the post-training job of a method, with changes; writes to ``run`` beside it."""
+    from veomni_trainer.job.load import load_job
+    from veomni_trainer.run.run_job import run_job
+
+    def run(method: str, *changes: str, **options: Any) -> bool:
+        always = (f"train.output_dir={here / 'run'}", "train.device=cpu")
+        return run_job(load_job(here / f"{method}.yaml", [*always, *changes]), **options)
+
+    return run
 
 
 @pytest.fixture

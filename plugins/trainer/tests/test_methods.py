@@ -1,4 +1,4 @@
-"""``train.method``: the jobs of ``examples/post_training``, with kernels and without, resumed, adapted, and refused."""
+"""``train.method``: the jobs of ``examples/post_training``, with kernels and without, resumed, and adapted."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from typing import Any
 import pytest
 import yaml
 from forked_eager import veomni_and_eager
+from post_training import EXAMPLES, needs_examples
 from typer.testing import CliRunner
 
 from forked_processes import veomni_on_ranks
 from veomni_core.cli.app import build_app
-from veomni_core.errors import (
-    CheckpointError,
-    ConfigError,
-    HostError,
-    JobFileError,
-    TrainingDivergedError,
-    VeOmniError,
-)
+from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.run_job import run_job
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "post_training"
-if not EXAMPLES.is_dir():
-    pytest.skip("the examples lie in the repository", allow_module_level=True)
+pytestmark = needs_examples
+
 CURVES = {
     "sft": {"Entropy", "Token accuracy"},
     "dpo": {"Pairs the right way round", "Reward margin", "Log-probability of the rejected", "Entropy"},
@@ -38,23 +31,6 @@ CURVES = {
 METHODS = tuple(CURVES)
 PAGE = EXAMPLES.parents[1] / "docs" / "how-to" / "post-train.md"
 Go = Callable[..., bool]
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """A copy of the examples."""
-    return shutil.copytree(EXAMPLES, tmp_path / "post_training")
-
-
-@pytest.fixture
-def go(here: Path) -> Go:
-    """Runs the job of a method, with changes; writes to ``run`` beside it."""
-
-    def run(method: str, *changes: str, **options: Any) -> bool:
-        always = (f"train.output_dir={here / 'run'}", "train.device=cpu")
-        return run_job(load_job(here / f"{method}.yaml", [*always, *changes]), **options)
-
-    return run
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -191,134 +167,6 @@ def test_the_plan_is_that_of_the_training(here: Path, go: Go, method: str) -> No
     receipt = json.loads((here / "run" / "receipt.json").read_text(encoding="utf-8"))
     planned = {f"{spec['op_name']}/{spec['variant']}:{spec['name']}" for spec in specs}
     assert {kernel["kernel"] for kernel in receipt["kernels"]} == planned >= {"token_logprobs/causal:chunk_logprobs"}
-
-
-# What can't be: changes of a job, what is written into its folder before, the error, and words of its message.
-PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]]] = [
-    ("dpo", ["train.method=sft"], {}, JobFileError, ["dpo has the settings of method: dpo", "method is sft"]),
-    ("grpo", ["train.grpo=null"], {}, JobFileError, ["method: grpo needs grpo.reward"]),
-    ("dpo", ["train.method=pdo"], {}, JobFileError, ["train.method", "'pdo'"]),
-    ("dpo", ["train.dpo.beta=0"], {}, JobFileError, ["train.dpo.beta", "must be greater than 0"]),
-    ("grpo", ["train.grpo.temperature=0"], {}, JobFileError, ["train.grpo.temperature", "must be greater than 0"]),
-    ("grpo", ["train.grpo.temperature=-1"], {}, JobFileError, ["train.grpo.temperature", "must be greater than 0"]),
-    ("dpo", ["data.packing=true"], {}, JobFileError, ["train.method: dpo does not go with data.packing"]),
-    ("sft", ["train.shadow=1"], {}, JobFileError, ["train.method: sft does not go with train.shadow"]),
-    ("grpo", ["data.validation_fraction=0.1"], {}, JobFileError, ["does not go with data.validation_fraction"]),
-    ("dpo", ["train.sp_size=2"], {}, JobFileError, ["not tested over models or sequences that processes share"]),
-    ("grpo", ["data.sequence_length=16"], {}, JobFileError, ["leaves no room for a prompt"]),
-    ("grpo", ["data.sequence_length=20"], {}, JobFileError, ["prompt 1 has", "leaves 4 beside"]),
-    ("grpo", ["train.batch_size=6"], {}, ConfigError, ["num_generations: 4 does not divide the 6 completions"]),
-    ("dpo", ["data.tokenizer=bytes"], {}, JobFileError, ["no chat template"]),
-    (
-        "dpo",
-        ["data.tokenizer=bytes"],
-        {"pairs/capitals.jsonl": json.dumps(PAIR)},
-        ConfigError,
-        ["needs a tokenizer of transformers, and data.tokenizer is bytes"],
-    ),
-    ("sft", ["data.files=pairs"], {}, JobFileError, ["pairs", "data.columns"]),
-    (
-        "dpo",
-        ["data.files=prompts"],
-        {},
-        JobFileError,
-        ["has no column 'chosen' and no 'rejected'", "prompt, answer"],
-    ),
-    ("dpo", ["data.files=rewards.py"], {}, JobFileError, ["rewards.py is text", "prompt, chosen, rejected"]),
-    ("dpo", [], {"pairs/capitals.jsonl": json.dumps(PAIR) + "\n{"}, JobFileError, ["capitals.jsonl, line 2", "skip"]),
-    (
-        "dpo",
-        [],
-        {"pairs/capitals.jsonl": json.dumps({**PAIR, "chosen": ""})},
-        JobFileError,
-        ["line 1: column 'chosen' is empty"],
-    ),
-    (
-        "dpo",
-        [],
-        {"pairs/capitals.jsonl": json.dumps({**PAIR, "chosen": 3})},
-        JobFileError,
-        ["column 'chosen' must be text or a list of messages", "3"],
-    ),
-    (
-        "dpo",
-        [],
-        {"pairs/capitals.jsonl": json.dumps({**PAIR, "prompt": [{"role": "user", "content": "a"}]})},
-        JobFileError,
-        ["must all be text, or all be chats"],
-    ),
-    ("dpo", [], {"pairs/capitals.jsonl": json.dumps(PAIR)}, JobFileError, ["gives 1 sequences", "one step takes 4"]),
-    (
-        "grpo",
-        [],
-        {"prompts/capitals.jsonl": '{"prompt": "a", "answer": 3}\n{"prompt": "b", "answer": "x"}'},
-        JobFileError,
-        ["don't fit into one table", "values of several kinds"],
-    ),
-    ("dpo", ["data.sequence_length=12"], {}, JobFileError, ["prompt 1 has", "leaves 11 beside the first token"]),
-    ("grpo", ["train.grpo.reward=rewards.py"], {}, JobFileError, ["'rewards.py' names no function"]),
-    (
-        "grpo",
-        ["train.grpo.reward=rewards.py:length"],
-        {},
-        JobFileError,
-        ["no function 'length'", "brevity, contains_answer"],
-    ),
-    ("grpo", ["train.grpo.reward=judges.py:brevity"], {}, JobFileError, ["there is no file", "judges.py"]),
-    ("grpo", ["train.grpo.reward=no_such_module:f"], {}, JobFileError, ["can't be imported: ModuleNotFoundError"]),
-    (
-        "dpo",
-        ["model.ops_implementation={preset: auto, cross_entropy_loss_implementation: chunk_loss}"],
-        {},
-        ConfigError,
-        ["would never run: cross_entropy_loss_implementation: chunk_loss"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("method", "changes", "files", "error", "words"), REFUSED)
-def test_what_can_t_be_is_answered_and_loses_nothing(
-    here: Path, method: str, changes: list[str], files: dict[str, str], error: type[VeOmniError], words: list[str]
-) -> None:
-    for name, text in files.items():
-        (here / name).write_text(text + "\n", encoding="utf-8")
-    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
-    sets = [part for change in ("train.output_dir=" + str(here / "run"), *changes) for part in ("--set", change)]
-    for last in ([], ["--dry-run"]):
-        raised = CliRunner().invoke(build_app(), ["train", str(here / f"{method}.yaml"), *sets, *last]).exception
-        assert type(raised) is error, repr(raised)
-        assert [word for word in words if word not in str(raised)] == [], str(raised)
-    after = {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert after == before
-
-
-@pytest.mark.parametrize(
-    ("returned", "error", "words"),
-    [
-        ("[1.0]", JobFileError, "returned 1 values for 8 completions; return a list with a number for each"),
-        ("1.0", JobFileError, "returned a float for 8 completions"),
-        ("['good'] * 8", JobFileError, "returned 'good' for a completion; return a number or None"),
-        ("[float('nan')] * 8", TrainingDivergedError, "returned nan for the completion"),
-    ],
-)
-def test_a_reward_that_judges_wrongly(here: Path, go: Go, returned: str, error: type[Exception], words: str) -> None:
-    (here / "wrong.py").write_text(f"def judge(completions, **columns):\n    return {returned}\n", encoding="utf-8")
-    with pytest.raises(error, match=words):
-        go("grpo", "train.grpo.reward=wrong.py:judge")
-
-
-def test_broken_lines_are_left_out_where_the_job_says_so(here: Path, go: Go) -> None:
-    data = here / "pairs" / "capitals.jsonl"
-    data.write_text(data.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
-    go("dpo", "train.steps=1", "data.bad_lines=skip")
-    assert "1 bad lines" in (here / "run" / "report.html").read_text(encoding="utf-8")
-
-
-def test_without_trl_the_job_says_what_to_install(here: Path, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veomni_trainer.job.method_packages.version", lambda name: "1.9.0")
-    with pytest.raises(HostError, match=r"train.method: dpo needs trl 1.16 or newer, and 1.9.0 is here: pip install"):
-        go("dpo")
 
 
 def on_two(here: Path, method: str, *changes: str) -> list[dict[str, float]]:

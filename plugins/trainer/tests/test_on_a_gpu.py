@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from veomni_core.errors import ConfigError
 from veomni_trainer.output.export import export_checkpoint
 
 Train = Callable[..., bool]
@@ -69,6 +70,43 @@ def test_steps_that_overflow_in_float16_are_left_out_and_training_goes_on(
     values = [loss for _, loss in losses(run)]
     assert values[0] == pytest.approx(values[1], rel=0.05) and values[-1] < 0.9 * values[0]
     assert all(map(math.isfinite, values))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("train.gradient_accumulation=2",), ("train.gradient_checkpointing=true",), ("train.precision=bf16",)],
+    ids=["float32", "accumulated", "checkpointed", "bf16"],
+)
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_steps_as_cuda_graphs_learn_what_steps_without_learn(
+    job: dict[str, Any],
+    qwen3_moe: dict[str, Any],
+    train: Train,
+    losses: Losses,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: tuple[str, ...],
+    experts: bool,
+) -> None:
+    if experts:
+        job["model"]["config"] = qwen3_moe | WIDE | {"moe_intermediate_size": 256}
+    job["train"] |= {"precision": "float32", "save_every": "never"}
+    train(job, *changes)
+    wanted = dict(losses(run))
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph)))
+    train(job, *changes, "train.cuda_graphs=true", overwrite=True)
+    assert len(replays) >= STEPS - 3
+    # Sums of a GPU's atomic additions differ in their last bits from run to run.
+    assert dict(losses(run)) == pytest.approx(wanted, rel=2e-2 if "train.precision=bf16" in changes else 1e-3)
+
+
+def test_dropout_in_a_checkpointed_cuda_graph_is_refused(job: dict[str, Any], train: Train) -> None:
+    job["model"]["config"]["attention_dropout"] = 0.1
+    job["model"]["ops_implementation"] = {"preset": "eager"}
+    with pytest.raises(ConfigError, match="the model draws random numbers"):
+        train(job, "train.gradient_checkpointing=true", "train.cuda_graphs=true")
 
 
 def test_quantized_weights_are_trained_over_validated_and_merged(

@@ -106,3 +106,16 @@ def test_float16_on_a_cpu_is_refused(job_data: dict[str, Any], train: Train, run
     with pytest.raises(HostError, match=r"accelerate scales losses on accelerators only.*bf16_mixed or float32"):
         train(job_data, "train.precision=fp16_mixed")
     assert not run.exists()
+
+
+def test_cuda_graphs_are_refused_where_there_is_no_nvidia_gpu_and_beside_other_processes(
+    job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_data["train"] |= {"device": "auto", "cuda_graphs": True}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(HostError, match=r"train\.cuda_graphs needs an NVIDIA GPU.*write cuda_graphs: false"):
+        train(job_data)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(HostError, match=r"train\.cuda_graphs is for one process, and this job has several"):
+        train(job_data)
+    assert not run.exists()

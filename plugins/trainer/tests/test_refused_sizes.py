@@ -39,6 +39,12 @@ CONTRADICTIONS = {
     ),
     "no size": ({"tp_size": 0}, "train.tp_size: must be greater than or equal to 1"),
     "loads of compiled code": ({"expert_loads": True, "torch_compile": True}, "which a compiled model doesn't call"),
+    "a graph of compiled code": (
+        {"cuda_graphs": True, "torch_compile": True, "shadow": 2},
+        "train.cuda_graphs does not go with train.torch_compile and train.shadow and train.device: cpu; leave that out",
+    ),
+    "a graph of many processes": ({"cuda_graphs": True, "fsdp_size": 2}, "does not go with several processes"),
+    "a graph of scaled losses": ({"cuda_graphs": True, "precision": "fp16_mixed"}, "go with train.precision: fp16"),
     "an export of nothing": ({"export": True, "save_every": "never"}, "that needs a checkpoint"),
 }
 

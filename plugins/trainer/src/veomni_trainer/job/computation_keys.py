@@ -22,6 +22,9 @@ class ComputationKeys(Section):
     """Whether activations are computed again in the backward instead of kept."""
     torch_compile: bool = False
     """Whether torch compiles the model."""
+    cuda_graphs: bool = False
+    """Whether forward and backward run as a CUDA graph, on one NVIDIA GPU: for small steps, which Python's launches
+    bound. The loss and all gradients are those without it."""
     verify: bool = False
     """Whether every chosen kernel is first checked against its op's contract, on this machine, and each bound site."""
     shadow: int = Field(default=0, ge=0)

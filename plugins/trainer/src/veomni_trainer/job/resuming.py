@@ -60,6 +60,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.precision": _REFUSED,  # unless the weights stay in their dtype
     "train.gradient_checkpointing": _APPLIED,
     "train.torch_compile": _APPLIED,
+    "train.cuda_graphs": _APPLIED,
     "train.verify": _APPLIED,
     "train.shadow": _APPLIED,
     "train.frozen": _APPLIED,

@@ -99,6 +99,26 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_step_can_be_captured(self) -> Self:
+        train = self.train
+        uncaptured: dict[str, object] = {
+            "train.torch_compile": train.torch_compile,
+            "train.shadow": train.shadow,
+            "train.expert_loads": train.expert_loads,
+            "train.precision: fp16_mixed": train.precision == "fp16_mixed",
+            f"train.method: {train.method}": train.uses_trl,
+            "several processes": train.is_sharded or train.fsdp or train.sp_size > 1 or train.ep_size > 1,
+            "train.device: cpu": train.device == "cpu",
+            "data.packing": self.data.packing,
+            "lora.quantization": self.lora and self.lora.quantization,
+        }
+        if train.cuda_graphs and (set_ := [key for key, value in uncaptured.items() if value]):
+            raise ValueError(
+                f"train.cuda_graphs does not go with {' and '.join(set_)}; leave that out, or write cuda_graphs: false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sizes_fit_each_other(self) -> Self:
         train = self.train
         fsdp, tp, ep = train.fsdp_size, train.tp_size, train.ep_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from veomni_trainer.loop.memory import peak_memory, reset_peak
 from veomni_trainer.loop.optimizers import optimizer_for
 from veomni_trainer.loop.parameter_groups import divide
 from veomni_trainer.loop.resuming_trainer import ResumingTrainer
+from veomni_trainer.loop.step_graphs import Results, StepGraphs, graphs_on
 from veomni_trainer.output.metrics import Row
 
 Listener = Callable[[Row], None]
+_LEARNED = "num_items_in_batch"  # the labels that a step learns
 
 
 class JobTrainer(ResumingTrainer):
@@ -63,6 +66,7 @@ class JobTrainer(ResumingTrainer):
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self._on_row = on_row
+        self._graphs = self._step_graphs(model) if train.cuda_graphs else None
         self.start_step()
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
@@ -81,6 +85,7 @@ class JobTrainer(ResumingTrainer):
         """Clear the losses of the previous step."""
         self._losses: list[torch.Tensor] = []
         self._aux_losses: list[torch.Tensor] = []
+        self._aux_loss: torch.Tensor | None = None  # the last forward's
         self.bad_steps.start_step()
         if self._loads:
             self._loads.start_step()
@@ -132,11 +137,33 @@ class JobTrainer(ResumingTrainer):
         summed: torch.Tensor = self.accelerator.reduce(total, "sum")
         return summed
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        self.count_tokens(inputs)
+        given = {**inputs, _LEARNED: num_items_in_batch}
+        step = partial(self._forward_and_backward, model)
+        found = self._graphs(step, self._prepare_inputs(given)) if self._graphs else step(given)
+        loss = found["loss"]
         self._losses.append(loss)
         self.bad_steps.look_at_loss(loss)
+        if "aux_loss" in found:
+            self._aux_losses.append(found["aux_loss"])
         return loss
+
+    def _forward_and_backward(self, model: nn.Module, given: dict[str, Any]) -> Results:
+        """What ``Trainer`` does in a micro-step; ``given`` are the model's inputs, and how many labels are learned."""
+        self._aux_loss = None
+        loss = super().training_step(model, given, given.pop(_LEARNED))
+        return {"loss": loss} if self._aux_loss is None else {"loss": loss, "aux_loss": self._aux_loss}
+
+    def _step_graphs(self, model: nn.Module) -> StepGraphs:
+        train = self._train
+        return graphs_on(self.args.device, model, train.gradient_accumulation > 1, train.gradient_checkpointing)
+
+    def count_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of a micro-step, on all ranks."""
+        self._clock.count(inputs["input_ids"].numel() * self.args.world_size // self._train.ranks_per_batch)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -150,15 +177,12 @@ class JobTrainer(ResumingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        tokens = inputs["input_ids"].numel()
         with self._loads.counting() if self._loads and model.training and self._logs_step() else nullcontext():
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
-        if model.training:
-            self._clock.count(tokens * self.args.world_size // self._train.ranks_per_batch)
-            if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
-                self._aux_losses.append(aux_loss.detach())
+        if model.training and (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
+            self._aux_loss = aux_loss.detach()
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

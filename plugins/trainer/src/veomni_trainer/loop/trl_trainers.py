@@ -36,6 +36,9 @@ class MethodTrainer(JobTrainer):
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return {"processing_class": self._method_inputs.tokenizer, "train_dataset": corpus.training}
 
+    def count_tokens(self, inputs: dict[str, Any]) -> None:
+        """Nothing yet: TRL may still have completions drawn. Its loss is computed of all tokens."""
+
     def compute_loss(
         self,
         model: nn.Module,

@@ -23,9 +23,9 @@ def main(told: str) -> int:
     turns = Turns(*run.turns, first=False) if run.turns else None
     try:
         output = f"train.output_dir={json.dumps(run.folder)}"
-        job = load_job(
-            Path(run.job), [_ALL_EAGER, output, "train.export=false", "train.report_to=[]", "train.shadow=0"]
-        )
+        # Models' own code may wait for the GPU, which a CUDA graph can't.
+        without = ("train.export=false", "train.report_to=[]", "train.shadow=0", "train.cuda_graphs=false")
+        job = load_job(Path(run.job), [_ALL_EAGER, output, *without])
         interrupted = run_job(
             job,
             resume=run.resume,

@@ -46,6 +46,8 @@ def training_arguments(
             "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
             "sharding it, without a warning. Write train.fsdp: false"
         )
+    if train.cuda_graphs:
+        _check_graphs(train, is_distributed)
     check_precision(train.precision, on_cpu)
     arguments: TrainingArguments = kind(
         output_dir=str(staging),
@@ -107,7 +109,16 @@ def _checkpointing(train: TrainSection) -> dict[str, Any]:
     """Gradient checkpointing, under the argument name of this version of transformers."""
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    return {name: train.gradient_checkpointing}
+    # Random states can't be read while a graph is captured. StepGraphs sees to it that there is nothing to draw again.
+    graphs = {f"{name}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}} if train.cuda_graphs else {}
+    return {name: train.gradient_checkpointing, **graphs}
+
+
+def _check_graphs(train: TrainSection, is_distributed: bool) -> None:
+    if is_distributed:
+        raise HostError("train.cuda_graphs is for one process, and this job has several; write cuda_graphs: false")
+    if device_of(train).type != "cuda" or torch.version.hip:
+        raise HostError("train.cuda_graphs needs an NVIDIA GPU, and there is none here; write cuda_graphs: false")
 
 
 def _sharding(train: TrainSection) -> dict[str, Any]:

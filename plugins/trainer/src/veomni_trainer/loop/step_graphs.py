@@ -1,0 +1,178 @@
+"""Runs forward and backward as a CUDA graph: one launch in place of one from Python for each kernel.
+
+A graph repeats the same kernels on the same addresses. So inputs are copied to where they were when it was captured,
+and results are copied before they are handed on. Gradients stay where the graph writes them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.errors import ConfigError
+
+Inputs = Mapping[str, Any]
+Results = Mapping[str, Tensor]
+Step = Callable[[dict[str, Any]], Results]
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], Results]], tuple[Replay, Results]]
+# Steps of a form before it is captured: kernels are compiled in the first, and a library may try several of them.
+_EAGER_STEPS = 3
+# Sequences of one length have one form, and perhaps another one at an epoch's end.
+_MOST_FORMS = 8
+_PLAIN = (bool, int, float, str, type(None))
+_INSTEAD = "or write cuda_graphs: false"
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured step: where it reads its inputs, and where it writes its results and gradients."""
+
+    replay: Replay
+    inputs: Inputs
+    results: Results
+    gradients: Mapping[nn.Parameter, Tensor]
+
+
+class StepGraphs:
+    """Forward and backward of a model as graphs, one for each form of inputs: their names, shapes and dtypes.
+
+    The first three steps of a form run as without graphs.
+
+    Args:
+        parameters: those of the model.
+        accumulates: whether a step may add to the gradients of the step before. Then they have memory of their own,
+            which is filled with zeros where a sum begins. Otherwise a graph's gradients are what it has computed.
+        repeats_forwards: whether the backward computes forwards again. It could not draw the same random numbers
+            again, so the model may draw none.
+        capture: records a function without computing it; gives what replays it, and the results that this fills.
+        random_state: of the device, to be compared.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        accumulates: bool,
+        repeats_forwards: bool,
+        capture: Capture,
+        random_state: Callable[[], Tensor],
+    ) -> None:
+        self._parameters = [each for each in parameters if each.requires_grad]
+        self._accumulates, self._repeats_forwards = accumulates, repeats_forwards
+        self._capture, self._random_state = capture, random_state
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._eager_steps: Counter[Hashable] = Counter()
+        self._sums: dict[nn.Parameter, Tensor] = {}  # the gradients' own memory, where steps add to them
+
+    def __call__(self, step: Step, inputs: Inputs) -> Results:
+        """What ``step`` gives for ``inputs``; its backward leaves the parameters' gradients.
+
+        Raises:
+            ConfigError: the step can't be captured, its inputs have ever other shapes, or the model draws random
+                numbers that the backward can't draw again.
+        """
+        form = tuple((name, *_form(name, value)) for name, value in inputs.items())
+        if form not in self._graphs:
+            if self._eager_steps[form] < _EAGER_STEPS:
+                return self._run_eagerly(step, inputs, form)
+            self._graphs[form] = self._captured(step, inputs)
+        graph = self._graphs[form]
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                graph.inputs[name].copy_(value)
+        if self._accumulates:
+            _take_over(graph.gradients)
+        graph.replay()
+        for parameter, gradient in graph.gradients.items():
+            parameter.grad = gradient
+        return {name: value.clone() for name, value in graph.results.items()}
+
+    def _run_eagerly(self, step: Step, inputs: Inputs, form: Hashable) -> Results:
+        self._eager_steps[form] += 1
+        if len(self._eager_steps) > _MOST_FORMS:
+            raise ConfigError(
+                f"train.cuda_graphs: the inputs have had {len(self._eager_steps)} forms, the last one {form}, and each "
+                f"needs a graph of its own; train on sequences of one length, {_INSTEAD}"
+            )
+        before = self._random_state()
+        found = self._accumulated(step, inputs) if self._accumulates else step(dict(inputs))
+        if self._repeats_forwards and not torch.equal(before, self._random_state()):
+            raise ConfigError(
+                "train.cuda_graphs: the model draws random numbers, as for dropout. With gradient_checkpointing the "
+                f"backward of a graph would draw others; set the model's dropout to 0, {_INSTEAD}"
+            )
+        return found
+
+    def _accumulated(self, step: Step, inputs: Inputs) -> Results:
+        """A step whose gradients are added to those there are; every step must have them of the same parameters."""
+        before = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
+        for parameter in before:
+            parameter.grad = None
+        found = step(dict(inputs))
+        gradients = {each: each.grad for each in self._parameters if each.grad is not None}
+        self._sums = self._sums or {each: torch.zeros_like(gradient) for each, gradient in gradients.items()}
+        if gradients.keys() != self._sums.keys():
+            raise ConfigError(f"train.cuda_graphs: some parameters have gradients in some steps alone; {_INSTEAD[3:]}")
+        for parameter, gradient in before.items():
+            parameter.grad = gradient.add_(gradients[parameter])
+        return found
+
+    def _captured(self, step: Step, inputs: Inputs) -> _Graph:
+        held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        before = {parameter: parameter.grad for parameter in self._parameters}
+        for parameter in self._parameters:
+            parameter.grad = self._sums.get(parameter)
+        replay, results = self._capture(partial(step, dict(held)))
+        gradients = {each: each.grad for each in self._parameters if each.grad is not None}
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        return _Graph(replay, held, results, gradients)
+
+
+def graphs_on(device: torch.device, model: nn.Module, accumulates: bool, repeats_forwards: bool) -> StepGraphs:
+    """Graphs of ``model``'s steps on a CUDA ``device``; all share one pool of memory, since one runs at a time."""
+    capture = partial(_capture, torch.cuda.graph_pool_handle())
+    random_state = partial(torch.cuda.get_rng_state, device)
+    return StepGraphs(model.parameters(), accumulates, repeats_forwards, capture, random_state)
+
+
+def _capture(pool: Any, call: Callable[[], Results]) -> tuple[Replay, Results]:
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads may use the GPU meanwhile: the data loader's pins memory.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            results = call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ConfigError(
+            "train.cuda_graphs: this model's step waits for the GPU, or does something else that can't be captured: "
+            f"{str(error).splitlines()[0]}. Bind the op that does it to another kernel, {_INSTEAD}"
+        ) from error
+    return graph.replay, results
+
+
+def _take_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Fill ``gradients`` with what the parameters have: with zeros, where a sum begins."""
+    if new := [gradient for parameter, gradient in gradients.items() if parameter.grad is None]:
+        torch._foreach_zero_(new)
+    for parameter, gradient in gradients.items():
+        if parameter.grad is not None and parameter.grad is not gradient:
+            gradient.copy_(parameter.grad)
+
+
+def _form(name: str, value: Any) -> tuple[Hashable, ...]:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, _PLAIN):
+        return (value,)
+    raise ConfigError(
+        f"train.cuda_graphs: the model is given {name}, a {type(value).__name__}, which a graph can't be given anew; "
+        f"leave it out, {_INSTEAD}"
+    )
