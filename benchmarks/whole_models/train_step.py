@@ -7,10 +7,10 @@
 
 A Llama of the 1B shape, a Qwen3-0.6B, or a Qwen3-MoE, a Qwen3-Next or a Qwen3.5 of the released model's widths with 4
 of its layers; random bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each
-contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more step
-is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50 steps on Python's own
-sources, from weights drawn with one seed, and the losses are compared. Writes ``docs/benchmarks/<name>.json``, ``.md``
-and, for the losses, ``.svg``.
+contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more
+step is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50
+steps on Python's own sources, from weights drawn with one seed, and the losses are compared. Writes
+``docs/benchmarks/<name>.json``, ``.md`` and, for the losses, ``.svg``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def step_of(model: PreTrainedModel, contender: str) -> Step:
     graphs = graphs_on(model.device, model, accumulates=False, repeats_forwards=False)
 
     def replayed(ids: Tensor) -> Tensor:
-        return graphs(lambda inputs: {"loss": step(model, **inputs)}, {"ids": ids})["loss"]
+        return graphs(lambda inputs: {"loss": step(model, inputs["input_ids"])}, {"input_ids": ids})["loss"]
 
     return replayed
 

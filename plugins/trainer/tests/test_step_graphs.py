@@ -13,11 +13,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.models.gemma3 import modeling_gemma3
 
 from veomni_core.errors import ConfigError
+from veomni_trainer.loop.length_masks import LengthMasks
 from veomni_trainer.loop.step_graphs import StepGraphs
 
 SMALL, LARGE = 3, 5
+# A layer that sees three positions, and one that sees all.
+GEMMA = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 class Model(nn.Module):
@@ -60,7 +75,7 @@ def capture_in(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def graphs_of(model: nn.Module, accumulates: bool = False, repeats_forwards: bool = False) -> StepGraphs:
-    return StepGraphs(model.parameters(), accumulates, repeats_forwards, capture_in(model), torch.get_rng_state)
+    return StepGraphs(model, accumulates, repeats_forwards, capture_in(model), torch.get_rng_state)
 
 
 def step_of(model: nn.Module) -> Callable[[dict[str, Any]], Mapping[str, Tensor]]:
@@ -142,3 +157,28 @@ def test_an_input_of_another_kind_is_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="the model is given deep, a list, which a graph can't be given anew"):
         graphs_of(model)(step_of(model), {"x": torch.zeros(1, 4), "deep": [True]})
+
+
+def test_a_captured_forward_is_given_the_masks_of_one_before_it_and_builds_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        function = getattr(modeling_gemma3, name)
+
+        def building(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+            built.append(function)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(modeling_gemma3, name, building)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA))
+    first, second = torch.arange(10).view(2, 5), torch.arange(3, 13).view(2, 5)
+    wanted = model(input_ids=second).logits
+    masks: list[Any] = []
+    with LengthMasks(model).kept(masks):
+        model(input_ids=first)
+    assert len(masks) == 2 and len(built) == 4
+    with LengthMasks(model).given(masks):
+        assert torch.equal(model(input_ids=second).logits, wanted)
+    assert len(built) == 4
+    assert "forward" not in vars(model.model)

@@ -7,7 +7,8 @@ and results are copied before they are handed on. Gradients stay where the graph
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from veomni_core.errors import ConfigError
+from veomni_trainer.loop.length_masks import LengthMasks, Masks
 
 Inputs = Mapping[str, Any]
 Results = Mapping[str, Tensor]
@@ -26,6 +28,8 @@ Capture = Callable[[Callable[[], Results]], tuple[Replay, Results]]
 _EAGER_STEPS = 3
 # Sequences of one length have one form, and perhaps another one at an epoch's end.
 _MOST_FORMS = 8
+# Of such inputs no value says where a sequence begins or ends.
+_OF_WHOLE_SEQUENCES = {"input_ids", "labels", "num_items_in_batch"}
 _PLAIN = (bool, int, float, str, type(None))
 _INSTEAD = "or write cuda_graphs: false"
 
@@ -46,7 +50,7 @@ class StepGraphs:
     The first three steps of a form run as without graphs.
 
     Args:
-        parameters: those of the model.
+        model: what the steps train.
         accumulates: whether a step may add to the gradients of the step before. Then they have memory of their own,
             which is filled with zeros where a sum begins. Otherwise a graph's gradients are what it has computed.
         repeats_forwards: whether the backward computes forwards again. It could not draw the same random numbers
@@ -57,15 +61,17 @@ class StepGraphs:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        model: nn.Module,
         accumulates: bool,
         repeats_forwards: bool,
         capture: Capture,
         random_state: Callable[[], Tensor],
     ) -> None:
-        self._parameters = [each for each in parameters if each.requires_grad]
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._accumulates, self._repeats_forwards = accumulates, repeats_forwards
         self._capture, self._random_state = capture, random_state
+        self._length_masks = LengthMasks(model)
+        self._masks: dict[Hashable, Masks] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._eager_steps: Counter[Hashable] = Counter()
         self._sums: dict[nn.Parameter, Tensor] = {}  # the gradients' own memory, where steps add to them
@@ -81,7 +87,7 @@ class StepGraphs:
         if form not in self._graphs:
             if self._eager_steps[form] < _EAGER_STEPS:
                 return self._run_eagerly(step, inputs, form)
-            self._graphs[form] = self._captured(step, inputs)
+            self._graphs[form] = self._captured(step, inputs, form)
         graph = self._graphs[form]
         for name, value in inputs.items():
             if isinstance(value, Tensor):
@@ -101,7 +107,8 @@ class StepGraphs:
                 f"needs a graph of its own; train on sequences of one length, {_INSTEAD}"
             )
         before = self._random_state()
-        found = self._accumulated(step, inputs) if self._accumulates else step(dict(inputs))
+        with self._keeping_masks(inputs, form):
+            found = self._accumulated(step, inputs) if self._accumulates else step(dict(inputs))
         if self._repeats_forwards and not torch.equal(before, self._random_state()):
             raise ConfigError(
                 "train.cuda_graphs: the model draws random numbers, as for dropout. With gradient_checkpointing the "
@@ -123,12 +130,18 @@ class StepGraphs:
             parameter.grad = gradient.add_(gradients[parameter])
         return found
 
-    def _captured(self, step: Step, inputs: Inputs) -> _Graph:
+    def _keeping_masks(self, inputs: Inputs, form: Hashable) -> AbstractContextManager[None]:
+        if inputs.keys() <= _OF_WHOLE_SEQUENCES:
+            return self._length_masks.kept(self._masks.setdefault(form, []))
+        return nullcontext()
+
+    def _captured(self, step: Step, inputs: Inputs, form: Hashable) -> _Graph:
         held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
         before = {parameter: parameter.grad for parameter in self._parameters}
         for parameter in self._parameters:
             parameter.grad = self._sums.get(parameter)
-        replay, results = self._capture(partial(step, dict(held)))
+        with self._length_masks.given(self._masks[form]) if form in self._masks else nullcontext():
+            replay, results = self._capture(partial(step, dict(held)))
         gradients = {each: each.grad for each in self._parameters if each.grad is not None}
         for parameter, gradient in before.items():
             parameter.grad = gradient
@@ -139,7 +152,7 @@ def graphs_on(device: torch.device, model: nn.Module, accumulates: bool, repeats
     """Graphs of ``model``'s steps on a CUDA ``device``; all share one pool of memory, since one runs at a time."""
     capture = partial(_capture, torch.cuda.graph_pool_handle())
     random_state = partial(torch.cuda.get_rng_state, device)
-    return StepGraphs(model.parameters(), accumulates, repeats_forwards, capture, random_state)
+    return StepGraphs(model, accumulates, repeats_forwards, capture, random_state)
 
 
 def _capture(pool: Any, call: Callable[[], Results]) -> tuple[Replay, Results]:
