@@ -40,7 +40,7 @@ def write(name: str, data: dict[str, Any], script: str) -> None:
 
 
 def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """One line per batch and contender."""
+    """One line per batch and contender. A peak is unknown where it was measured after a graph had been captured."""
     contenders = data["contenders"]
     baseline = contenders[THEIRS]
     for batch, theirs in baseline.get("batches", {}).items():
@@ -53,9 +53,9 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 name,
                 f"{this['ms']:.0f} ({this['low ms']:.0f} to {this['high ms']:.0f})",
                 f"{this['tokens/s']:,.0f}",
-                f"{this['peak GB']:.1f}",
+                "-" if this["peak GB"] is None else f"{this['peak GB']:.1f}",
                 f"{theirs['ms'] / this['ms']:.2f}x",
-                f"{this['peak GB'] / theirs['peak GB']:.2f}x",
+                "-" if this["peak GB"] is None else f"{this['peak GB'] / theirs['peak GB']:.2f}x",
                 f"{largest_difference(found['losses'], baseline['losses']):.2g}",
             )
 

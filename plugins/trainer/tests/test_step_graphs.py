@@ -18,7 +18,7 @@ from transformers.models.gemma3 import modeling_gemma3
 
 from veomni_core.errors import ConfigError
 from veomni_trainer.loop.length_masks import LengthMasks
-from veomni_trainer.loop.step_graphs import StepGraphs
+from veomni_trainer.loop.step_graphs import StepGraphs, why_not_captured
 
 SMALL, LARGE = 3, 5
 # A layer that sees three positions, and one that sees all.
@@ -157,6 +157,22 @@ def test_an_input_of_another_kind_is_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="the model is given deep, a list, which a graph can't be given anew"):
         graphs_of(model)(step_of(model), {"x": torch.zeros(1, 4), "deep": [True]})
+
+
+def test_a_step_that_can_not_be_captured_is_told_by_the_kernel_that_ended_it() -> None:
+    kernel = {"__name__": "veomni_acme.cross_entropy_loss"}
+    exec("def causal(count):\n    raise RuntimeError('operation not permitted when stream is capturing\\nSee')", kernel)
+    try:
+        try:
+            kernel["causal"](1)
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    except RuntimeError as error:
+        found = why_not_captured(error)
+    assert found.startswith(
+        "train.cuda_graphs: veomni_acme.cross_entropy_loss.causal waits for the GPU, or does something else that a "
+        "graph can't repeat: operation not permitted when stream is capturing. Name another kernel"
+    )
 
 
 def test_a_captured_forward_is_given_the_masks_of_one_before_it_and_builds_none(

@@ -6,6 +6,7 @@ and results are copied before they are handed on. Gradients stay where the graph
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,7 @@ _MOST_FORMS = 8
 _OF_WHOLE_SEQUENCES = {"input_ids", "labels", "num_items_in_batch"}
 _PLAIN = (bool, int, float, str, type(None))
 _INSTEAD = "or write cuda_graphs: false"
+_NO_KERNELS = ("veomni_core.", "veomni_trainer.")
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,26 @@ def _capture(pool: Any, call: Callable[[], Results]) -> tuple[Replay, Results]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ConfigError(
-            "train.cuda_graphs: this model's step waits for the GPU, or does something else that can't be captured: "
-            f"{str(error).splitlines()[0]}. Bind the op that does it to another kernel, {_INSTEAD}"
-        ) from error
+        raise ConfigError(why_not_captured(error)) from error
     return graph.replay, results
+
+
+def why_not_captured(error: BaseException) -> str:
+    """What to say of ``error``, which ended a capture: where a kernel, or else a model, did what a graph can't repeat.
+
+    Leaving the capture fails too after that, so the first of the errors says it.
+    """
+    while error.__context__ is not None:
+        error = error.__context__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
+    ours = [name for name in names if name.startswith("veomni_") and not name.startswith(_NO_KERNELS)]
+    theirs = [name for name in names if name.startswith("transformers.models.")]
+    where = (ours or theirs or names)[-1]
+    return (
+        f"train.cuda_graphs: {where} waits for the GPU, or does something else that a graph can't repeat: "
+        f"{str(error).splitlines()[0]}. Name another kernel for its op in model.ops_implementation, {_INSTEAD}"
+    )
 
 
 def _take_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
