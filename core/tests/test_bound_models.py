@@ -215,7 +215,7 @@ def test_regional_compilation_compiles_one_layer_for_all():
 
 
 def _why_not_pickled(model):
-    """Empty where it can be pickled. transformers 5.17's attention can't be where the package `kernels` is installed."""
+    """Empty where it can be pickled. With the package `kernels`, the attention of transformers 5.17 can't be."""
     try:
         pickle.loads(pickle.dumps(model))
     except (AttributeError, pickle.PicklingError) as error:

@@ -132,6 +132,38 @@ def test_verify_exits_1_when_nothing_ran(veomni, install):
     assert "no kernel matches --op rms_norm" in text
 
 
+SEEN_TO_BE_WRONG = """
+    from veomni_core import HardwareRequirement, KernelSpec, Suspicion, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+    SEEN = (Suspicion(HardwareRequirement(), "it was off by one here"),)
+
+    def wrong(x, weight, eps):
+        return x + 1
+
+    @hookimpl
+    def veomni_kernels():
+        def spec(name, factory, **more):
+            return KernelSpec(name, "rms_norm", "offset", factory, dtypes=("float32",), **more)
+
+        return [
+            spec("wrong", f"{module}:wrong", suspicions=SEEN),
+            spec("right", "veomni_core.ops.rms_norm:offset", suspicions=SEEN),
+        ]
+"""
+
+
+def test_verify_expects_the_failure_that_was_seen_and_fails_where_nothing_else_passes(veomni, install):
+    install("seen-plugin", SEEN_TO_BE_WRONG)
+    data = json.loads(veomni("verify", "seen-plugin", "--json"))
+    assert {row["kernel"]: row["result"] for row in data["results"]} == {
+        "rms_norm/offset:wrong": "failed as expected",
+        "rms_norm/offset:right": "ok",
+    }
+    assert data["results"][0]["detail"][-1] == "stays refused on this machine: it was off by one here"
+    text = veomni("verify", "seen-plugin", "--kernel", "wrong", code=1)
+    assert "nothing was verified: every kernel was skipped, or failed where it was wrong before" in text
+
+
 def test_verify_takes_one_kernel_in_one_dtype(veomni):
     arguments = ("--kernel", "chunk_loss", "--op", "cross_entropy_loss_implementation", "--dtype", "bfloat16")
     data = json.loads(veomni("verify", "veomni-torch", *arguments, "--device", "cpu", "--json"))

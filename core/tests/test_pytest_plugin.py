@@ -90,6 +90,16 @@ def test_an_expected_failure_has_a_reason_and_must_fail(run_pytest, acme):
     assert f"{RIGHT}-float32 is expected to fail (known to be wrong), and passes: remove it" in text
 
 
+def test_a_kernel_that_was_seen_to_be_wrong_here_may_fail_or_pass(run_pytest, install):
+    seen = 'suspicions=(Suspicion(HardwareRequirement(), "wrong here"),)'
+    declared = KERNELS.replace("import HardwareRequirement", "import HardwareRequirement, Suspicion")
+    assert declared != KERNELS
+    install("acme-kernels", declared.replace('dtypes=("float32",)', f'dtypes=("float32",), {seen}'), plugin="acme")
+    text = run_pytest(test='class TestMyKernels(KernelConformance):\n    plugin = "acme"\n', code=0)
+    assert f"XFAIL test_mine.py::TestMyKernels::test_kernel[{DOUBLED}-float32] - wrong here" in text
+    assert f"PASSED test_mine.py::TestMyKernels::test_kernel[{RIGHT}-float32]" in text
+
+
 def test_attributes_choose_what_is_checked(run_pytest, acme):
     test = 'class TestMyKernels(KernelConformance):\n    plugin = "acme-kernels"\n    kernels = ("right",)\n'
     text = run_pytest("--collect-only", "-q", test=f'{test}    dtypes = ("float32",)\n    device = "cpu"\n', code=0)

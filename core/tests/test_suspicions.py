@@ -10,7 +10,7 @@ from planned_norms import chosen, kernel, plan, reasons, registry
 from veomni_core import Hardware, HardwareRequirement, Plan, Site, Suspicion
 from veomni_core.binding.verification import refuse_unverified
 from veomni_core.cli import verify as command
-from veomni_core.cli.verify_processes import FAILED, OK, Row
+from veomni_core.cli.verify_processes import EXPECTED, FAILED, OK, Row
 from veomni_core.errors import KernelUnavailableError, SpecError
 
 CPU, HERE = Hardware.cpu(), Hardware("cuda", 90, name="NVIDIA H200", detected=True)
@@ -64,6 +64,20 @@ def test_a_pass_lets_it_run_and_a_failure_says_with_which_numbers():
     verified(FAILED)
     result = planned()
     assert chosen(result) == ["plain"] and "the gradient of x is off by 0.54" in reasons(result)[0]
+
+
+@pytest.mark.parametrize("seen, result", [(True, EXPECTED), (False, FAILED)])
+def test_where_the_fault_was_seen_a_failure_is_expected_and_remembered(seen, result):
+    there = Suspicion(HardwareRequirement(), WRONG, seen=seen)
+    of = registry(kernel("acme", preference=60, suspicions=(there,)), PLAIN)
+    (spec,) = (each for each in of.plugin("p").kernels if str(each) == NAME)
+    row = command.as_expected(Row(NAME, "bfloat16", FAILED, ("the gradient of x is off by 0.54",)), spec, CPU)
+    assert row.result == result
+    assert (row.detail[1:] == (f"stays refused on this machine: {WRONG}",)) == seen
+    command.keep_results([row], of.plugin("p"), CPU)
+    assert "the gradient of x is off by 0.54" in reasons(planned(registry=of))[0]
+    passes = Row(NAME, "bfloat16", OK)
+    assert command.as_expected(passes, spec, CPU) == passes
 
 
 @pytest.mark.parametrize("version, waits", [("3.3.1", False), ("3.4.0", True), ("3.7.0", True), ("3.7.1", False)])

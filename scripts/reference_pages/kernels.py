@@ -88,7 +88,7 @@ def _row(kernels: list[KernelSpec]) -> tuple[str, ...]:
         f"`{kernels[0].name}`",
         registry().plugin_of(kernels[0]).distribution,
         ", ".join(dict.fromkeys(f"`{kernel.variant}`" for kernel in kernels)),
-        _told(kernels, lambda kernel: " or ".join(map(_device, _alternatives(kernel)))),
+        _told(kernels, lambda kernel: " or ".join(dict.fromkeys(map(_device, _alternatives(kernel))))),
         _told(
             kernels,
             lambda kernel: " or ".join(

@@ -126,7 +126,9 @@ def triton(monkeypatch):
     return versions
 
 
-@pytest.mark.parametrize("hardware, version", [(90, "3.4.0"), (90, "3.7.0"), (90, "3.7.1"), (100, "3.7.1"), (120, "3.8.0")])
+@pytest.mark.parametrize(
+    "hardware, version", [(90, "3.4.0"), (90, "3.7.0"), (90, "3.7.1"), (100, "3.7.1"), (120, "3.8.0")]
+)
 def test_where_gradients_were_wrong_the_kernel_waits_for_its_check(triton, hardware, version):
     triton["triton"] = version
     here = Hardware("cuda", hardware, name="a GPU", detected=True)

@@ -1,8 +1,8 @@
 """Compiles, for SM90 and without a GPU, the QuACK kernels that the plugin's calls ask for; prints each one's seconds.
 
 Run by ``test_compiling_ahead.py`` in a process of its own: QuACK's switches are read once, when it is imported.
-QuACK then compiles where it would launch. The grouped products take tensors of the CPU; calls that go through QuACK's
-operators take fake tensors of a GPU, whose fake implementations compile.
+QuACK then compiles where it would launch. The grouped products take tensors of the CPU; norms, rotations and losses
+take fake tensors of a GPU. QuACK 0.4 has a switch that leaves launching out; for 0.6, what CuTe compiled is dropped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import SimpleNamespace
 os.environ.update(QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a", QUACK_CACHE_ENABLED="0")
 
 import torch
-from quack import cache_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from veomni_quack import rms_norm, rotary_pos_emb
+from veomni_quack import rms_norm, rotary_pos_emb, versions
 from veomni_quack.cross_entropy_loss import quack_calls
 from veomni_quack.moe_experts import grouped_gemm
 
-cache_utils.COMPILE_ONLY = True
+# What the operators do, and not what their fakes do, which compile nothing.
+rms_norm._forward, rms_norm._backward = rms_norm._normalised, rms_norm._gradients
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, K = 4, 64, 32, 24, 2
 ROWS = TOKENS * K
@@ -105,7 +105,32 @@ def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def launch_nothing() -> None:
+    """From here on QuACK compiles, and nothing else."""
+    if versions.OLD:
+        from quack import cache_utils
+
+        cache_utils.COMPILE_ONLY = True
+        return
+    import cutlass.cute
+    import quack.gemm
+    import quack.gemm_runtime.host
+    from quack.rmsnorm import _rmsnorm_bwd_f
+
+    compile_kernel = cutlass.cute.compile
+
+    def compiled(*arguments: object, **options: object) -> Callable[..., None]:
+        compile_kernel(*arguments, **options)
+        return lambda *_: None
+
+    cutlass.cute.compile = compiled
+    for module in (quack.gemm, quack.gemm_runtime.host):
+        module.get_max_active_clusters = lambda *_, **__: 1  # asks the driver
+    _rmsnorm_bwd_f.register_fake(_rmsnorm_bwd_f._init_fn)
+
+
 def main() -> None:
+    launch_nothing()
     try:
         head(torch.bfloat16)
     except Exception as error:  # CuTe asks for a driver once in a process that has none, and not again
@@ -114,7 +139,7 @@ def main() -> None:
     for dtype in HALF:
         timed(f"experts, {dtype}", lambda d=dtype: experts(d))
         timed(f"head, {dtype}", lambda d=dtype: head(d))
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132, major=9)
     with FakeTensorMode(), torch.no_grad():
         for dtype in HALF:
             for vocabulary in (104, 151936):

@@ -1,4 +1,4 @@
-"""What CuTe's calls check of their operands before a kernel runs, as QuACK 0.4 compiles its kernels."""
+"""What CuTe's calls check of their operands before a kernel runs, as QuACK compiles its kernels."""
 
 from __future__ import annotations
 

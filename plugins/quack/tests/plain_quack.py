@@ -13,13 +13,15 @@ from types import ModuleType, SimpleNamespace
 import torch
 from cute_checks import check, common_width
 
-_NAMES = {
-    "quack": (),
-    "quack.cache_utils": ("get_cache_path",),
-    "quack.cross_entropy": ("cross_entropy_fwd_out",),
-    "quack.gemm_interface": ("default_config", "gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"),
-    "quack.rmsnorm": ("rmsnorm_fwd", "rmsnorm_bwd"),
-    "quack.rotary": ("apply_rotary",),
+_LIBRARY = {
+    "quack": {"__version__": "0.6.5"},
+    "quack.cache": {"CACHE_ENABLED": False, "get_cache_path": None},
+    "quack.cross_entropy": {"cross_entropy_fwd_out": None},
+    "quack.epilogue": {},
+    "quack.epilogue.library": {},
+    "quack.gemm_interface": dict.fromkeys(("default_config", "gemm_tuned", "gemm_gated", "gemm_dgated")),
+    "quack.rmsnorm": dict.fromkeys(("rmsnorm_fwd", "rmsnorm_bwd")),
+    "quack.rotary": {"apply_rotary": None},
 }
 
 
@@ -27,13 +29,13 @@ def adapter(name: str) -> ModuleType:
     """The module ``veomni_quack.<name>``, to be given calls in the place of QuACK's."""
     if importlib.util.find_spec("quack") is not None:
         return importlib.import_module(f"veomni_quack.{name}")
-    for library, names in _NAMES.items():
+    for library, content in _LIBRARY.items():
         sys.modules[library] = ModuleType(library)
-        vars(sys.modules[library]).update(dict.fromkeys(names), CACHE_ENABLED=False)
+        vars(sys.modules[library]).update(content)
     try:
         return importlib.import_module(f"veomni_quack.{name}")
     finally:
-        for library in _NAMES:
+        for library in _LIBRARY:
             del sys.modules[library]
 
 

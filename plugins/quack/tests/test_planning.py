@@ -18,6 +18,7 @@ from veomni_core.ops.contract import contract_for
 
 REGISTRY = build_registry([CORE, PluginRecord("quack", "veomni-quack", "1", "quack", kernels=SPECS)], {})
 OPS = {op.name: op for op in BUILTIN_OPS}
+HERE = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
 
 
 def site(op_name, variant, dtype="bfloat16"):
@@ -56,7 +57,7 @@ def test_the_values_of_the_documents_are_chosen_on_hopper_and_above(hardware):
         "cross_entropy_loss": "quack",
         "moe_experts": "fused_quack",
     }
-    assert "moe_experts/standard:fused_quack: quack-kernels>=0.4,<0.5" in result.assumptions
+    assert "moe_experts/standard:fused_quack: quack-kernels>=0.6.5,<0.7" in result.assumptions
 
 
 @pytest.mark.parametrize("field,value", ALL.items())
@@ -75,16 +76,35 @@ def test_products_are_not_offered_in_float32(op_name, variant):
         plan({field: ALL[field]}, "h200", [site(op_name, variant, "float32")])
 
 
-def test_a_missing_or_another_library_is_a_reason(monkeypatch):
-    here = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
-    versions = {"nvidia-cutlass-dsl": "4.4.2"}
+@pytest.mark.parametrize(
+    "quack, compiler, fits",
+    [
+        ("0.4.0", "4.4.2", True),
+        ("0.4.1", "4.5.3", True),
+        ("0.6.5", "4.7.0", True),
+        ("0.6.5", "4.8.1", True),
+        ("0.3.11", "4.4.2", False),
+        ("0.5.3", "4.6.0", False),
+        ("0.6.4", "4.6.2", False),
+        ("0.7.0", "4.8.1", False),
+    ],
+)
+def test_versions(monkeypatch, quack, compiler, fits):
+    versions = {"quack-kernels": quack, "nvidia-cutlass-dsl": compiler}
     monkeypatch.setattr("veomni_core.descriptions.hardware._installed_version", versions.get)
-    assert SPECS[0].hardware.unmet(here) == ("needs quack-kernels>=0.4,<0.5, which is not installed",)
-    for version, reasons in {"0.3.11": 1, "0.4.0": 0, "0.4.1": 0, "0.5.0": 1, "0.6.5": 1}.items():
-        versions["quack-kernels"] = version
-        assert len(SPECS[0].hardware.unmet(here)) == reasons, version
-    versions.update({"quack-kernels": "0.4.1", "nvidia-cutlass-dsl": "4.3.0"})
-    assert SPECS[0].hardware.unmet(here) == ("needs nvidia-cutlass-dsl>=4.4.2, 4.3.0 is installed",)
+    assert all(bool(spec.hardware.unmet(HERE)) is not fits for spec in SPECS)
+
+
+def test_a_missing_or_another_library_is_a_reason(monkeypatch):
+    versions = {}
+    monkeypatch.setattr("veomni_core.descriptions.hardware._installed_version", versions.get)
+    (reason,) = SPECS[0].hardware.unmet(HERE)
+    for wanted in ("quack-kernels>=0.6.5,<0.7", "quack-kernels>=0.4,<0.5"):
+        assert f"needs {wanted}, which is not installed" in reason
+    # What pip installs for quack-kernels 0.4.1, which names no newest compiler, and can't be imported with this one.
+    versions.update({"quack-kernels": "0.4.1", "nvidia-cutlass-dsl": "4.8.1"})
+    (reason,) = SPECS[0].hardware.unmet(HERE)
+    assert reason.endswith(", or needs nvidia-cutlass-dsl>=4.4.2,<4.6, 4.8.1 is installed")
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

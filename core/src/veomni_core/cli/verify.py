@@ -22,7 +22,7 @@ from veomni_core.cli.completion import (
 )
 from veomni_core.cli.names import check_device, compiled_gpu, find_op
 from veomni_core.cli.output import AsJson, print_json
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Checks, Row, joined
+from veomni_core.cli.verify_processes import CONTRACT, EXPECTED, FAILED, OK, SKIPPED, Checks, Row, joined
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.asked_device import device_here
@@ -93,9 +93,10 @@ def verify(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none ran.
+    """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none passes.
 
-    What passes is certified on this machine.
+    What passes is certified on this machine. A kernel that was wrong on such a machine before may fail there, and stays
+    refused.
     """
     registry = discover()
     records = _records(registry, plugin)
@@ -144,7 +145,11 @@ def verify(
     for each, its_rows in zip(asked, found, strict=True):
         for row in its_rows:
             by_plugin.setdefault(each.record.name, {}).setdefault((row.kernel, row.dtype), []).append(row)
-    joined_rows = {name: [joined(parts) for parts in cases.values()] for name, cases in by_plugin.items()}
+    specs = {str(each.spec): each.spec for each in asked}
+    joined_rows = {
+        name: [as_expected(joined(parts), specs[parts[0].kernel], where.hardware) for parts in cases.values()]
+        for name, cases in by_plugin.items()
+    }
     rows = [row for of_it in joined_rows.values() for row in of_it]
     if compile_for is None:
         plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
@@ -268,6 +273,13 @@ def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
     return [record]
 
 
+def as_expected(row: Row, spec: KernelSpec, hardware: Hardware) -> Row:
+    """The row of a kernel that fails where somebody saw it fail says so, with what was seen; other rows as they are."""
+    if row.result != FAILED or not (seen := spec.fault_seen(hardware)):
+        return row
+    return replace(row, result=EXPECTED, detail=(*row.detail, f"stays refused on this machine: {seen}"))
+
+
 def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
@@ -277,12 +289,12 @@ def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) 
     failed: dict[CheckedKernel, str] = {}
     passed: list[Certificate] = []
     for row in rows:
-        if row.result in (OK, FAILED):
+        if row.result in (OK, FAILED, EXPECTED):
             checked = machine.checked(specs[row.kernel], record, row.dtype)
-            if row.result == FAILED:
-                failed[checked] = (row.detail or ("",))[0]
-            else:
+            if row.result == OK:
                 passed.append(Certificate.of_today(checked, row.cases))
+            else:
+                failed[checked] = (row.detail or ("",))[0]
     remember(failed, [each.checked for each in passed])
     keep(passed, failed)
     return passed
@@ -323,9 +335,10 @@ def show_functions(rows: Iterable[Row]) -> None:
 
 
 def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, known: list[str]) -> str:
-    if any(row.result != SKIPPED for row in rows):
+    if any(row.result not in (SKIPPED, EXPECTED) for row in rows):
         return ""
     if rows:
-        return "every kernel was skipped"
+        expected = any(row.result == EXPECTED for row in rows)
+        return "every kernel was skipped" + expected * ", or failed where it was wrong before"
     asked = " ".join(f"--{name} {value}" for name, value in (("kernel", kernel), ("op", op)) if value)
     return f"no kernel matches {asked}; the plugin has {', '.join(known)}" if asked else "the plugin has no kernels"

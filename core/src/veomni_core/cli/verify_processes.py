@@ -18,11 +18,12 @@ from typing import Any
 from veomni_core.descriptions.kernel_spec import KernelSpec
 
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
+EXPECTED = "failed as expected"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel in one dtype: ``result`` is ``OK``, ``FAILED``, ``SKIPPED`` or ``CONTRACT``, ``detail`` says why.
+    """One kernel in one dtype: what is its ``result``, ``OK`` or another of the words above, and the ``detail`` of why.
 
     ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance. ``spent`` has the
     ``seconds`` by what they were spent on, as a :class:`~veomni_core.testing.ConformanceReport`. ``functions`` has what

@@ -204,7 +204,8 @@ class HardwareRequirement:
             return ()
         near = [each for each in alternatives if each.device_type in (ANY_DEVICE, hardware.device_type)]
         if near:
-            return reasons[near[0]] if len(near) == 1 else (", or ".join(" and ".join(reasons[each]) for each in near),)
+            each_way = dict.fromkeys(" and ".join(reasons[each]) for each in near)
+            return reasons[near[0]] if len(each_way) == 1 else (", or ".join(each_way),)
         types = " or ".join(dict.fromkeys(each.device_type for each in alternatives))
         packages = reasons[alternatives[0]][1:] if len(alternatives) == 1 else ()
         return (f"needs device type {types}, this is {hardware.describe()}", *packages)

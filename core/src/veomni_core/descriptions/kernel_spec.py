@@ -138,6 +138,10 @@ class KernelSpec:
             return "its code is not the plugin's own"
         return "; ".join(suspicion.why for suspicion in self.suspicions if suspicion.covers(hardware))
 
+    def fault_seen(self, hardware: Hardware) -> str:
+        """The faults that somebody saw on such ``hardware``, as a phrase; or nothing."""
+        return "; ".join(each.why for each in self.suspicions if each.seen and each.covers(hardware))
+
     def __str__(self) -> str:
         return f"{self.op_name}/{self.variant}:{self.label}"
 

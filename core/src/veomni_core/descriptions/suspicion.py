@@ -21,6 +21,8 @@ class Suspicion:
     Args:
         where: the machines in question: device, compute capabilities, and versions of packages such as triton.
         why: what was wrong there, or that nobody ran it, as a phrase for messages.
+        seen: whether somebody saw the fault. ``veomni verify`` then expects the kernel to fail there; a failure of a
+            kernel that nobody ran is news.
 
     Example:
         >>> hopper = HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90)
@@ -31,10 +33,12 @@ class Suspicion:
 
     where: HardwareRequirement
     why: str
+    seen: bool = True
 
     def __post_init__(self) -> None:
         require_instance("Suspicion", "where", self.where, HardwareRequirement)
         require_name("Suspicion", "why", self.why)
+        require_instance("Suspicion", "seen", self.seen, bool)
 
     def covers(self, hardware: Hardware) -> bool:
         """Whether ``hardware`` is one of the machines. Of hardware that isn't here, versions of packages are unknown.

@@ -50,6 +50,7 @@ class KernelCase:
         skip: why it can't be checked here; empty if it can.
         interpreted: whether Triton's interpreter runs it.
         expected: why it is expected to fail; empty if it must pass.
+        suspected: what was seen of it on such machines, where it may fail or pass; else empty.
     """
 
     spec: KernelSpec
@@ -59,6 +60,7 @@ class KernelCase:
     skip: str = ""
     interpreted: bool = False
     expected: str = ""
+    suspected: str = ""
 
     def __str__(self) -> str:
         return f"{self.spec}-{self.dtype}"
@@ -116,7 +118,9 @@ def _cases(
                 continue
             expected = asked.expected_failures.get(f"{spec}-{dtype}") or asked.expected_failures.get(str(spec), "")
             op, skip = registry.ops.get(spec.op_name), "; ".join(reasons)
-            yield KernelCase(spec, op, device, dtype, skip, interpreted and not skip, expected)
+            yield KernelCase(
+                spec, op, device, dtype, skip, interpreted and not skip, expected, spec.fault_seen(hardware)
+            )
 
 
 def _needs_a_gpu(spec: KernelSpec) -> bool:

@@ -32,7 +32,8 @@ class KernelConformance:
         triton_interpreter: on a machine without an accelerator, run kernels for GPUs in Triton's interpreter, on small
             samples. Triton must not have been imported before without ``TRITON_INTERPRET=1``.
         expected_failures: why a kernel is known to fail, by kernel (``op/variant:name``) or by test
-            (``op/variant:name-dtype``). One that passes is a failure: its entry must go.
+            (``op/variant:name-dtype``). One that passes is a failure: its entry must go. A kernel that was seen to be
+            wrong on such a machine (``KernelSpec.suspicions``) may fail there, or pass.
 
     A plugin or a kernel that isn't there ends the collection of the class with the error's message.
 
@@ -99,8 +100,8 @@ def run_case(case: KernelCase, record_property: Recorder) -> None:
             record_property("not asked", words)
         report.raise_if_failed()
     except ConformanceError as error:
-        if case.expected:
-            pytest.xfail(f"{case.expected}\n{error}")
+        if why := case.expected or case.suspected:
+            pytest.xfail(f"{why}\n{error}")
         pytest.fail(str(error), pytrace=False)
     except VeOmniError as error:
         pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)

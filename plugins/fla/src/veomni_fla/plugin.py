@@ -24,8 +24,8 @@ _FLASH_QLA = HardwareRequirement(
 )
 _HOPPER = Suspicion(
     HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90, packages=("triton>=3.4",)),
-    "gradients of gated delta rules were wrong on Hopper with Triton 3.4 to 3.7.0 (fla#640, #826, #984), and with 3.7.1 "
-    "under some of the launches among which fla searches",
+    "gradients of gated delta rules were wrong on Hopper with Triton 3.4 to 3.7.0 (fla#640, #826, #984), and with "
+    "3.7.1 under some of the launches among which fla searches",
 )
 _BLACKWELL = Suspicion(
     HardwareRequirement("cuda", min_compute_capability=100),

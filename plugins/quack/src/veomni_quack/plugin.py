@@ -2,14 +2,25 @@
 
 from collections.abc import Iterable
 
-from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+from veomni_core import HardwareRequirement, KernelSpec, Suspicion, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
-# Below 0.5: 0.5 inserted an argument in the middle of cross_entropy_fwd_out's signature, and 0.6 removed
-# gemm_gated_tuned, gemm_dgated_tuned and default_config. The plugin calls all four.
-_HOPPER = HardwareRequirement(
-    "cuda", min_compute_capability=90, packages=("quack-kernels>=0.4,<0.5", "nvidia-cutlass-dsl>=4.4.2")
+
+def _hopper(*packages: str) -> HardwareRequirement:
+    return HardwareRequirement("cuda", min_compute_capability=90, packages=packages)
+
+
+# Two versions of QuACK, each with the compilers that it can be imported with: 0.4 needs names that nvidia-cutlass-dsl
+# 4.6 took away, and 0.6.5 needs names of 4.7. What is between is not supported: 0.5 changed cross_entropy_fwd_out,
+# 0.6.2 the gated products, and most of these versions ask for one version of the compiler.
+_HOPPER = _hopper("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.7") | _hopper(
+    "quack-kernels>=0.4,<0.5", "nvidia-cutlass-dsl>=4.4.2,<4.6"
+)
+_NEVER_RUN = Suspicion(
+    HardwareRequirement("cuda", packages=("quack-kernels>=0.6.5",)),
+    "its calls of QuACK 0.6 were compiled and never run",
+    seen=False,
 )
 _HALF = ("bfloat16", "float16")
 _ALL = ("float32", *_HALF)
@@ -29,6 +40,7 @@ def _kernels(
         preference=preference,
         dtypes=dtypes,
         expert_parallel=op_name == "moe_experts",
+        suspicions=(_NEVER_RUN,),
     )
 
 

@@ -10,6 +10,7 @@ Shapes: M rows (all dimensions of x but the last), H hidden size.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -71,9 +72,19 @@ def _rows(x: Tensor) -> Tensor:
     return readable(rows.float() if x.shape[-1] % 2 and x.element_size() == 2 else rows)
 
 
-_forward = operator("rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)", _normalised)
+def _fake_normalised(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
+
+
+def _fake_gradients(dresult: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+
+
+_forward = operator("rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)", _normalised, _fake_normalised)
 _backward = operator(
-    "rms_norm_backward(Tensor dresult, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)", _gradients
+    "rms_norm_backward(Tensor dresult, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
 )
 
 

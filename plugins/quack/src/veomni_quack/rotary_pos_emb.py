@@ -130,9 +130,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, neighbou
     return result
 
 
+def _fake_turned(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(readable(x))
+
+
 _turn = operator(
     "rotary_pos_emb(Tensor x, Tensor cos, Tensor sin, Tensor? starts, bool neighbours, bool backwards) -> Tensor",
     _turned,
+    _fake_turned,
 )
 
 

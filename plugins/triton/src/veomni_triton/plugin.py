@@ -13,7 +13,7 @@ _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) 
 _MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
 _PRODUCTS = ("moe_experts", "chunk_gated_delta_rule")
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
-_NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU"),)
+_NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
 _PREFERENCE = 60
 _FEATURES = {"moe_experts": ("lora",), "chunk_gated_delta_rule": ("wide_heads",)}
 _MAX_TOKENS = KernelOption(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quack.cross_entropy import cross_entropy_fwd_out
 from quack.gemm_interface import default_config, gemm_tuned
 from torch import Tensor
 
 from veomni_quack.compiling import check_target, first_call
+from veomni_quack.versions import losses_of_rows
 
 check_target()
 
@@ -14,13 +14,13 @@ check_target()
 def losses(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
     """The cross entropy of each row."""
     with first_call("cross entropy", logits.dtype, logits.shape[1]):
-        cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=None, ignore_index=ignore_index)
+        losses_of_rows(logits, labels, out, None, ignore_index)
 
 
 def losses_and_gradient(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
     """The cross entropy of each row; overwrites the logits with its gradient. Each row is read and written once."""
     with first_call("cross entropy and its gradient", logits.dtype, logits.shape[1]):
-        cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=logits, ignore_index=ignore_index)
+        losses_of_rows(logits, labels, out, logits, ignore_index)
 
 
 def add_product(dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:

@@ -1,7 +1,6 @@
 """The experts' GEMMs by QuACK; shapes: :class:`veomni_quack.moe_experts.layer.Products`.
 
-Every call passes its configuration explicitly, and calls the ``.fn`` below QuACK's autotuner. QuACK's public functions
-are not used, because they choose a configuration themselves when none is given.
+Every call passes its configuration explicitly: without one, QuACK's functions search for it or choose it themselves.
 
 ``concat_layout`` names the operand whose gate and up halves QuACK reads, or writes, as interleaved columns.
 """
@@ -9,15 +8,21 @@ are not used, because they choose a configuration themselves when none is given.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
-from quack.gemm_interface import default_config, gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
+from quack.gemm_interface import default_config, gemm_tuned
 from torch import Tensor
 
 from veomni_quack.compiling import check_target, first_call
+from veomni_quack.versions import OLD, gated_product, gated_product_backward
 
 check_target()
+if not OLD:
+    # The gated products import it when they first run. Imported here, what it lacks is known when the kernel is loaded.
+    import_module("quack.epilogue.library")
 
 # GEMMs for which QuACK's default for SM90 (tiles of 128 x 192, pingpong) is not the fastest. Milliseconds measured by
 # `benchmarks/moe_experts/tune_quack.py` on an H200 for Qwen3-30B-A3B, T = 16384.
@@ -31,7 +36,7 @@ def gated(hidden: Tensor, gate_up_proj: Tensor, offsets: Tensor, token_of_row: T
     rows, width = len(token_of_row), gate_up_proj.shape[1]
     pre, activated = hidden.new_empty(rows, width), hidden.new_empty(rows, width // 2)
     with first_call("gate and up projection", hidden.dtype):
-        gemm_gated_tuned.fn(
+        gated_product(
             hidden,
             gate_up_proj.mT,
             pre,
@@ -55,7 +60,7 @@ def gated_backward(
     """
     dpre, activated = torch.empty_like(pre), pre.new_empty(len(pre), pre.shape[1] // 2)
     with first_call("backward of the down projection", pre.dtype):
-        dweights: Tensor = gemm_dgated_tuned.fn(
+        dweights = gated_product_backward(
             dresult,
             down_proj,
             pre,
@@ -104,4 +109,14 @@ def gradient(
 def _configuration(operand: Tensor, **on_hopper: Any) -> Any:
     """QuACK's default configuration for the GPU; on SM90 with the changes in ``on_hopper``, measured to be faster."""
     default = default_config(operand.device)
-    return replace(default, **on_hopper) if default.device_capacity == _SM90 else default
+    return _kept(default, tuple(on_hopper.items()) if default.device_capacity == _SM90 else ())
+
+
+@cache
+def _kept(default: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
+    """``default`` with ``changes``: the same object at each call.
+
+    QuACK 0.6 remembers by the ``id`` of a configuration how it launched a gated product. The ``id`` of one that is gone
+    can be that of the next one.
+    """
+    return replace(default, **dict(changes))
