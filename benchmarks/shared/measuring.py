@@ -166,5 +166,8 @@ def captured(step: Call) -> Call | None:
                 step()
     except RuntimeError as error:
         print(f"not captured: {str(error).splitlines()[0]}")
+        # torch 2.11 leaves the generators of a failed capture waiting for its end, and they draw nothing any more.
+        for generator in torch.cuda.default_generators:
+            generator.graphsafe_set_state(generator.clone_state())
         return None
     return graph.replay
