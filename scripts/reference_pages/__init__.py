@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from reference_pages import command_line, config, errors, headline, hooks, kernels, ops
+from reference_pages import aims, command_line, config, errors, headline, hooks, kernels, ops
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
@@ -20,4 +20,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "command-line.md": command_line.page,
     "config.md": config.page,
     "../benchmarks/index.md": headline.page,
+    "../benchmarks/aims.md": aims.page,
 }

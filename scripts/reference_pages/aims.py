@@ -1,0 +1,164 @@
+"""docs/benchmarks/aims.md: what kernels and steps were meant to reach, and what the result files of each GPU say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from reference_pages.markdown import table
+from reference_pages.parts import with_parts
+from reference_pages.repository import ROOT
+
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+PAGE = BENCHMARKS / "aims.md"
+PART = "aims and figures"
+COLUMNS = ("work", "aim, on an H200", "H200", "H100")
+Cell = Callable[[], str]
+_AUTO, _GRAPH = "preset: auto", "preset: auto, as a CUDA graph"
+_TRITON, _QUACK = "veomni fused_triton", "veomni fused_quack"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A work, what it was meant to reach, and the figures of a GPU that the work was measured on."""
+
+    work: str
+    wanted: str
+    h200: Cell | None = None
+    h100: Cell | None = None
+
+    def row(self) -> tuple[str, ...]:
+        figures = (cell() if cell else "not measured" for cell in (self.h200, self.h100))
+        return self.work, self.wanted, *figures
+
+
+def _step(page: str, batch: str) -> Cell:
+    """A whole step with its least and most."""
+
+    def cell() -> str:
+        found = _data(page)["contenders"][_AUTO]["batches"][batch]
+        return f"[{found['ms']:.0f} ms]({page}.md) ({found['low ms']:.0f} to {found['high ms']:.0f})"
+
+    return cell
+
+
+def _over_busy(page: str, batch: str, without: str) -> Cell:
+    """A step as a graph, over what its kernels take; and the step ``without``, on a page of its own."""
+
+    def cell() -> str:
+        graph, plain = (_data(each)["contenders"][name] for each, name in ((page, _GRAPH), (without, _AUTO)))
+        found, before = graph["batches"][batch], plain["batches"][batch]
+        busy = sum(time for kind, time in graph["kernels ms"].items() if kind != "idle")
+        spread = (found["high ms"] - found["low ms"]) / found["ms"]
+        return (
+            f"[{found['ms'] / busy:.2f} times]({page}.md): {found['ms']:.0f} ms as a CUDA graph, spread {spread:.0%}; "
+            f"[{before['ms']:.0f} ms]({without}.md) without, {before['low ms']:.0f} to {before['high ms']:.0f}"
+        )
+
+    return cell
+
+
+def _experts(page: str, shape: str) -> Cell:
+    """The useful work of the fastest of our kernels for experts."""
+
+    def cell() -> str:
+        kernels = _data(page)["shapes"][shape]["kernels"]
+        best = max((_TRITON, _QUACK), key=lambda name: kernels[name]["step TFLOP/s"])
+        found = kernels[best]
+        low, high = found["step ms"]["low"], found["step ms"]["high"]
+        name = best.removeprefix("veomni ")
+        return f"[{found['step TFLOP/s']:.0f} TFLOP/s]({page}.md) by `{name}`, {low:.2f} to {high:.2f} ms"
+
+    return cell
+
+
+def _called(page: str, name: str, shape: str, memory: bool = False) -> Cell:
+    """A call from Python."""
+
+    def cell() -> str:
+        found = _figure(page, name, shape)
+        time = found["both" if "both" in found else "milliseconds"]
+        beyond = f", {found['peak MiB'] / 1024:.1f} GiB" if memory else ""
+        return f"[{time['median']:.2f} ms]({page}.md) ({time['low']:.2f} to {time['high']:.2f}){beyond}"
+
+    return cell
+
+
+def _moved(page: str, name: str, shape: str) -> Cell:
+    """What the kernel moves in a second, as a CUDA graph."""
+
+    def cell() -> str:
+        found = _figure(page, name, shape)
+        rates = {each: found["traffic"] / time / 1e6 for each, time in found["graph"].items()}
+        return f"[{rates['median']:.0f} GB/s]({page}.md) ({rates['high']:.0f} to {rates['low']:.0f})"
+
+    return cell
+
+
+def _figure(page: str, name: str, shape: str) -> Any:
+    (found,) = (
+        each for each in _data(page)["figures"] if each["shape"] == shape and (each.get("name") or each["call"]) == name
+    )
+    return found
+
+
+def _data(page: str) -> Any:
+    return json.loads((BENCHMARKS / f"{page}.json").read_text(encoding="utf-8"))
+
+
+_LOSS, _LAYERS = "T=8192 H=2048 V=151936", "L=48 T=16384 E=128 K=8"
+_ONE_KEY = "deepseek_v3 (deinterleaved): B=2 S=4096 heads 128/1 D=64"
+_QWEN, _MANY, _FEW = "qwen3-30b-a3b", "512 experts of 512, K=10", "qwen3-30b-a3b, T=2048"
+AIMS = (
+    Aim(
+        "Qwen3-0.6B, a step of 2 x 4096, over its kernels' time",
+        "1.03 times, spread 5 %",
+        h100=_over_busy("train_step_qwen3_0_6b_graph_h100", "2x4096", "train_step_qwen3_0_6b_h100"),
+    ),
+    Aim(
+        "Llama of the 1B shape, a step of 4 x 4096",
+        "226 ms",
+        _step("train_step_llama_1b_h200", "4x4096"),
+        _step("train_step_llama_1b_h100", "4x4096"),
+    ),
+    Aim(
+        "Qwen3-MoE, 4 layers, a step of 4 x 4096",
+        "100 ms",
+        _step("train_step_qwen3_moe_h200", "4x4096"),
+        _step("train_step_qwen3_moe_h100", "4x4096"),
+    ),
+    Aim(
+        "experts of Qwen3-30B-A3B, 16384 tokens",
+        "550 TFLOP/s",
+        _experts("moe_h200", _QWEN),
+        _experts("moe_h100", _QWEN),
+    ),
+    Aim("512 experts of which a token takes 10", "470 TFLOP/s", _experts("moe_h200", _MANY)),
+    Aim("experts of Qwen3-30B-A3B, 2048 tokens", "340 TFLOP/s", _experts("moe_2048_tokens_h200", _FEW)),
+    Aim(
+        "load-balancing loss of 48 layers, called from Python",
+        "0.45 ms",
+        _called("triton_load_balancing_loss_h200", "triton", _LAYERS),
+        _called("triton_load_balancing_loss_h100", "triton", _LAYERS),
+    ),
+    Aim(
+        "rotary embedding, deinterleaved",
+        "3000 GB/s",
+        _moved("triton_rotary_pos_emb_h200", "triton", _ONE_KEY),
+        _moved("triton_rotary_pos_emb_h100", "triton", _ONE_KEY),
+    ),
+    Aim(
+        "linear cross-entropy, 8192 tokens of 2048, 151936 words",
+        "25 ms, 0.5 GiB",
+        _called("quack_adapters_h200", "adapter, causal", _LOSS, memory=True),
+        _called("quack_adapters_h100", "adapter, causal", _LOSS, memory=True),
+    ),
+)
+
+
+def page() -> str:
+    """The text of docs/benchmarks/aims.md."""
+    rows: Iterator[tuple[str, ...]] = (aim.row() for aim in AIMS)
+    return with_parts(PAGE, {PART: "\n".join(table(COLUMNS, rows))})
