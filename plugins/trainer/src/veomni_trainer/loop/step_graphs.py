@@ -159,6 +159,7 @@ def graphs_on(device: torch.device, model: nn.Module, accumulates: bool, repeats
 
 def _capture(pool: Any, call: Callable[[], Results]) -> tuple[Replay, Results]:
     graph = torch.cuda.CUDAGraph()
+    torch.clear_autocast_cache()  # a weight that was cast before would stay in the graph as it was
     try:
         # Other threads may use the GPU meanwhile: the data loader's pins memory.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
