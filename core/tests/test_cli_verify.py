@@ -7,7 +7,8 @@ import json
 import pytest
 
 from veomni_core import KernelSpec
-from veomni_core.cli.verify import parts_of_check
+from veomni_core.cli.verify import failures, parts_of_check
+from veomni_core.cli.verify_processes import EXPECTED, FAILED, OK, Row
 
 
 def test_verify_exits_1_when_a_kernel_falls_short(veomni, install_healthy):
@@ -162,6 +163,42 @@ def test_verify_expects_the_failure_that_was_seen_and_fails_where_nothing_else_p
     assert data["results"][0]["detail"][-1] == "stays refused on this machine: it was off by one here"
     text = veomni("verify", "seen-plugin", "--kernel", "wrong", code=1)
     assert "nothing was verified: every kernel was skipped, or failed where it was wrong before" in text
+
+
+SEARCHES = """
+    import torch
+    from veomni_core import KernelSpec, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    class Norm:
+        arg_names, fn = ("x", "weight", "eps"), staticmethod(lambda x, weight, eps: None)
+
+        def run(self, x, weight, eps, TILE, **launch):
+            from veomni_core.ops.rms_norm import offset
+            return offset(x, weight, eps) * (2 if TILE == 64 else 1)
+
+    def searching(x, weight, eps):
+        from triton.runtime.autotuner import Autotuner, Config
+        tiles = [Config({"TILE": size}) for size in (16, 32, 64)]
+        return Autotuner(Norm(), Norm.arg_names, tiles, ["eps"], None, None).run(x, weight, eps)
+
+    @hookimpl
+    def veomni_kernels():
+        return [KernelSpec("searching", "rms_norm", "offset", f"{module}:searching", dtypes=("float32",))]
+"""
+
+
+def test_verify_checks_the_launch_that_is_asked_for_and_certifies_none(veomni, install, tmp_path):
+    pytest.importorskip("triton")
+    install("searching-plugin", SEARCHES)
+    (first,) = json.loads(veomni("verify", "searching-plugin", "--launch", "0", "--json"))["results"]
+    assert first["result"] == "ok"
+    (last,) = json.loads(veomni("verify", "searching-plugin", "--launch", "-1", "--json", code=1))["results"]
+    assert last["result"] == "FAILED" and "the result is off" in last["detail"][0]
+    text = veomni("verify", "searching-plugin", "--launch", "0", "--certify", str(tmp_path / "c.json"), code=2)
+    assert "--launch takes one launch where training may take others" in text
+    right, wrong, expected = (Row("k", "float32", result) for result in (OK, FAILED, EXPECTED))
+    assert failures([right, wrong, expected]) == [wrong, expected]
 
 
 def test_verify_takes_one_kernel_in_one_dtype(veomni):

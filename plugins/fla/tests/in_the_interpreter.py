@@ -2,7 +2,7 @@
 
 ``python in_the_interpreter.py KERNEL-DTYPE ...`` prints a JSON object with the failures of each kernel's contract.
 Triton's interpreter is mended as for other kernels, and for two things that fla's do: they call a method of a loop's
-index, and they are autotuned, which needs a GPU. Here the first configuration runs.
+index, and they search among launches, which needs a GPU. Here the first launch is taken.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
 
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 from veomni_core.testing.triton_interpreter import interpret_triton
+from veomni_core.testing.triton_searches import taking_launch
 from veomni_fla.plugin import veomni_kernels
 
 
@@ -46,11 +46,6 @@ def make_fla_interpretable():
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] != "fla":
             continue
-        for kernel in [*vars(module).values()]:
-            while hasattr(kernel, "fn"):
-                if isinstance(kernel, Autotuner):
-                    kernel.configs = kernel.configs[:1]
-                kernel = kernel.fn
         module.range = indices
 
 
@@ -64,7 +59,8 @@ def main(asked):
         op = next(op for op in BUILTIN_OPS if op.name == specs[kernel].op_name)
         if op.name == "kda":  # minutes of it
             op = replace(op, contract="few_samples:CONTRACTS")
-        report = check_kernel(specs[kernel], "cpu", dtype, op=op, largest=Size.SMALL, every_form=False)
+        with taking_launch(0):
+            report = check_kernel(specs[kernel], "cpu", dtype, op=op, largest=Size.SMALL, every_form=False)
         found[each] = {"cases": len(report.cases), "failures": report.failures}
     print(json.dumps(found))
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Annotated
@@ -88,6 +89,13 @@ def verify(
             autocompletion=complete_hardware,
         ),
     ] = None,
+    launch: Annotated[
+        int | None,
+        typer.Option(
+            help="Where Triton functions search among launches, take this one of each list, as 0 for the first and -1 "
+            "for the last. Nothing is certified then."
+        ),
+    ] = None,
     slow: Annotated[
         bool, typer.Option("--slow", help="Also check kernels whose check takes many minutes, each by several jobs.")
     ] = False,
@@ -105,8 +113,12 @@ def verify(
         raise UnknownNameError(f"--dtype: {dtype!r} is not a dtype; write one of {one_of}. {suggest(dtype, DTYPES)}")
     if compile_for is not None and (device is not None or certify is not None):
         raise ConfigError("--compile-for runs no kernel, so it takes neither --device nor --certify")
+    if launch is not None and (compile_for is not None or certify is not None):
+        raise ConfigError(
+            "--launch takes one launch where training may take others; leave out --certify, --compile-for"
+        )
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
-    where = _device(registry, device) if compile_for is None else _target(registry, compile_for)
+    where = _device(registry, device, launch) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
     wholes = [
         _Asked(record, spec, dtypes)
@@ -153,7 +165,8 @@ def verify(
     rows = [row for of_it in joined_rows.values() for row in of_it]
     if compile_for is None:
         plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
-        passed = [each for record, of_it in plugins for each in keep_results(of_it, record, where.hardware)]
+        kept = ((record, of_it if launch is None else failures(of_it)) for record, of_it in plugins)
+        passed = [each for record, of_it in kept for each in keep_results(of_it, record, where.hardware)]
         if certify is not None:
             write_certificates(certify, passed)
     nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for record in records for spec in record.kernels])
@@ -251,11 +264,11 @@ class _Where:
         return f"compiled for {self.name}" if self.compiles else f"on {self.name}"
 
 
-def _device(registry: Registry, asked: str | None) -> _Where:
+def _device(registry: Registry, asked: str | None, launch: int | None) -> _Where:
     if asked is not None:
         check_device(registry, asked)
     hardware, name = device_here(registry.detect_hardware(), asked, "--device")
-    return _Where(hardware, name, Checks.running, name)
+    return _Where(hardware, name, partial(Checks.running, launch=launch), name)
 
 
 def _target(registry: Registry, asked: str) -> _Where:
@@ -278,6 +291,11 @@ def as_expected(row: Row, spec: KernelSpec, hardware: Hardware) -> Row:
     if row.result != FAILED or not (seen := spec.fault_seen(hardware)):
         return row
     return replace(row, result=EXPECTED, detail=(*row.detail, f"stays refused on this machine: {seen}"))
+
+
+def failures(rows: Iterable[Row]) -> list[Row]:
+    """Those of the rows that say that a kernel is wrong. A launch that a search may take is wrong for all of it."""
+    return [row for row in rows if row.result in (FAILED, EXPECTED)]
 
 
 def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from veomni_core.cli.verify_processes import LAUNCH
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import ContractError
 from veomni_core.testing import check_kernel
+from veomni_core.testing.triton_searches import taking_launch
 
 
 def probe(
@@ -42,9 +46,11 @@ def main(arguments: Sequence[str]) -> None:
     """Append the rows to a file: the kernel's plugin, the kernel, the device, the dtypes, the part, the file."""
     plugin, kernel, device, dtypes, part, file = arguments
     index, count = map(int, part.split("/"))
-    for row in probe(plugin, kernel, device, dtypes.split(","), (index, count)):
-        with Path(file).open("a") as lines:
-            lines.write(json.dumps(row) + "\n")
+    launch = os.environ.get(LAUNCH)
+    with nullcontext() if launch is None else taking_launch(int(launch)):
+        for row in probe(plugin, kernel, device, dtypes.split(","), (index, count)):
+            with Path(file).open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

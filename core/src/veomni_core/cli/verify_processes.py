@@ -19,6 +19,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 EXPECTED = "failed as expected"
+LAUNCH = "VEOMNI_LAUNCH"  # in the environment of a check: which launch searches give
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class Checks:
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
 
     @classmethod
-    def running(cls, jobs: int) -> Checks:
-        """Checks that run kernels through their contracts."""
-        return cls("veomni_core.cli.verify_probe", jobs, {})
+    def running(cls, jobs: int, launch: int | None = None) -> Checks:
+        """Checks that run kernels through their contracts; ``launch`` is the one that Triton's searches give."""
+        return cls("veomni_core.cli.verify_probe", jobs, {} if launch is None else {LAUNCH: str(launch)})
 
     @classmethod
     def compiling(cls, jobs: int) -> Checks:
