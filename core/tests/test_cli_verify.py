@@ -197,8 +197,8 @@ def test_verify_checks_the_launch_that_is_asked_for_and_certifies_none(veomni, i
     assert last["result"] == "FAILED" and "the result is off" in last["detail"][0]
     text = veomni("verify", "searching-plugin", "--launch", "0", "--certify", str(tmp_path / "c.json"), code=2)
     assert "--launch takes one launch where training may take others" in text
-    right, wrong, expected = (Row("k", "float32", result) for result in (OK, FAILED, EXPECTED))
-    assert failures([right, wrong, expected]) == [wrong, expected]
+    right, wrong, expected = (Row("k", "float32", each, cases={"odd": (9.0, 9.0)}) for each in (OK, FAILED, EXPECTED))
+    assert failures([right, wrong, expected, Row("k", "float32", FAILED)]) == [wrong, expected]
 
 
 def test_verify_takes_one_kernel_in_one_dtype(veomni):

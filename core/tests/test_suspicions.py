@@ -66,18 +66,24 @@ def test_a_pass_lets_it_run_and_a_failure_says_with_which_numbers():
     assert chosen(result) == ["plain"] and "the gradient of x is off by 0.54" in reasons(result)[0]
 
 
+def test_a_suspicion_of_an_older_plan_is_read():
+    written = {"where": {"device_type": "cuda"}, "why": WRONG}
+    assert Suspicion.from_dict(written) == Suspicion(HardwareRequirement("cuda"), WRONG)
+
+
 @pytest.mark.parametrize("seen, result", [(True, EXPECTED), (False, FAILED)])
 def test_where_the_fault_was_seen_a_failure_is_expected_and_remembered(seen, result):
     there = Suspicion(HardwareRequirement(), WRONG, seen=seen)
     of = registry(kernel("acme", preference=60, suspicions=(there,)), PLAIN)
     (spec,) = (each for each in of.plugin("p").kernels if str(each) == NAME)
-    row = command.as_expected(Row(NAME, "bfloat16", FAILED, ("the gradient of x is off by 0.54",)), spec, CPU)
+    compared = Row(NAME, "bfloat16", FAILED, ("the gradient of x is off by 0.54",), cases={"odd": (0.5, 5.4)})
+    row = command.as_expected(compared, spec, CPU)
     assert row.result == result
     assert (row.detail[1:] == (f"stays refused on this machine: {WRONG}",)) == seen
     command.keep_results([row], of.plugin("p"), CPU)
     assert "the gradient of x is off by 0.54" in reasons(planned(registry=of))[0]
-    passes = Row(NAME, "bfloat16", OK)
-    assert command.as_expected(passes, spec, CPU) == passes
+    for other in (Row(NAME, "bfloat16", OK), Row(NAME, "bfloat16", FAILED, ("did not end within 200 s",))):
+        assert command.as_expected(other, spec, CPU) == other
 
 
 @pytest.mark.parametrize("version, waits", [("3.3.1", False), ("3.4.0", True), ("3.7.0", True), ("3.7.1", False)])

@@ -43,6 +43,10 @@ CONTRADICTIONS = {
         {"cuda_graphs": True, "torch_compile": True, "shadow": 2},
         "train.cuda_graphs does not go with train.torch_compile and train.shadow and train.device: cpu; leave that out",
     ),
+    "a graph of counted rows": (
+        {"cuda_graphs": True, "expert_loads": True, "device": "auto"},
+        "train.cuda_graphs does not go with train.expert_loads; leave that out",
+    ),
     "a graph of many processes": ({"cuda_graphs": True, "fsdp_size": 2}, "does not go with several processes"),
     "a graph of scaled losses": ({"cuda_graphs": True, "precision": "fp16_mixed"}, "go with train.precision: fp16"),
     "an export of nothing": ({"export": True, "save_every": "never"}, "that needs a checkpoint"),

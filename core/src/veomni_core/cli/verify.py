@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Annotated
@@ -29,7 +30,7 @@ from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.errors import ConfigError, PluginError, UnknownNameError, suggest
+from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, suggest
 from veomni_core.planning.certificates import Certificate, keep, write_certificates
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
@@ -115,8 +116,10 @@ def verify(
         raise ConfigError("--compile-for runs no kernel, so it takes neither --device nor --certify")
     if launch is not None and (compile_for is not None or certify is not None):
         raise ConfigError(
-            "--launch takes one launch where training may take others; leave out --certify, --compile-for"
+            "--launch takes one launch where training may take others; leave out --certify and --compile-for"
         )
+    if launch is not None and find_spec("triton") is None:
+        raise HostError("--launch is for searches of Triton's, which is not installed here; leave it out")
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     where = _device(registry, device, launch) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
@@ -158,10 +161,12 @@ def verify(
         for row in its_rows:
             by_plugin.setdefault(each.record.name, {}).setdefault((row.kernel, row.dtype), []).append(row)
     specs = {str(each.spec): each.spec for each in asked}
-    joined_rows = {
-        name: [as_expected(joined(parts), specs[parts[0].kernel], where.hardware) for parts in cases.values()]
-        for name, cases in by_plugin.items()
-    }
+    joined_rows = {name: [joined(parts) for parts in cases.values()] for name, cases in by_plugin.items()}
+    if not where.compiles:
+        joined_rows = {
+            name: [as_expected(row, specs[row.kernel], where.hardware) for row in of_it]
+            for name, of_it in joined_rows.items()
+        }
     rows = [row for of_it in joined_rows.values() for row in of_it]
     if compile_for is None:
         plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
@@ -287,15 +292,18 @@ def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
 
 
 def as_expected(row: Row, spec: KernelSpec, hardware: Hardware) -> Row:
-    """The row of a kernel that fails where somebody saw it fail says so, with what was seen; other rows as they are."""
-    if row.result != FAILED or not (seen := spec.fault_seen(hardware)):
+    """The row of a kernel that is wrong where somebody saw it wrong says what was seen; other rows are as they are.
+
+    A check that compared nothing, as where a library can't be imported or time runs out, shows no such fault.
+    """
+    if row.result != FAILED or not row.cases or not (seen := spec.fault_seen(hardware)):
         return row
     return replace(row, result=EXPECTED, detail=(*row.detail, f"stays refused on this machine: {seen}"))
 
 
 def failures(rows: Iterable[Row]) -> list[Row]:
-    """Those of the rows that say that a kernel is wrong. A launch that a search may take is wrong for all of it."""
-    return [row for row in rows if row.result in (FAILED, EXPECTED)]
+    """Those of the rows whose kernel was compared and is wrong, with a launch that a search may take."""
+    return [row for row in rows if row.result in (FAILED, EXPECTED) and row.cases]
 
 
 def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:

@@ -56,6 +56,7 @@ class Suspicion:
             SpecError: it is no such mapping.
         """
         known = [each.name for each in fields(cls)]
-        if not isinstance(data, Mapping) or set(data) != set(known):
+        # A plan that an older version wrote says nothing of ``seen``.
+        if not isinstance(data, Mapping) or {*data, "seen"} != set(known):
             raise SpecError(f"Suspicion: expected a mapping of {', '.join(known)}, not {data!r}")
         return cls(**{**data, "where": HardwareRequirement.from_dict(data["where"])})

@@ -131,15 +131,20 @@ def why_not_clonable(function: Any, names: Collection[str]) -> str:
 
     A clone has its own namespace. It does not see globals that are set in the function's module later, and that module
     does not see globals that the clone sets. A layer that the package ``kernels`` made of a function is changed in
-    place, by a kernel of the Hub, and the clone calls that same layer.
+    place, by a kernel of the Hub, and the clone calls that same layer. One with hooks calls those too.
     """
     for layer in code_layers(function):
         if set(names).isdisjoint(layer.__code__.co_names):
             continue
         for code in nested_code(layer.__code__):
-            for doubt in _global_doubts(layer, code, is_shared=is_layer_of_a_function):
+            for doubt in _global_doubts(layer, code, is_shared=_is_plain_layer_of_a_function):
                 return doubt
     return ""
+
+
+def _is_plain_layer_of_a_function(value: Any) -> bool:
+    """Whether nothing but its function runs where it is called."""
+    return is_layer_of_a_function(value) and not has_hooks(value)
 
 
 def is_fixed(value: Any) -> bool:

@@ -110,7 +110,7 @@ class Job(Section):
             "several processes": train.is_sharded or train.fsdp or train.sp_size > 1 or train.ep_size > 1,
             "train.device: cpu": train.device == "cpu",
             "data.packing": self.data.packing,
-            "lora.quantization": self.lora and self.lora.quantization,
+            "lora": self.lora,
         }
         if train.cuda_graphs and (set_ := [key for key, value in uncaptured.items() if value]):
             raise ValueError(

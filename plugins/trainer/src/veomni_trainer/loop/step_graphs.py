@@ -1,15 +1,18 @@
 """Runs forward and backward as a CUDA graph: one launch in place of one from Python for each kernel.
 
 A graph repeats the same kernels on the same addresses. So inputs are copied to where they were when it was captured,
-and results are copied before they are handed on. Gradients stay where the graph writes them.
+and results are copied before they are handed on. Gradients stay where the graph writes them. Python runs at the capture
+alone: what it decides there is decided for good.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 from veomni_core.errors import ConfigError
 from veomni_trainer.loop.length_masks import LengthMasks, Masks
 
-Inputs = Mapping[str, Any]
+Inputs = Mapping[str, Tensor | None]
 Results = Mapping[str, Tensor]
 Step = Callable[[dict[str, Any]], Results]
 Replay = Callable[[], None]
@@ -29,11 +32,11 @@ Capture = Callable[[Callable[[], Results]], tuple[Replay, Results]]
 _EAGER_STEPS = 3
 # Sequences of one length have one form, and perhaps another one at an epoch's end.
 _MOST_FORMS = 8
-# Of such inputs no value says where a sequence begins or ends.
+# Of such inputs no value says where a sequence begins or ends, so the masks of a model depend on lengths alone.
 _OF_WHOLE_SEQUENCES = {"input_ids", "labels", "num_items_in_batch"}
-_PLAIN = (bool, int, float, str, type(None))
-_INSTEAD = "or write cuda_graphs: false"
-_NO_KERNELS = ("veomni_core.", "veomni_trainer.")
+_WITHOUT = "write cuda_graphs: false"
+# Packages whose code calls kernels, and is none.
+_CALLERS = {"accelerate", "peft", "torch", "transformers", "triton", "veomni_core", "veomni_trainer"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class StepGraphs:
 
     Args:
         model: what the steps train.
-        accumulates: whether a step may add to the gradients of the step before. Then they have memory of their own,
-            which is filled with zeros where a sum begins. Otherwise a graph's gradients are what it has computed.
+        accumulates: whether a step may add to the gradients of the step before. Then all forms have the same memory
+            for them, which is filled with zeros where a sum begins. Otherwise a graph's gradients are what it has
+            computed.
         repeats_forwards: whether the backward computes forwards again. It could not draw the same random numbers
             again, so the model may draw none.
         capture: records a function without computing it; gives what replays it, and the results that this fills.
@@ -76,24 +80,23 @@ class StepGraphs:
         self._masks: dict[Hashable, Masks] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._eager_steps: Counter[Hashable] = Counter()
-        self._sums: dict[nn.Parameter, Tensor] = {}  # the gradients' own memory, where steps add to them
+        self._sums: dict[nn.Parameter, Tensor] = {}  # the gradients, where steps add to them
 
     def __call__(self, step: Step, inputs: Inputs) -> Results:
         """What ``step`` gives for ``inputs``; its backward leaves the parameters' gradients.
 
         Raises:
-            ConfigError: the step can't be captured, its inputs have ever other shapes, or the model draws random
-                numbers that the backward can't draw again.
+            ConfigError: the step can't be captured, or would not compute the same as a graph; the message says why.
         """
-        form = tuple((name, *_form(name, value)) for name, value in inputs.items())
+        form = _form(inputs)
         if form not in self._graphs:
             if self._eager_steps[form] < _EAGER_STEPS:
                 return self._run_eagerly(step, inputs, form)
             self._graphs[form] = self._captured(step, inputs, form)
         graph = self._graphs[form]
         for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                graph.inputs[name].copy_(value)
+            if (held := graph.inputs[name]) is not None and value is not None:
+                held.copy_(value)
         if self._accumulates:
             _take_over(graph.gradients)
         graph.replay()
@@ -104,49 +107,54 @@ class StepGraphs:
     def _run_eagerly(self, step: Step, inputs: Inputs, form: Hashable) -> Results:
         self._eager_steps[form] += 1
         if len(self._eager_steps) > _MOST_FORMS:
+            shapes = " and ".join(f"{name} {list(value.shape)}" for name, value in inputs.items() if value is not None)
             raise ConfigError(
-                f"train.cuda_graphs: the inputs have had {len(self._eager_steps)} forms, the last one {form}, and each "
-                f"needs a graph of its own; train on sequences of one length, {_INSTEAD}"
+                f"train.cuda_graphs: the inputs have had {len(self._eager_steps)} forms, the last one {shapes}, and "
+                f"each needs a graph of its own; train on sequences of one length, or {_WITHOUT}"
             )
-        before = self._random_state()
-        with self._keeping_masks(inputs, form):
-            found = self._accumulated(step, inputs) if self._accumulates else step(dict(inputs))
-        if self._repeats_forwards and not torch.equal(before, self._random_state()):
+        host, device = _host_state(), self._random_state()
+        with self._length_masks.kept(self._masks.setdefault(form, [])):
+            found = self._added(step, inputs) if self._accumulates else step(dict(inputs))
+        if host != _host_state():
+            raise ConfigError(
+                "train.cuda_graphs: the model draws random numbers on the CPU, as for skipped layers, and a graph "
+                f"would repeat what they decided once; set the model's layerdrop to 0, or {_WITHOUT}"
+            )
+        if self._repeats_forwards and not torch.equal(device, self._random_state()):
             raise ConfigError(
                 "train.cuda_graphs: the model draws random numbers, as for dropout. With gradient_checkpointing the "
-                f"backward of a graph would draw others; set the model's dropout to 0, {_INSTEAD}"
+                f"backward of a graph would draw others; set the model's dropout to 0, or {_WITHOUT}"
             )
         return found
 
-    def _accumulated(self, step: Step, inputs: Inputs) -> Results:
-        """A step whose gradients are added to those there are; every step must have them of the same parameters."""
-        before = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
-        for parameter in before:
-            parameter.grad = None
+    def _added(self, step: Step, inputs: Inputs) -> Results:
+        """A step that adds to the sums, which the first step leaves; every step must have the same gradients."""
+        if self._sums:
+            _take_over(self._sums)
+            for parameter, gradient in self._sums.items():
+                parameter.grad = gradient
+        before = {parameter: gradient._version for parameter, gradient in self._sums.items()}
         found = step(dict(inputs))
         gradients = {each: each.grad for each in self._parameters if each.grad is not None}
-        self._sums = self._sums or {each: torch.zeros_like(gradient) for each, gradient in gradients.items()}
-        if gradients.keys() != self._sums.keys():
-            raise ConfigError(f"train.cuda_graphs: some parameters have gradients in some steps alone; {_INSTEAD[3:]}")
-        for parameter, gradient in before.items():
-            parameter.grad = gradient.add_(gradients[parameter])
+        self._sums = self._sums or gradients
+        if gradients.keys() != self._sums.keys() or any(
+            gradients[parameter]._version == version for parameter, version in before.items()
+        ):
+            raise ConfigError(f"train.cuda_graphs: some parameters have gradients in some steps alone; {_WITHOUT}")
         return found
 
-    def _keeping_masks(self, inputs: Inputs, form: Hashable) -> AbstractContextManager[None]:
-        if inputs.keys() <= _OF_WHOLE_SEQUENCES:
-            return self._length_masks.kept(self._masks.setdefault(form, []))
-        return nullcontext()
-
     def _captured(self, step: Step, inputs: Inputs, form: Hashable) -> _Graph:
-        held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        held = {name: None if value is None else value.clone() for name, value in inputs.items()}
         before = {parameter: parameter.grad for parameter in self._parameters}
-        for parameter in self._parameters:
-            parameter.grad = self._sums.get(parameter)
-        with self._length_masks.given(self._masks[form]) if form in self._masks else nullcontext():
-            replay, results = self._capture(partial(step, dict(held)))
-        gradients = {each: each.grad for each in self._parameters if each.grad is not None}
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
+        try:
+            for parameter in self._parameters:
+                parameter.grad = self._sums.get(parameter)
+            with self._length_masks.given(self._masks[form]):
+                replay, results = self._capture(partial(step, dict(held)))
+            gradients = {each: each.grad for each in self._parameters if each.grad is not None}
+        finally:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
         return _Graph(replay, held, results, gradients)
 
 
@@ -158,34 +166,49 @@ def graphs_on(device: torch.device, model: nn.Module, accumulates: bool, repeats
 
 
 def _capture(pool: Any, call: Callable[[], Results]) -> tuple[Replay, Results]:
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    raised: list[BaseException] = []
     torch.clear_autocast_cache()  # a weight that was cast before would stay in the graph as it was
     try:
         # Other threads may use the GPU meanwhile: the data loader's pins memory.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            results = call()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise ConfigError(why_not_captured(error)) from error
+            try:
+                results = call()
+            except BaseException as error:
+                raised.append(error)
+                raise
+    except BaseException as error:
+        forget_failed_capture(stream)
+        first = raised[0] if raised else error  # the end of a capture fails too after that
+        if isinstance(first, torch.OutOfMemoryError) or not isinstance(first, RuntimeError):
+            raise first from None
+        raise ConfigError(why_not_captured(first)) from first
     return graph.replay, results
 
 
-def why_not_captured(error: BaseException) -> str:
-    """What to say of ``error``, which ended a capture: where a kernel, or else a model, did what a graph can't repeat.
+def forget_failed_capture(stream: torch.cuda.Stream) -> None:
+    """Make a process usable again in which a capture has failed: torch 2.11 does not end it everywhere.
 
-    Leaving the capture fails too after that, so the first of the errors says it.
+    Args:
+        stream: the one that was current before.
     """
-    while error.__context__ is not None:
-        error = error.__context__
+    torch.cuda.set_stream(stream)
+    with suppress(RuntimeError):  # the error that ended the capture matters more
+        for generator in torch.cuda.default_generators:  # they wait for its end, and draw nothing until then
+            generator.graphsafe_set_state(generator.clone_state())
+
+
+def why_not_captured(error: BaseException) -> str:
+    """What to say of ``error``, which ended a capture: which kernel, or else model, did what a graph can't repeat."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
-    ours = [name for name in names if name.startswith("veomni_") and not name.startswith(_NO_KERNELS)]
-    theirs = [name for name in names if name.startswith("transformers.models.")]
-    where = (ours or theirs or names)[-1]
+    kernels = [name for name in names if name.partition(".")[0] not in _CALLERS | sys.stdlib_module_names]
+    models = [name for name in names if name.startswith("transformers.models.")]
+    where = (kernels[:1] or models[-1:] or names[-1:] or ["something"])[0]
+    what = (str(error).splitlines() or [type(error).__name__])[0]
     return (
-        f"train.cuda_graphs: {where} waits for the GPU, or does something else that a graph can't repeat: "
-        f"{str(error).splitlines()[0]}. Name another kernel for its op in model.ops_implementation, {_INSTEAD}"
+        f"train.cuda_graphs: {where} waits for the GPU, or does something else that a graph can't repeat: {what}. Name "
+        f"another kernel for its op in model.ops_implementation, or {_WITHOUT}"
     )
 
 
@@ -198,12 +221,14 @@ def _take_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
             gradient.copy_(parameter.grad)
 
 
-def _form(name: str, value: Any) -> tuple[Hashable, ...]:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, _PLAIN):
-        return (value,)
-    raise ConfigError(
-        f"train.cuda_graphs: the model is given {name}, a {type(value).__name__}, which a graph can't be given anew; "
-        f"leave it out, {_INSTEAD}"
-    )
+def _form(inputs: Inputs) -> Hashable:
+    if others := inputs.keys() - _OF_WHOLE_SEQUENCES:
+        raise ConfigError(
+            f"train.cuda_graphs: the model is given {' and '.join(sorted(others))} too, by which sequences begin or "
+            f"end elsewhere in each step; train on texts without padding, or {_WITHOUT}"
+        )
+    return tuple((name, value if value is None else (value.shape, value.dtype)) for name, value in inputs.items())
+
+
+def _host_state() -> Hashable:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate()

@@ -12,6 +12,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
+from veomni_core.errors import ConfigError
 from veomni_trainer.data.batches import Batcher, learned_labels
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
@@ -141,9 +142,17 @@ class JobTrainer(ResumingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         self.count_tokens(inputs)
-        given = {**inputs, _LEARNED: num_items_in_batch}
-        step = partial(self._forward_and_backward, model)
-        found = self._graphs(step, self._prepare_inputs(given)) if self._graphs else step(given)
+        if self._graphs is None:
+            found = self._forward_and_backward(model, inputs, num_items_in_batch)
+        else:
+            if num_items_in_batch is None and self._train.gradient_accumulation > 1:
+                raise ConfigError(
+                    f"train.cuda_graphs: {type(self.model).__name__} computes each micro-batch's mean loss by itself, "
+                    "and an epoch's last step may have fewer of them, which a graph can't know; write "
+                    "gradient_accumulation: 1, or cuda_graphs: false"
+                )
+            given = self._prepare_inputs({**inputs, _LEARNED: num_items_in_batch})
+            found = self._graphs(partial(self._captured_step, model), given)
         loss = found["loss"]
         self._losses.append(loss)
         self.bad_steps.look_at_loss(loss)
@@ -151,10 +160,14 @@ class JobTrainer(ResumingTrainer):
             self._aux_losses.append(found["aux_loss"])
         return loss
 
-    def _forward_and_backward(self, model: nn.Module, given: dict[str, Any]) -> Results:
-        """What ``Trainer`` does in a micro-step; ``given`` are the model's inputs, and how many labels are learned."""
+    def _captured_step(self, model: nn.Module, given: dict[str, Any]) -> Results:
+        """A micro-step of which ``given`` is all that differs from step to step."""
+        return self._forward_and_backward(model, given, given.pop(_LEARNED))
+
+    def _forward_and_backward(self, model: nn.Module, inputs: Any, learned: torch.Tensor | int | None) -> Results:
+        """What ``Trainer`` does in a micro-step, and the losses that it measures. TRL's inputs may be of any kind."""
         self._aux_loss = None
-        loss = super().training_step(model, given, given.pop(_LEARNED))
+        loss = super().training_step(model, inputs, learned)
         return {"loss": loss} if self._aux_loss is None else {"loss": loss, "aux_loss": self._aux_loss}
 
     def _step_graphs(self, model: nn.Module) -> StepGraphs:

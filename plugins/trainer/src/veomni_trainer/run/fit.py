@@ -138,9 +138,12 @@ def _kernels_in_fused_heads(start: Start) -> Iterator[None]:
 
 
 def _can_count(start: Start) -> bool:
-    """Whether the model has experts, whose rows can be counted, and the job doesn't say otherwise."""
+    """Whether the model has experts, whose rows can be counted, and the job doesn't say otherwise.
+
+    Hooks count, which neither a compiled model nor a graph calls.
+    """
     train, sites = start.job.train, (op.sites for op in start.binding.plan.ops if op.op_name == "moe_experts")
-    return any(sites) and train.expert_loads is None and not train.torch_compile
+    return any(sites) and train.expert_loads is None and not (train.torch_compile or train.cuda_graphs)
 
 
 def _explain(why: str, start: Start) -> str:
