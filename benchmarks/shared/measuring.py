@@ -158,7 +158,9 @@ def drop_gradients(inputs: Iterable[Tensor]) -> None:
 
 def captured(step: Call) -> Call | None:
     """A replay of ``step`` as one CUDA graph: the GPU's share alone. ``None`` if it can't be captured."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    from veomni_trainer.loop.step_graphs import forget_failed_capture  # here, for those who measure CPUs without it
+
+    before, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
             step()
@@ -166,8 +168,6 @@ def captured(step: Call) -> Call | None:
                 step()
     except RuntimeError as error:
         print(f"not captured: {str(error).splitlines()[0]}")
-        # torch 2.11 leaves the generators of a failed capture waiting for its end, and they draw nothing any more.
-        for generator in torch.cuda.default_generators:
-            generator.graphsafe_set_state(generator.clone_state())
+        forget_failed_capture(before)
         return None
     return graph.replay

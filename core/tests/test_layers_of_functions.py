@@ -1,4 +1,4 @@
-"""The package `kernels` makes layers of the functions that modeling files decorate; their sites are those functions'."""
+"""The package `kernels` makes layers of functions that modeling files decorate; their sites are those functions'."""
 
 from __future__ import annotations
 
