@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     plugin, kernel, device, dtypes, part, file = arguments
     index, count = map(int, part.split("/"))
     launch = os.environ.get(LAUNCH)
-    with nullcontext() if launch is None else taking_launch(int(launch)):
+    with taking_launch(int(launch)) if launch else nullcontext():
         for row in probe(plugin, kernel, device, dtypes.split(","), (index, count)):
             with Path(file).open("a") as lines:
                 lines.write(json.dumps(row) + "\n")

@@ -19,7 +19,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 EXPECTED = "failed as expected"
-LAUNCH = "VEOMNI_LAUNCH"  # in the environment of a check: which launch searches give
+LAUNCH = "VEOMNI_LAUNCH"  # in the environment of a check: which launch searches give; empty if they are free
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Checks:
     @classmethod
     def running(cls, jobs: int, launch: int | None = None) -> Checks:
         """Checks that run kernels through their contracts; ``launch`` is the one that Triton's searches give."""
-        return cls("veomni_core.cli.verify_probe", jobs, {} if launch is None else {LAUNCH: str(launch)})
+        return cls("veomni_core.cli.verify_probe", jobs, {LAUNCH: "" if launch is None else str(launch)})
 
     @classmethod
     def compiling(cls, jobs: int) -> Checks:
