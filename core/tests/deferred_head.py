@@ -42,18 +42,18 @@ class Head:
         return F.cross_entropy(logits, labels, **options)
 
 
-def both(run):
+def both(run, dtype: torch.dtype = torch.float32):
     """What ``run`` gives, and the leaves' gradients after it, with deferred and with eager logits."""
     outcomes = []
     for deferred in (True, False):
-        head = Head(deferred)
+        head = Head(deferred, dtype=dtype)
         result = run(head)
         outcomes.append((result, [leaf.grad for leaf in head.leaves]))
     return outcomes
 
 
-def assert_like_eager(run) -> None:
-    (found, gradients), (wanted, wanted_gradients) = both(run)
+def assert_like_eager(run, dtype: torch.dtype = torch.float32) -> None:
+    (found, gradients), (wanted, wanted_gradients) = both(run, dtype)
     torch.testing.assert_close(found, wanted)
     for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(gradient, wanted_gradient)

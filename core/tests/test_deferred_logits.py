@@ -135,3 +135,36 @@ def test_reading_them_before_keeps_them():
     head.logits.argmax(-1)
     head.leaves[1].detach().zero_()
     torch.testing.assert_close(head.logits + 0, eager.logits)
+
+
+def test_a_cast_to_float32_after_the_forward_computes_nothing_and_reads_as_any_tensor():
+    """accelerate casts a model's outputs so in mixed precision, in every step."""
+
+    def run(head: Head) -> torch.Tensor:
+        loss = head.loss()
+        head.leave_forward()
+        cast = head.logits.float()
+        assert not isinstance(head.logits, DeferredLogits) or not head.logits.has_been_read
+        (loss + (cast**2).sum()).backward()
+        return cast.detach() + 0
+
+    assert_like_eager(run, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "cast", [torch.Tensor.double, torch.Tensor.half, lambda x: x.to("meta")], ids=["double", "half", "device"]
+)
+def test_another_cast_after_the_forward_computes_them(cast):
+    head = Head(True, dtype=torch.bfloat16)
+    head.leave_forward()
+    cast(head.logits)
+    assert head.logits.has_been_read
+
+
+def test_what_was_cast_reads_as_gone_after_the_weight_changed():
+    head = Head(True, dtype=torch.bfloat16)
+    head.leave_forward()
+    cast = head.logits.float()
+    head.leaves[1].detach().mul_(0.9)
+    with pytest.raises(LogitsGoneError, match="a cast to float32 alone reads nothing"):
+        cast.argmax(-1)

@@ -11,6 +11,7 @@ import pytest
 
 from veomni_core import Hardware
 from veomni_core.errors import PlanMismatchError
+from veomni_core.sites.forwards.head_call import HeadCall
 from veomni_trainer.job.load import load_job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.start import prepare
@@ -33,6 +34,18 @@ def test_float32_weights_train_under_autocast_with_the_kernels_planned_for_it(
     assert losses(run)[-1][1] < losses(run)[0][1]
     with pytest.raises(PlanMismatchError, match="autocast: bfloat16 -> off"):
         train(moe_data, "train.precision=float32", "train.steps=8", resume=True)
+
+
+def test_a_fused_loss_computes_no_logits_in_mixed_precision(
+    job_data: dict[str, Any], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate casts what the model's forward returned to float32, after every step."""
+    computed: list[Any] = []
+    eager = HeadCall.compute_logits
+    monkeypatch.setattr(HeadCall, "compute_logits", lambda call: (computed.append(call), eager(call))[1])
+    job_data["model"]["ops_implementation"] = {"cross_entropy_loss_implementation": "chunk_loss"}
+    train(job_data, "train.precision=bf16_mixed")
+    assert not computed
 
 
 def test_a_job_for_the_cpu_gets_the_cpu_s_plan_beside_a_gpu(

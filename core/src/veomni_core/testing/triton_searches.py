@@ -40,8 +40,9 @@ def taking_launch(index: int) -> Iterator[None]:
         return float(abs(at - min(index, last)) if index >= 0 else abs(at - max(last + 1 + index, 0)))
 
     def run_that_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What is remembered on disk was timed, and what is found here must not be remembered there.
-        remembers, self.cache_results = self.cache_results, False
+        # What is remembered on disk was timed, and what is found here must not be remembered there. Triton 3.3 has no
+        # such memory.
+        remembers, self.cache_results = getattr(self, "cache_results", False), False
         try:
             while True:
                 try:

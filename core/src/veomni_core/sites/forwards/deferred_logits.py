@@ -57,7 +57,9 @@ class DeferredLogits(DeferredTensor):
     def deferred(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> DeferredLogits | None:
         # Autograd detaches what it saved, such as the result of a softcap's tanh, and passes it on with a gradient.
         saved = operator is aten.detach.default and torch._C._current_graph_task_id() != _NO_BACKWARD
-        step = self.step.then(operator, arguments, options) if self.step.call.open or saved else None
+        # In mixed precision accelerate casts what a model's forward returned; nobody has read the logits by that.
+        cast = operator is aten._to_copy.default and options.get("dtype") is torch.float32 is not self.dtype
+        step = self.step.then(operator, arguments, options) if self.step.call.open or saved or cast else None
         return None if step is None else DeferredLogits.of(step, self)
 
     @classmethod

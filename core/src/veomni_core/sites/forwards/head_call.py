@@ -21,8 +21,8 @@ from veomni_core.sites.forwards.vocabulary_shard import VocabularyShard
 Kernel = Callable[..., Any]
 
 _READ_FIRST = (
-    "Read outputs.logits before that, call the model in eval() or without labels, or write `training_logits: computed` "
-    "under ops_implementation to have them in every training step"
+    "Read outputs.logits before that (a cast to float32 alone reads nothing), call the model in eval() or without "
+    "labels, or write `training_logits: computed` under ops_implementation to have them in every training step"
 )
 _SHARDED = (
     "the logits of this training step were not computed: the output projection's words are sharded over {} ranks, and "
