@@ -20,9 +20,10 @@ from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
 from veomni_core.sites.called_functions import callers, replaced
-from veomni_core.sites.delta_rules.proof import chosen, prove
+from veomni_core.sites.delta_rules.proof import prove
 from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
 from veomni_core.sites.functions import code_layers, current_forward
+from veomni_core.sites.package_functions import chosen
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.code_reading import set_on_instance
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce

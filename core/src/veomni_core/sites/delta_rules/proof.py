@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops import chunk_gated_delta_rule, kda
 from veomni_core.ops.contract import Contract
 from veomni_core.sites.functions import global_functions, with_globals
+from veomni_core.sites.package_functions import chosen
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import Reading, read_function
@@ -27,20 +27,8 @@ from veomni_core.sites.proofs.proof import Proof
 Function = Callable[..., Any]
 # Functions that say whether a graph is being captured. A proof runs the code with either answer.
 _CAPTURES = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
-# A variable of transformers' decorator: what it calls, which is the function it decorates or a package's.
-_CHOSEN = "implementation"
 _DECAY, _STRONG_DECAY = 0.3, 4.0
 _CONTRACTS = {each.op_name: each for module in (chunk_gated_delta_rule, kda) for each in module.CONTRACTS.values()}
-
-
-def chosen(function: Any, home: str) -> str:
-    """What a model of the modeling file ``home`` would run: ``eager`` for code of its own package, else its name."""
-    cell = captured_cell(function, _CHOSEN)
-    running = function if cell is None else cell.cell_contents
-    package = str(getattr(running, "__module__", type(running).__module__))
-    if package.split(".")[0] in (home.split(".")[0], "transformers"):
-        return EAGER
-    return f"{package}.{getattr(running, '__name__', type(running).__name__)}"
 
 
 def prove(op_name: str, name: str, function: Any, home: str) -> Proof:

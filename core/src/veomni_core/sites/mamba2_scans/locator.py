@@ -20,7 +20,8 @@ from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.called_functions import Caller, callers
 from veomni_core.sites.forwards.scan_call import nothing, scan_call
 from veomni_core.sites.functions import current_forward, with_globals
-from veomni_core.sites.mamba2_scans.proof import chosen, gives_nothing, prove
+from veomni_core.sites.mamba2_scans.proof import gives_nothing, prove
+from veomni_core.sites.package_functions import chosen
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site

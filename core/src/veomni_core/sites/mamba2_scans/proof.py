@@ -12,31 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.mamba2_scan import CONTRACTS
+from veomni_core.sites.package_functions import chosen
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import read_function
 from veomni_core.sites.proofs.matching import Candidate, first_fit, if_every_branch_ran
 from veomni_core.sites.proofs.proof import Proof
 
-# A variable of transformers' decorator: what it calls, which is the function it decorates or a package's.
-_CHOSEN = "implementation"
 _DECAY, _STRONG_DECAY = 0.3, 4.0
 _CONTRACT = CONTRACTS["standard"]
 # Arguments that transformers' functions name differently from the op.
 _X, _CHUNK = "hidden_states", "chunk_size"
-
-
-def chosen(function: Any, home: str) -> str:
-    """What a model of the modeling file ``home`` would run: ``eager`` for code of its own package, else its name."""
-    cell = captured_cell(function, _CHOSEN)
-    running = function if cell is None else cell.cell_contents
-    package = str(getattr(running, "__module__", type(running).__module__))
-    if package.split(".")[0] in (home.split(".")[0], "transformers"):
-        return EAGER
-    return f"{package}.{getattr(running, '__name__', type(running).__name__)}"
 
 
 def prove(function: Any, home: str) -> Proof:

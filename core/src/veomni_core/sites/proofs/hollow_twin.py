@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from veomni_core.sites.package_functions import leave_out_packages
 from veomni_core.sites.proofs import probe
 
 FREQUENCIES = "inv_freq"
@@ -22,9 +23,11 @@ _POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get wher
 def hollow_twin(module: nn.Module) -> nn.Module:
     """A copy of ``module`` in bfloat16: its tensors are expanded zeros, and its linears and convolutions give zeros.
 
-    They give them on their input's device. A twin whose tensors are moved to meta runs there.
+    They give them on their input's device. A twin whose tensors are moved to meta runs there. It calls no package's
+    function for GPUs (:mod:`veomni_core.sites.package_functions`).
     """
     twin = probe.bare_copy(module)
+    leave_out_packages(twin)
     for name, parameter in module._parameters.items():
         twin._parameters[name] = None if parameter is None else _zeros(parameter)  # type: ignore[assignment]
     for name, buffer in module._buffers.items():
