@@ -132,7 +132,7 @@ def test_doctor_isolates_each_plugin(veomni, install, install_healthy, install_a
     install("slow-plugin", SLOW)
     install("crashing-plugin", "import os\nos._exit(7)")
     install_absent("far-plugin")
-    text = veomni("doctor", "--timeout", "5", "--json", code=1, fresh=True)
+    text = veomni("doctor", "--timeout", "15", "--json", code=1, fresh=True)
     data = json.loads(text)
     plugins = {plugin["name"]: plugin for plugin in data["plugins"]}
     assert plugins["good-plugin"]["status"] == "loaded" and plugins["good-plugin"]["usable"] == 1
