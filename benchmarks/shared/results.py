@@ -18,6 +18,7 @@ _VERSIONS = (
     "peft",
     "triton",
     "liger-kernel",
+    "fla-core",
     "flash-attn",
     "flash-attn-3",
     "flash-attn-4",

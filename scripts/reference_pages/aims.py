@@ -16,7 +16,7 @@ PAGE = BENCHMARKS / "aims.md"
 PART = "aims and figures"
 COLUMNS = ("work", "aim, on an H200", "H200", "H100")
 Cell = Callable[[], str]
-_AUTO, _GRAPH = "preset: auto", "preset: auto, as a CUDA graph"
+_AUTO = "preset: auto"
 _TRITON, _QUACK = "veomni fused_triton", "veomni fused_quack"
 
 
@@ -45,10 +45,11 @@ def _step(page: str, batch: str) -> Cell:
 
 
 def _over_busy(page: str, batch: str, without: str) -> Cell:
-    """A step as a graph, over what its kernels take; and the step ``without``, on a page of its own."""
+    """A step as a graph, over what its kernels take; and the step of the page ``without``, which has none."""
 
     def cell() -> str:
-        graph, plain = (_data(each)["contenders"][name] for each, name in ((page, _GRAPH), (without, _AUTO)))
+        plain = _data(without)["contenders"][_AUTO]
+        (graph,) = (each for name, each in _data(page)["contenders"].items() if name.endswith("as a CUDA graph"))
         found, before = graph["batches"][batch], plain["batches"][batch]
         busy = sum(time for kind, time in graph["kernels ms"].items() if kind != "idle")
         spread = (found["high ms"] - found["low ms"]) / found["ms"]
@@ -115,6 +116,7 @@ AIMS = (
     Aim(
         "Qwen3-0.6B, a step of 2 x 4096, over its kernels' time",
         "1.03 times, spread 5 %",
+        h200=_over_busy("train_step_qwen3_0_6b_graph_h200", "2x4096", "train_step_qwen3_0_6b_graph_h200"),
         h100=_over_busy("train_step_qwen3_0_6b_graph_h100", "2x4096", "train_step_qwen3_0_6b_h100"),
     ),
     Aim(

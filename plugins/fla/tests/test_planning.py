@@ -20,6 +20,7 @@ from veomni_fla.plugin import veomni_kernels
 SPECS = tuple(veomni_kernels())
 OPS = {op.name: op for op in BUILTIN_OPS}
 DELTA = next(spec for spec in SPECS if str(spec) == "chunk_gated_delta_rule/standard:fla")
+KDA = next(spec for spec in SPECS if str(spec) == "kda/standard:fla")
 HEADS = {"key_heads": (16,), "value_heads": (32,), "key_width": (128,), "value_width": (128,)}
 H200 = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
 
@@ -138,11 +139,19 @@ def test_where_gradients_were_wrong_the_kernel_waits_for_its_check(triton, hardw
     assert "has not passed veomni verify in bfloat16 here, and gradients of gated delta rules were" in passed_by
 
 
-@pytest.mark.parametrize("hardware, version", [(90, "3.3.1"), (80, "3.6.0"), (89, "3.6.0")])
+@pytest.mark.parametrize("hardware, version", [(90, "3.3.1"), (90, "3.8.0"), (80, "3.6.0"), (89, "3.6.0")])
 def test_elsewhere_it_does_not_wait(triton, hardware, version):
     triton["triton"] = version
     here = Hardware("cuda", hardware, name="a GPU", detected=True)
     assert chosen(plan("auto", site(DELTA.op_name, **HEADS), here, registry(DELTA))) == "fla"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
+@pytest.mark.parametrize("hardware", [80, 90, 100])
+def test_kda_waits_for_its_check_whatever_compiles_it(triton, hardware, version):
+    triton["triton"] = version
+    here = Hardware("cuda", hardware, name="a GPU", detected=True)
+    assert chosen(plan("auto", site("kda", **HEADS), here, registry(KDA))) == "eager"
 
 
 @pytest.mark.parametrize("planted, kernel", [("miscompiled", "eager"), ("as_compiled_well", "fla")])
