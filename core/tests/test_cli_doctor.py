@@ -136,7 +136,7 @@ def test_doctor_isolates_each_plugin(veomni, install, install_healthy, install_a
     data = json.loads(text)
     plugins = {plugin["name"]: plugin for plugin in data["plugins"]}
     assert plugins["good-plugin"]["status"] == "loaded" and plugins["good-plugin"]["usable"] == 1
-    assert plugins["slow-plugin"]["problem"] == "did not load within 5 s"
+    assert plugins["slow-plugin"]["problem"] == "did not load within 15 s"
     assert plugins["crashing-plugin"]["problem"].startswith("its process ended with code 7")
     assert not plugins["good-plugin"]["initialises_cuda"] and plugins["good-plugin"]["imports"] == []
     assert any(gain["distribution"] == "veomni-far" for gain in data["gains"])
