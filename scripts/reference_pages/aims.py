@@ -45,7 +45,7 @@ def _step(page: str, batch: str) -> Cell:
 
 
 def _over_busy(page: str, batch: str, without: str) -> Cell:
-    """A step as a graph, over what its kernels take; and the step of the page ``without``, which has none."""
+    """A step as a graph, over what its kernels take; and what ``auto`` takes on the page ``without`` graph."""
 
     def cell() -> str:
         plain = _data(without)["contenders"][_AUTO]

@@ -58,7 +58,8 @@ class DeferredLogits(DeferredTensor):
         # Autograd detaches what it saved, such as the result of a softcap's tanh, and passes it on with a gradient.
         saved = operator is aten.detach.default and torch._C._current_graph_task_id() != _NO_BACKWARD
         # In mixed precision accelerate casts what a model's forward returned; nobody has read the logits by that.
-        cast = operator is aten._to_copy.default and options.get("dtype") is torch.float32 is not self.dtype
+        to_float32 = options.get("dtype") is torch.float32 and self.dtype is not torch.float32
+        cast = operator is aten._to_copy.default and to_float32
         step = self.step.then(operator, arguments, options) if self.step.call.open or saved or cast else None
         return None if step is None else DeferredLogits.of(step, self)
 
