@@ -9,6 +9,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 # Below 0.7: the plugin copies functions below fla's public ones, which a next release may arrange otherwise. fla-core
 # requires neither torch nor triton, and without einops it does not import.
 _FLA = ("fla-core>=0.6,<0.7", "triton>=3.3", "einops")
+_FLA_KDA = ("fla-core>=0.6,<0.7", "triton>=3.4", "einops")  # 3.3.1 doesn't compile its backward
 _HALF = ("bfloat16", "float16")  # products of float32 would be TF32
 # What auto takes: before plain PyTorch (10), behind veomni-triton (60). 0 is for what no one has measured here.
 _PREFERRED, _ON_REQUEST = 50, 0
@@ -26,10 +27,6 @@ _HOPPER = Suspicion(
     HardwareRequirement("cuda", min_compute_capability=90, max_compute_capability=90, packages=("triton>=3.4,<3.8",)),
     "gradients of gated delta rules were wrong on Hopper with Triton 3.4 to 3.7.0 (fla#640, #826, #984), and with "
     "3.7.1 under some of the launches among which fla searches",
-)
-_KDA = Suspicion(
-    HardwareRequirement("cuda", min_compute_capability=80),
-    "the gradient of KDA's decay missed the contract's tolerance on an H200 with Triton 3.6 to 3.8, at heads of 128",
 )
 _BLACKWELL = Suspicion(
     HardwareRequirement("cuda", min_compute_capability=100),
@@ -59,7 +56,7 @@ def veomni_kernels() -> list[KernelSpec]:
             dtypes=_HALF,
             can_run="veomni_fla.limits:flash_qla",
         ),
-        _delta_rule("kda:fla", f"fla's Triton kernels throughout, {_NO_BACKENDS}", _FLA, suspicions=(_KDA, _HOPPER)),
+        _delta_rule("kda:fla", f"fla's Triton kernels throughout, {_NO_BACKENDS}", _FLA_KDA),
         KernelSpec(
             name="fla",
             op_name="causal_conv1d",
@@ -109,7 +106,6 @@ def _delta_rule(
     description: str,
     packages: tuple[str, ...],
     preference: int = _PREFERRED,
-    suspicions: tuple[Suspicion, ...] = (_HOPPER, _BLACKWELL),
 ) -> KernelSpec:
     """A delta rule by fla: ``kernel`` is ``op:name``."""
     op_name, _, name = kernel.partition(":")
@@ -123,6 +119,6 @@ def _delta_rule(
         dtypes=_HALF,
         can_run="veomni_fla.limits:fla_delta_rule",
         features=("wide_heads",),
-        suspicions=suspicions,
+        suspicions=(_HOPPER, _BLACKWELL),
         preference=preference,
     )
