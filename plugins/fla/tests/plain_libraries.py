@@ -84,17 +84,35 @@ def _conv_by_boundaries(x, weight, bias, residual, initial_state, output_final_s
     return y.transpose(1, 2).contiguous(), None
 
 
+class _Checked(torch.autograd.Function):
+    """Its input, whose incoming gradient is handed to ``check``."""
+
+    @staticmethod
+    def forward(ctx, x, check):
+        ctx.check = check
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.check(gradient)
+        return gradient, None
+
+
 def _conv_by_numbers(x, weight, bias=None, seq_idx=None, activation=None):
     assert x.numel() and weight.shape[1] in (2, 3, 4) and x.data_ptr() % 16 == 0
     assert bias is None or bias.dtype == weight.dtype
     channels_last = x.stride(1) == 1 and x.stride(2) > 1
-    assert channels_last or x.is_contiguous()
-    if channels_last:
-        assert not any(size % 8 for size in (x.shape[1], x.stride(0), x.stride(2)))
+
+    def check_layout(x):
+        assert channels_last or x.is_contiguous()
+        if channels_last:
+            assert x.stride(1) == 1 and not any(size % 8 for size in (x.shape[1], x.stride(0), x.stride(2)))
+
+    check_layout(x)
     if seq_idx is not None:
         assert (channels_last or x.shape[2] == 1) and seq_idx.dtype == torch.int32 and seq_idx.is_contiguous()
         assert not bool((seq_idx < 0).any()), "negative numbers are padding"
-    return causal_conv1d.standard(x, weight, bias, activation, seq_idx)
+    return _Checked.apply(causal_conv1d.standard(x, weight, bias, activation, seq_idx), check_layout)
 
 
 def fla_conv():
@@ -116,13 +134,21 @@ def fla_norm():
 
 
 def _scan(x, dt, A, B, C, chunk_size, D, dt_bias, initial_states, seq_idx, dt_softplus, dt_limit, return_final_states):
-    """As the package does: it compares numbers of two tokens wherever they stand, and states before 0 alone count."""
+    """As the package does.
+
+    It compares numbers of two tokens wherever they stand; of initial states, those before number 0 alone count. Its
+    clamp drops a NaN in a time step, and the one of its decays a NaN in ``A``.
+    """
     assert x.numel() and A.dtype == torch.float32 and x.dtype == B.dtype == C.dtype
+    assert D is None or D.stride(-1) == 1
     if seq_idx is not None:
         assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and not bool(seq_idx[:, 0].any())
         assert bool((seq_idx.diff(dim=1) >= 0).all())
     assert len(dt_limit) == 2 and all(isinstance(limit, float) for limit in dt_limit)
-    options = (D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, seq_idx)
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias
+    dt = F.softplus(dt) if dt_softplus else dt
+    dt, A = torch.where(dt.isnan(), dt_limit[0], dt), torch.where(A.isnan(), 0.0, A)
+    options = (D, None, initial_states, False, dt_limit, return_final_states, seq_idx)
     output, states = mamba2_scan.standard(x, dt, A, B, C, *options)
     return (output.to(x.dtype), states) if return_final_states else output.to(x.dtype)
 

@@ -111,6 +111,8 @@ def by_numbers(library: Library) -> Kernel:
             x, weight = F.pad(x, (0, 0, 0, missing)), F.pad(weight, (0, 0, 0, missing))
             bias = None if bias is None else F.pad(bias, (0, missing))
         output = library(_laid_out(x, channels_last), weight, bias, seq_idx=numbers, activation=activation)
+        if output.requires_grad:  # the package reads the incoming gradient as it reads x
+            output.register_hook(lambda gradient: _laid_out(gradient, channels_last))
         return output[:, :-missing] if missing else output
 
     return kernel
