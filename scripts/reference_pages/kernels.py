@@ -42,7 +42,10 @@ MEASURED = {
         *("chunk_sizes_h200", "quack_adapters_h200", "quack_adapters_h100", "liger_adapters_h200"),
         "cpu_kernels",
     ),
-    "moe_experts": ("moe_h200", "moe_h100", "moe_2048_tokens_h200", "liger_adapters_h200", "cpu_kernels"),
+    "moe_experts": (
+        *("moe_h200", "moe_h100", "moe_2048_tokens_h200", "moe_2048_tokens_h100", "moe_512_experts_h100"),
+        *("liger_adapters_h200", "cpu_kernels"),
+    ),
     "load_balancing_loss": ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100", "cpu_kernels"),
     "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
     "rms_norm_gated": ("triton_rms_norm_gated_h200", "triton_rms_norm_gated_h100"),
@@ -53,7 +56,7 @@ MEASURED = {
     ),
     "kda": ("kda",),
     "mamba2_scan": ("mamba2_scan",),
-    "token_logprobs": ("token_logprobs_h200", "token_logprobs"),
+    "token_logprobs": ("token_logprobs_h200", "token_logprobs_h100", "token_logprobs"),
 }
 
 

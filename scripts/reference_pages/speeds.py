@@ -166,13 +166,14 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         ),
     ),
     "rms_norm_gated": _on_both_gpus("triton_rms_norm_gated", _TRITON, "standard, 16384x8192", timed="graph"),
-    "token_logprobs": (
+    "token_logprobs": tuple(
         Headline(
-            "token_logprobs_h200",
+            f"token_logprobs_{gpu}",
             {"triton, 512 MiB kept": "triton", "chunk_logprobs": "chunk_logprobs"},
             _VOCABULARY,
             no_peers=("triton, 0 MiB kept", "products alone"),
-        ),
+        )
+        for gpu in ("h200", "h100")
     ),
     "causal_conv1d": _on_both_gpus("triton_causal_conv1d", _TRITON, "16384 positions of 8192 channels", timed="graph"),
     "chunk_gated_delta_rule": (

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from veomni_core.testing import KernelConformance
+
+# Numbers below 1.2e-38, which float16 doesn't have.
+FLUSHED = "the package is compiled with --use_fast_math, which makes denormal numbers 0"
 
 
 @pytest.mark.gpu
 class TestOnAGpu(KernelConformance):
     plugin = "veomni-fla"
+    expected_failures: ClassVar = {
+        "causal_conv1d/standard:causal_conv1d-float32": FLUSHED,
+        "causal_conv1d/standard:causal_conv1d-bfloat16": FLUSHED,
+    }
