@@ -127,31 +127,37 @@ def triton(monkeypatch):
     return versions
 
 
+@pytest.mark.parametrize("spec", [DELTA, KDA], ids=str)
 @pytest.mark.parametrize(
     "hardware, version", [(90, "3.4.0"), (90, "3.7.0"), (90, "3.7.1"), (100, "3.7.1"), (120, "3.8.0")]
 )
-def test_where_gradients_were_wrong_the_kernel_waits_for_its_check(triton, hardware, version):
+def test_where_gradients_were_wrong_the_kernel_waits_for_its_check(triton, hardware, version, spec):
     triton["triton"] = version
     here = Hardware("cuda", hardware, name="a GPU", detected=True)
-    result = plan("auto", site(DELTA.op_name, **HEADS), here, registry(DELTA))
+    result = plan("auto", site(spec.op_name, **HEADS), here, registry(spec))
     assert chosen(result) == "eager"
     (passed_by,) = result.passed_by
     assert "has not passed veomni verify in bfloat16 here, and gradients of gated delta rules were" in passed_by
 
 
-@pytest.mark.parametrize("hardware, version", [(90, "3.3.1"), (90, "3.8.0"), (80, "3.6.0"), (89, "3.6.0")])
-def test_elsewhere_it_does_not_wait(triton, hardware, version):
+@pytest.mark.parametrize(
+    "spec, hardware, version",
+    [
+        (DELTA, 90, "3.3.1"),
+        *((spec, *each) for spec in (DELTA, KDA) for each in ((90, "3.8.0"), (80, "3.6.0"), (89, "3.6.0"))),
+    ],
+)
+def test_elsewhere_it_does_not_wait(triton, spec, hardware, version):
     triton["triton"] = version
     here = Hardware("cuda", hardware, name="a GPU", detected=True)
-    assert chosen(plan("auto", site(DELTA.op_name, **HEADS), here, registry(DELTA))) == "fla"
+    assert chosen(plan("auto", site(spec.op_name, **HEADS), here, registry(spec))) == "fla"
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
-@pytest.mark.parametrize("hardware", [80, 90, 100])
-def test_kda_waits_for_its_check_whatever_compiles_it(triton, hardware, version):
-    triton["triton"] = version
-    here = Hardware("cuda", hardware, name="a GPU", detected=True)
-    assert chosen(plan("auto", site("kda", **HEADS), here, registry(KDA))) == "eager"
+def test_kda_is_not_taken_with_a_triton_that_does_not_compile_its_backward(triton):
+    triton["triton"] = "3.3.1"
+    here = Hardware("cuda", 90, name="a GPU", detected=True)
+    with pytest.raises(KernelUnavailableError, match=r"needs triton>=3\.4, 3\.3\.1 is installed"):
+        plan("fla", site(KDA.op_name, **HEADS), here, registry(KDA))
 
 
 @pytest.mark.parametrize("planted, kernel", [("miscompiled", "eager"), ("as_compiled_well", "fla")])
