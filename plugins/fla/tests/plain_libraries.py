@@ -140,7 +140,7 @@ def _scan(x, dt, A, B, C, chunk_size, D, dt_bias, initial_states, seq_idx, dt_so
     clamp drops a NaN in a time step, and the one of its decays a NaN in ``A``.
     """
     assert x.numel() and A.dtype == torch.float32 and x.dtype == B.dtype == C.dtype
-    assert D is None or D.stride(-1) == 1
+    assert all(each is None or each.stride(-1) == 1 for each in (x, B, C, D))
     if seq_idx is not None:
         assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and not bool(seq_idx[:, 0].any())
         assert bool((seq_idx.diff(dim=1) >= 0).all())

@@ -60,6 +60,10 @@ def adapted(library: Callable[..., Any]) -> Kernel:
         values, writes, reads = product_operands("mamba_ssm", dtypes=_EXACT, x=x, B=B, C=C)
         if not x.numel():
             return _of_nothing((x, dt, A, B, C, D, dt_bias), initial_states, return_final_states)
+        # The package's backward makes gradients in the layout of what came, and asserts that it is this one.
+        values, writes, reads = (
+            each if each.stride(-1) == 1 else each.contiguous() for each in (values, writes, reads)
+        )
         low, high = float(dt_limit[0]), math.inf if dt_limit[1] is None else float(dt_limit[1])
         mark = _mark(A, dt_bias)
         if high < math.inf:  # an infinite time step would be clamped too
