@@ -60,6 +60,12 @@ def test_the_kernels_of_fla_keep_the_contract_in_the_interpreter(kernel):
 
 @without_a_gpu
 @pytest.mark.slow
+def test_kda_s_kernel_gets_the_gradients_of_states_in_float32():
+    assert printed("dtype_of_states.py", TRITON_INTERPRET="1") == {"h": "torch.float16", "dh": "torch.float32"}
+
+
+@without_a_gpu
+@pytest.mark.slow
 def test_what_runs_is_the_same_whatever_the_environment_and_its_backends_say():
     found = printed("environments.py", **SWITCHES)
     assert found["theirs"] == "Taken"  # fla itself takes the backend

@@ -1,8 +1,8 @@
 """mamba2_scan by the package mamba-ssm's ``mamba_chunk_scan_combined``.
 
 The package's output has x's dtype, and the op's is float32: it is rounded once more than in float32, within the
-contract. Its kernels clamp time steps and decays by operations that drop a NaN, so the adapter makes what is no number
-in ``dt``, ``A`` or ``dt_bias`` reach the results.
+contract. Its kernels clamp time steps and decays by operations that drop a NaN. So an infinite time step stands for a
+NaN, which makes the results infinite or NaN, and an ``A`` that is not finite makes its head's results NaN.
 
 fla-core has no function of this op. Time steps, their softplus, their limits and ``D`` would have to be computed around
 its ``simple_gla``, in passes over memory of their own.
@@ -60,25 +60,25 @@ def adapted(library: Callable[..., Any]) -> Kernel:
         values, writes, reads = product_operands("mamba_ssm", dtypes=_EXACT, x=x, B=B, C=C)
         if not x.numel():
             return _of_nothing((x, dt, A, B, C, D, dt_bias), initial_states, return_final_states)
-        # The package's backward makes gradients in the layout of what came, and asserts that it is this one.
+        # The package's backward asserts of the gradients, which it lays out as what came, that channels are neighbours.
         values, writes, reads = (
             each if each.stride(-1) == 1 else each.contiguous() for each in (values, writes, reads)
         )
+        steps = dt if dt_bias is None else dt.float() + dt_bias
         low, high = float(dt_limit[0]), math.inf if dt_limit[1] is None else float(dt_limit[1])
-        mark = _mark(A, dt_bias)
-        if high < math.inf:  # an infinite time step would be clamped too
-            dt = dt.float() if dt_bias is None else dt.float() + dt_bias
-            dt = (F.softplus(dt) if dt_softplus else dt).clamp(low, high)
-            dt_bias, dt_softplus, high = None, False, math.inf
+        if high < math.inf:  # what stands for a NaN would be clamped too
+            steps = (F.softplus(steps) if dt_softplus else steps).clamp(low, high)
+            dt_softplus, high = False, math.inf
+        mark = A.detach().float() * 0.0  # [H]: 0, or NaN for a head whose A is not finite
         result = library(
             values,
-            dt.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf),
+            steps.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf),
             A.float(),
             writes,
             reads,
             _CHUNK,
             D=mark if D is None else D + mark,
-            dt_bias=dt_bias,
+            dt_bias=None,
             initial_states=None if initial_states is None else initial_states.float(),
             seq_idx=None if seq_idx is None else _numbered(seq_idx),
             dt_softplus=dt_softplus,
@@ -89,12 +89,6 @@ def adapted(library: Callable[..., Any]) -> Kernel:
         return output.float(), None if states is None else states.float() + mark.view(1, -1, 1, 1)
 
     return kernel
-
-
-def _mark(A: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """``[H]``: 0, and NaN for the heads whose ``A`` or ``dt_bias`` is not finite; without gradients."""
-    mark = A.detach().float() * 0.0
-    return mark if dt_bias is None else mark + dt_bias.detach().float() * 0.0
 
 
 def _numbered(seq_idx: Tensor) -> Tensor:
