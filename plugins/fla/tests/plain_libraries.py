@@ -13,13 +13,13 @@ from veomni_core.ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_s
 from veomni_fla import causal_conv1d as conv_adapters
 from veomni_fla import mamba2_scan as scan_adapters
 from veomni_fla import rms_norm_gated as norm_adapters
-from veomni_fla.chunk_gated_delta_rule import _one_tile
+from veomni_fla.chunk_gated_delta_rule import any_call, one_tile
 from veomni_fla.delta_rules import adapted, even
 
 _FILLED = 32
 
 
-def _delta_rule(reference, widths_taken, takes_host_boundaries):
+def _delta_rule(reference, widths_taken):
     def library(
         q,
         k,
@@ -39,8 +39,7 @@ def _delta_rule(reference, widths_taken, takes_host_boundaries):
         assert initial_state is None or initial_state.dtype == torch.float32
         if cu_seqlens is not None:
             assert cu_seqlens.dtype == torch.int32
-            assert takes_host_boundaries == (cu_seqlens_cpu is not None)
-            assert cu_seqlens_cpu is None or cu_seqlens_cpu.tolist() == cu_seqlens.tolist()
+            assert cu_seqlens_cpu.tolist() == cu_seqlens.tolist()
         return reference(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
         )
@@ -49,8 +48,8 @@ def _delta_rule(reference, widths_taken, takes_host_boundaries):
 
 
 def fla_delta():
-    library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 2 == 0 and width <= 256, True)
-    return adapted("fla", library, chunk_gated_delta_rule.check_call, even, on_host=True)
+    library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 2 == 0 and width <= 256)
+    return adapted("fla", library, chunk_gated_delta_rule.check_call, even)
 
 
 def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
@@ -64,14 +63,32 @@ def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
     return F.pad(output, (0, missing)), None if final is None else F.pad(final, (0, missing, 0, missing))
 
 
+def _begins_evenly(x):
+    assert x.data_ptr() % 16 == 0, "misaligned address"
+
+
 def flash_qla():
-    library = _delta_rule(_first_columns, lambda width: width == 128, False)
-    return adapted("flash_qla", library, chunk_gated_delta_rule.check_call, _one_tile, on_host=False)
+    """With FlashQLA's errors for a sequence without a token, for three heads, and for memory at an odd address."""
+
+    def library(q, k, v, g, beta, scale, initial_state, cu_seqlens=None, **options):
+        assert q.shape[-1] == v.shape[-1] == 128 and q.dtype in (torch.bfloat16, torch.float16)
+        assert v.shape[2] == 1 or v.shape[2] % 2 == 0, "no available layout found"
+        assert cu_seqlens is None or bool(cu_seqlens.diff().all()), "invalid sequence lengths"
+        assert g.dtype == torch.float32, "dg should be fp32"
+        for each in (q, k, v, g, beta, initial_state):
+            if each is not None:
+                _begins_evenly(each)
+        final = options["output_final_state"], options["use_qk_l2norm_in_kernel"]
+        output, state = _first_columns(q, k, v, g, beta, scale, initial_state, *final, cu_seqlens)
+        output = _Checked.apply(output, lambda gradient: _begins_evenly(gradient.contiguous()))
+        return output, None if state is None else _Checked.apply(state, lambda x: _begins_evenly(x.contiguous()))
+
+    return adapted("flash_qla", any_call(library), chunk_gated_delta_rule.check_call, one_tile)
 
 
 def fla_kda():
-    library = _delta_rule(kda.standard, lambda width: width % 2 == 0 and width <= 256, True)
-    return adapted("fla", library, kda.check_call, even, on_host=True)
+    library = _delta_rule(kda.standard, lambda width: width % 2 == 0 and width <= 256)
+    return adapted("fla", library, kda.check_call, even)
 
 
 def _conv_by_boundaries(x, weight, bias, residual, initial_state, output_final_state, activation, bounds, on_host):

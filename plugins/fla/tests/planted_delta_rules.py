@@ -22,11 +22,11 @@ def miscompiled():
     def library(q, k, v, g, beta, cu_seqlens_cpu=None, **options):
         return standard(q, WrongGradient.apply(k), v, g, beta, **options)
 
-    return adapted("fla", library, check_call, even, on_host=True)
+    return adapted("fla", library, check_call, even)
 
 
 def as_compiled_well():
     def library(q, k, v, g, beta, cu_seqlens_cpu=None, **options):
         return standard(q, k, v, g, beta, **options)
 
-    return adapted("fla", library, check_call, even, on_host=True)
+    return adapted("fla", library, check_call, even)

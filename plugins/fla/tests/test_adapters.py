@@ -68,7 +68,7 @@ def test_boundaries_are_copied_for_every_call():
         return torch.zeros_like(v), None
 
     kernel = plain_libraries.adapted(
-        "fla", library, plain_libraries.chunk_gated_delta_rule.check_call, plain_libraries.even, on_host=True
+        "fla", library, plain_libraries.chunk_gated_delta_rule.check_call, plain_libraries.even
     )
     q, g, bounds = torch.ones(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2), torch.tensor([0, 1, 4], dtype=torch.int32)
     kernel(q, q, q, g, g, cu_seqlens=bounds)

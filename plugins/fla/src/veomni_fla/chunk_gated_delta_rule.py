@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
 from veomni_core.ops.chunk_gated_delta_rule import check_call
 from veomni_core.ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
 from veomni_fla.delta_rules import Call, adapted, even
@@ -17,7 +22,7 @@ def fla() -> Call:
     Raises:
         ImportError: fla can't be imported.
     """
-    return adapted("fla", pinned(of_fla(_MODULE, _NAME)), check_call, even, on_host=True)
+    return adapted("fla", pinned(of_fla(_MODULE, _NAME)), check_call, even)
 
 
 def fla_tilelang() -> Call:
@@ -28,7 +33,7 @@ def fla_tilelang() -> Call:
     """
     gradients = of_fla("ops.common.backends.tilelang.chunk_bwd", "chunk_bwd_dqkwg_tilelang")
     library = pinned(of_fla(_MODULE, _NAME), {"chunk_bwd_dqkwg": gradients})
-    return adapted("fla_tilelang", library, check_call, even, on_host=True)
+    return adapted("fla_tilelang", library, check_call, even)
 
 
 def flash_qla() -> Call:
@@ -38,10 +43,85 @@ def flash_qla() -> Call:
         ImportError: FlashQLA can't be imported, which on another GPU than it is for it can't.
     """
     library = pinned(of_library("flash-qla", "flash_qla.ops.gated_delta_rule.chunk", _NAME))
-    return adapted("flash_qla", library, check_call, _one_tile, on_host=False)
+    return adapted("flash_qla", any_call(library), check_call, one_tile)
 
 
-def _one_tile(width: int) -> int:
+def one_tile(width: int) -> int:
+    """The width of FlashQLA's heads.
+
+    Raises:
+        ValueError: a head is wider.
+    """
     if width > WIDEST_HEAD:
         raise ValueError(f"flash_qla does not compute {WIDE_HEADS}: it takes heads of up to {WIDEST_HEAD}, not {width}")
     return WIDEST_HEAD
+
+
+def any_call(library: Call) -> Call:
+    """FlashQLA's function, for calls that FlashQLA 0.1.3 with TileLang 0.1.15 does not take.
+
+    - A packed sequence without a token is "an invalid length". Its final state is its initial one.
+    - Of an odd number of value heads above one, the sums of decays don't compile: the numbers of 64 tokens must divide
+      among 128 threads. Heads of zeros are added.
+    - Kernels load up to 16 bytes at a time, also of what begins at another address. It is copied.
+
+    What doesn't apply copies nothing.
+
+    Args:
+        library: as :func:`veomni_fla.delta_rules.adapted` calls it, but for ``cu_seqlens_cpu``.
+    """
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        value_heads, state, filled = v.shape[2], initial_state, None
+        if cu_seqlens is not None and cu_seqlens_cpu is not None:
+            lengths = cu_seqlens_cpu.diff()
+            if not lengths.all():
+                filled = lengths.nonzero().flatten().to(v.device)  # the sequences that have tokens
+                cu_seqlens = cu_seqlens_cpu.unique_consecutive().to(v.device)
+                state = None if state is None else state[filled]
+            options["cu_seqlens"] = cu_seqlens
+        more_keys, more_values = _heads_missing(k.shape[2], value_heads)
+        if more_values:
+            q, k = (F.pad(x, (0, 0, 0, more_keys)) for x in (q, k))
+            v, g, beta = F.pad(v, (0, 0, 0, more_values)), F.pad(g, (0, more_values)), F.pad(beta, (0, more_values))
+            state = None if state is None else F.pad(state, (0, 0, 0, 0, 0, more_values))
+        q, k, v, g, beta = map(_aligned, (q, k, v, g, beta))
+        state = None if state is None else _aligned(state)
+        output, final = library(q, k, v, g, beta, initial_state=state, **options)
+        for result in (output, final):
+            if result is not None and result.requires_grad:
+                result.register_hook(_aligned)
+        output, final = output[:, :, :value_heads], None if final is None else final[:, :value_heads]
+        if filled is None or final is None:
+            return output, final
+        if initial_state is None:
+            initial_state = final.new_zeros(len(lengths), *final.shape[1:])
+        return output, initial_state.index_copy(0, filled, final)
+
+    return call
+
+
+def _heads_missing(key_heads: int, value_heads: int) -> tuple[int, int]:
+    """How many heads of keys and of values to add, so that values have one or an even number.
+
+    Each head of keys is read by as many as before; a single one, by one more.
+    """
+    if value_heads == 1 or value_heads % 2 == 0:
+        return 0, 0
+    return (0, 1) if key_heads == 1 else (1, value_heads // key_heads)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x``, copied if its memory doesn't begin at a multiple of 16 bytes."""
+    return x.clone() if x.data_ptr() % 16 else x

@@ -28,19 +28,16 @@ def even(width: int) -> int:
     return width + width % 2
 
 
-def adapted(
-    name: str, library: Call, check_call: Callable[..., Any], loaded: Callable[[int], int], on_host: bool
-) -> Call:
+def adapted(name: str, library: Call, check_call: Callable[..., Any], loaded: Callable[[int], int]) -> Call:
     """The kernel of a delta rule by a ``library``'s function.
 
     Args:
         name: the kernel's name, for messages.
         library: ``(q, k, v, g, beta, scale=, initial_state=, output_final_state=, use_qk_l2norm_in_kernel=,
-            cu_seqlens=)``, as fla has it.
+            cu_seqlens=, cu_seqlens_cpu=)``, as fla has it. It gets the boundaries on the host too, and need not wait a
+            second time for the device that has them.
         check_call: the op's check, which returns where packed sequences begin and end.
         loaded: the width that heads of a width are padded to. Columns of zeros change nothing.
-        on_host: whether the library takes the boundaries on the host too, as ``cu_seqlens_cpu=``. It then doesn't wait
-            a second time for the device that has them.
     """
 
     @torch.compiler.disable(reason=_GRAPH_BREAK)  # type: ignore[untyped-decorator]
@@ -66,13 +63,13 @@ def adapted(
         options: dict[str, Any] = {}
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens.to(torch.int32, copy=True)
-            if on_host:
-                options["cu_seqlens_cpu"] = torch.tensor([0, *(last for _, last in bounds)], dtype=torch.int32)
+            options["cu_seqlens_cpu"] = torch.tensor([0, *(last for _, last in bounds)], dtype=torch.int32)
         output, state = library(
             _widened(q, wide_key),
             _widened(k, wide_key),
             _widened(v, wide_value),
-            g if g.dim() == beta.dim() else _widened(g, wide_key),  # a decay per head, or per column of the keys
+            # A decay per head, or per column of the keys. FlashQLA would add 64 of them up in their own dtype.
+            (g if g.dim() == beta.dim() else _widened(g, wide_key)).float(),
             beta,
             scale=key_width**-0.5 if scale is None else scale,
             initial_state=_state_widened(initial_state, wide_key, wide_value),

@@ -23,7 +23,7 @@ def fla() -> Call:
     """
     gradients = pinned(of_fla("ops.kda.chunk_bwd", _GRADIENTS))
     library = pinned(of_fla("ops.kda.chunk", "chunk_kda"), {_GRADIENTS: summed_in_float32(gradients)})
-    return adapted("fla", library, check_call, even, on_host=True)
+    return adapted("fla", library, check_call, even)
 
 
 def summed_in_float32(gradients: Callable[..., Any]) -> Callable[..., Any]:
