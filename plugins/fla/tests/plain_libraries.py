@@ -80,8 +80,9 @@ def flash_qla():
                 _begins_evenly(each)
         final = options["output_final_state"], options["use_qk_l2norm_in_kernel"]
         output, state = _first_columns(q, k, v, g, beta, scale, initial_state, *final, cu_seqlens)
-        output = _Checked.apply(output, lambda gradient: _begins_evenly(gradient.contiguous()))
-        return output, None if state is None else _Checked.apply(state, lambda x: _begins_evenly(x.contiguous()))
+        results = (output,) if state is None else (output, state)
+        output, *states = _Checked.apply(lambda gradient: _begins_evenly(gradient.contiguous()), *results)
+        return output, states[0] if states else None
 
     return adapted("flash_qla", any_call(library), chunk_gated_delta_rule.check_call, one_tile)
 
@@ -102,17 +103,18 @@ def _conv_by_boundaries(x, weight, bias, residual, initial_state, output_final_s
 
 
 class _Checked(torch.autograd.Function):
-    """Its input, whose incoming gradient is handed to ``check``."""
+    """Its inputs, whose incoming gradients are handed to ``check``."""
 
     @staticmethod
-    def forward(ctx, x, check):
+    def forward(ctx, check, *tensors):
         ctx.check = check
-        return x.clone()
+        return tuple(x.clone() for x in tensors)
 
     @staticmethod
-    def backward(ctx, gradient):
-        ctx.check(gradient)
-        return gradient, None
+    def backward(ctx, *gradients):
+        for each in gradients:
+            ctx.check(each)
+        return None, *gradients
 
 
 def _conv_by_numbers(x, weight, bias=None, seq_idx=None, activation=None):
@@ -129,7 +131,7 @@ def _conv_by_numbers(x, weight, bias=None, seq_idx=None, activation=None):
     if seq_idx is not None:
         assert (channels_last or x.shape[2] == 1) and seq_idx.dtype == torch.int32 and seq_idx.is_contiguous()
         assert not bool((seq_idx < 0).any()), "negative numbers are padding"
-    return _Checked.apply(causal_conv1d.standard(x, weight, bias, activation, seq_idx), check_layout)
+    return _Checked.apply(check_layout, causal_conv1d.standard(x, weight, bias, activation, seq_idx))[0]
 
 
 def fla_conv():

@@ -101,7 +101,8 @@ def any_call(library: Call) -> Call:
         output, final = library(q, k, v, g, beta, initial_state=state, **options)
         for result in (output, final):
             if result is not None and result.requires_grad:
-                result.register_hook(_aligned)
+                # None, where a loss is of the other result alone
+                result.register_hook(lambda gradient: None if gradient is None else _aligned(gradient))
         output, final = output[:, :, :value_heads], None if final is None else final[:, :value_heads]
         if filled is None or final is None:
             return output, final
