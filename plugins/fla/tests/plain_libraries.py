@@ -13,8 +13,8 @@ from veomni_core.ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_s
 from veomni_fla import causal_conv1d as conv_adapters
 from veomni_fla import mamba2_scan as scan_adapters
 from veomni_fla import rms_norm_gated as norm_adapters
-from veomni_fla.chunk_gated_delta_rule import any_call, one_tile
-from veomni_fla.delta_rules import adapted, even
+from veomni_fla.chunk_gated_delta_rule import any_call, multiple_of_16, one_tile
+from veomni_fla.delta_rules import adapted, even, of_aligned_memory
 
 _FILLED = 32
 
@@ -63,28 +63,42 @@ def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
     return F.pad(output, (0, missing)), None if final is None else F.pad(final, (0, missing, 0, missing))
 
 
-def _begins_evenly(x):
-    assert x.data_ptr() % 16 == 0, "misaligned address"
+def _of_tilelang(library):
+    """Raises for memory at an odd address, as TileLang's kernels do."""
+
+    def check(x):
+        assert x is None or x.contiguous().data_ptr() % 16 == 0, "misaligned address"
+
+    def call(*tensors, initial_state, **options):
+        for each in (*tensors, initial_state):
+            check(each)
+        output, state = library(*tensors, initial_state=initial_state, **options)
+        results = (output,) if state is None else (output, state)
+        output, *states = _Checked.apply(check, *results)
+        return output, states[0] if states else None
+
+    return call
+
+
+def fla_tilelang():
+    library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 16 == 0 and width <= 256)
+    library = of_aligned_memory(_of_tilelang(library))
+    return adapted("fla_tilelang", library, chunk_gated_delta_rule.check_call, multiple_of_16)
 
 
 def flash_qla():
-    """With FlashQLA's errors for a sequence without a token, for three heads, and for memory at an odd address."""
+    """With FlashQLA's errors for a packed sequence without a token, and for three heads."""
 
     def library(q, k, v, g, beta, scale, initial_state, cu_seqlens=None, **options):
         assert q.shape[-1] == v.shape[-1] == 128 and q.dtype in (torch.bfloat16, torch.float16)
         assert v.shape[2] == 1 or v.shape[2] % 2 == 0, "no available layout found"
         assert cu_seqlens is None or bool(cu_seqlens.diff().all()), "invalid sequence lengths"
         assert g.dtype == torch.float32, "dg should be fp32"
-        for each in (q, k, v, g, beta, initial_state):
-            if each is not None:
-                _begins_evenly(each)
-        final = options["output_final_state"], options["use_qk_l2norm_in_kernel"]
-        output, state = _first_columns(q, k, v, g, beta, scale, initial_state, *final, cu_seqlens)
-        results = (output,) if state is None else (output, state)
-        output, *states = _Checked.apply(lambda gradient: _begins_evenly(gradient.contiguous()), *results)
-        return output, states[0] if states else None
+        wanted = options["output_final_state"], options["use_qk_l2norm_in_kernel"]
+        return _first_columns(q, k, v, g, beta, scale, initial_state, *wanted, cu_seqlens)
 
-    return adapted("flash_qla", any_call(library), chunk_gated_delta_rule.check_call, one_tile)
+    library = any_call(of_aligned_memory(_of_tilelang(library)))
+    return adapted("flash_qla", library, chunk_gated_delta_rule.check_call, one_tile)
 
 
 def fla_kda():

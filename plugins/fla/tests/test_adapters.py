@@ -16,6 +16,7 @@ from veomni_fla.plugin import veomni_kernels
 SPECS = {str(spec): spec for spec in veomni_kernels()}
 PLAIN = {
     "chunk_gated_delta_rule/standard:fla": "fla_delta",
+    "chunk_gated_delta_rule/standard:fla_tilelang": "fla_tilelang",
     "chunk_gated_delta_rule/standard:flash_qla": "flash_qla",
     "kda/standard:fla": "fla_kda",
     "causal_conv1d/standard:fla": "fla_conv",
@@ -26,7 +27,7 @@ PLAIN = {
 
 
 def test_every_kernel_has_a_plain_library_in_its_place():
-    assert {*PLAIN, "chunk_gated_delta_rule/standard:fla_tilelang"} == {*SPECS}
+    assert {*PLAIN} == {*SPECS}
 
 
 SLOW = "chunk_gated_delta_rule/standard:flash_qla"  # its heads are padded to 128
@@ -57,6 +58,42 @@ def test_heads_that_flash_qla_has_no_room_for_are_refused():
     q, g = torch.ones(1, 4, 2, 136).bfloat16(), torch.zeros(1, 4, 2)
     with pytest.raises(ValueError, match="does not compute wide_heads: it takes heads of up to 128, not 136"):
         plain_libraries.flash_qla()(q, q, q, g, g)
+
+
+def _behind_its_start(x):
+    """``x`` one element behind the start of its memory."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def test_gradients_that_begin_at_an_odd_address_are_copied():
+    """Heads as wide as a tile, so that the incoming gradients reach the library as they are."""
+    q, g = torch.randn(1, 3, 2, 16).bfloat16().requires_grad_(), torch.zeros(1, 3, 2)
+    output, state = plain_libraries.fla_tilelang()(q, q, q, g, g + 0.5, output_final_state=True)
+    torch.autograd.backward([output, state], [_behind_its_start(torch.ones_like(x)) for x in (output, state)])
+    assert q.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("key_heads, value_heads", [(1, 3), (3, 3), (3, 9), (5, 5)])
+def test_flash_qla_gets_heads_of_zeros_to_an_even_number(key_heads, value_heads):
+    def drawn(*shape):
+        return torch.randn(1, 5, *shape)
+
+    q, k, v = (drawn(heads, 8).bfloat16() for heads in (key_heads, key_heads, value_heads))
+    g, beta, state = -drawn(value_heads).abs(), drawn(value_heads).sigmoid(), torch.randn(1, value_heads, 8, 8)
+    call = (q, k, v, g, beta, None, state, True, True)
+    expected = plain_libraries.chunk_gated_delta_rule.standard(*call)
+    for result, wanted in zip(plain_libraries.flash_qla()(*call), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_flash_qla_gets_the_packed_sequences_that_have_tokens(with_state):
+    q, g, bounds = torch.randn(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2), torch.tensor([0, 0, 3, 3, 4, 4])
+    state = torch.randn(5, 2, 8, 8) if with_state else None
+    call = (q, q, q, g, g + 0.5, None, state, True, True, bounds)
+    expected = plain_libraries.chunk_gated_delta_rule.standard(*call)
+    for result, wanted in zip(plain_libraries.flash_qla()(*call), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
 
 
 def test_boundaries_are_copied_for_every_call():

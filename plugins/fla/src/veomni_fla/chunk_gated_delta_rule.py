@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from veomni_core.ops.chunk_gated_delta_rule import check_call
 from veomni_core.ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
-from veomni_fla.delta_rules import Call, adapted, even
+from veomni_fla.delta_rules import Call, adapted, even, of_aligned_memory
 from veomni_fla.loading import of_fla, of_library
 from veomni_fla.pinned import pinned
 
@@ -33,7 +33,7 @@ def fla_tilelang() -> Call:
     """
     gradients = of_fla("ops.common.backends.tilelang.chunk_bwd", "chunk_bwd_dqkwg_tilelang")
     library = pinned(of_fla(_MODULE, _NAME), {"chunk_bwd_dqkwg": gradients})
-    return adapted("fla_tilelang", library, check_call, even)
+    return adapted("fla_tilelang", of_aligned_memory(library), check_call, multiple_of_16)
 
 
 def flash_qla() -> Call:
@@ -43,7 +43,12 @@ def flash_qla() -> Call:
         ImportError: FlashQLA can't be imported, which on another GPU than it is for it can't.
     """
     library = pinned(of_library("flash-qla", "flash_qla.ops.gated_delta_rule.chunk", _NAME))
-    return adapted("flash_qla", any_call(library), check_call, one_tile)
+    return adapted("flash_qla", any_call(of_aligned_memory(library)), check_call, one_tile)
+
+
+def multiple_of_16(width: int) -> int:
+    """The next multiple of 16, the least that a matrix unit multiplies."""
+    return -(-width // 16) * 16
 
 
 def one_tile(width: int) -> int:
@@ -63,7 +68,6 @@ def any_call(library: Call) -> Call:
     - A packed sequence without a token is "an invalid length". Its final state is its initial one.
     - Of an odd number of value heads above one, the sums of decays don't compile: the numbers of 64 tokens must divide
       among 128 threads. Heads of zeros are added.
-    - Kernels load up to 16 bytes at a time, also of what begins at another address. It is copied.
 
     What doesn't apply copies nothing.
 
@@ -96,13 +100,7 @@ def any_call(library: Call) -> Call:
             q, k = (F.pad(x, (0, 0, 0, more_keys)) for x in (q, k))
             v, g, beta = F.pad(v, (0, 0, 0, more_values)), F.pad(g, (0, more_values)), F.pad(beta, (0, more_values))
             state = None if state is None else F.pad(state, (0, 0, 0, 0, 0, more_values))
-        q, k, v, g, beta = map(_aligned, (q, k, v, g, beta))
-        state = None if state is None else _aligned(state)
         output, final = library(q, k, v, g, beta, initial_state=state, **options)
-        for result in (output, final):
-            if result is not None and result.requires_grad:
-                # None, where a loss is of the other result alone
-                result.register_hook(lambda gradient: None if gradient is None else _aligned(gradient))
         output, final = output[:, :, :value_heads], None if final is None else final[:, :value_heads]
         if filled is None or final is None:
             return output, final
@@ -121,8 +119,3 @@ def _heads_missing(key_heads: int, value_heads: int) -> tuple[int, int]:
     if value_heads == 1 or value_heads % 2 == 0:
         return 0, 0
     return (0, 1) if key_heads == 1 else (1, value_heads // key_heads)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """``x``, copied if its memory doesn't begin at a multiple of 16 bytes."""
-    return x.clone() if x.data_ptr() % 16 else x

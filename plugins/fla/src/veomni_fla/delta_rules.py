@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.ops.autocast import product_operands
+from veomni_core.ops.memory_layout import begins_aligned
 
 Call = Callable[..., tuple[Tensor, Tensor | None]]
 _EXACT = (torch.bfloat16, torch.float16)  # float32 would be multiplied as TF32
@@ -26,6 +27,30 @@ _GRAPH_BREAK = "the library reads boundaries on the host, and chooses its launch
 def even(width: int) -> int:
     """The next even width: fla asserts even ones where Triton read past the end of odd ones in 16 bits."""
     return width + width % 2
+
+
+def of_aligned_memory(library: Call) -> Call:
+    """``library`` for tensors that begin at any address.
+
+    TileLang's kernels (0.1.15) load up to 16 bytes at a time, by whose size no address is checked. An input, or the
+    gradient of a result, is copied if it begins at no multiple of 16.
+
+    Args:
+        library: as :func:`adapted` calls it.
+    """
+
+    def call(*tensors: Tensor, initial_state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        results = library(*map(_aligned, tensors), initial_state=_aligned(initial_state), **options)
+        for result in results:
+            if result is not None and result.requires_grad:
+                result.register_hook(_aligned)  # with None, where a loss is of the other result alone
+        return results
+
+    return call
+
+
+def _aligned(x: Tensor | None) -> Tensor | None:
+    return x if x is None or begins_aligned(x) else x.clone()
 
 
 def adapted(name: str, library: Call, check_call: Callable[..., Any], loaded: Callable[[int], int]) -> Call:
