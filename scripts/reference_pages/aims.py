@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from reference_pages.repository import ROOT
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGE = BENCHMARKS / "aims.md"
-PART = "aims and figures"
+PART, HYBRID_PART = "aims and figures", "aims of hybrid models"
 COLUMNS = ("work", "aim, on an H200", "H200", "H100")
 Cell = Callable[[], str]
 _AUTO = "preset: auto"
@@ -40,6 +40,18 @@ def _step(page: str, batch: str) -> Cell:
     def cell() -> str:
         found = _data(page)["contenders"][_AUTO]["batches"][batch]
         return f"[{found['ms']:.0f} ms]({page}.md) ({found['low ms']:.0f} to {found['high ms']:.0f})"
+
+    return cell
+
+
+def _beside(page: str, batch: str) -> Cell:
+    """A whole step beside transformers' in the same run: how many times as fast, and the share of its memory."""
+
+    def cell() -> str:
+        contenders = _data(page)["contenders"]
+        ours, theirs = (contenders[name]["batches"][batch] for name in (_AUTO, "transformers"))
+        speed, memory = theirs["ms"] / ours["ms"], ours["peak GB"] / theirs["peak GB"]
+        return f"[{speed:.2f} times]({page}.md): {ours['ms']:.0f} and {theirs['ms']:.0f} ms; {memory:.0%} of its memory"
 
     return cell
 
@@ -168,9 +180,50 @@ AIMS = (
         _called("quack_adapters_h100", "adapter, causal", _LOSS, memory=True),
     ),
 )
+_NEXT, _BESIDE_FLA, _QWEN_3_5 = (
+    f"train_step_{name}_h200" for name in ("qwen3_next", "qwen3_next_beside_fla", "qwen3_5")
+)
+_ROWS = "16384x8192"
+_POSITIONS = "16384 positions of 8192 channels"
+HYBRID_AIMS = (
+    *(
+        Aim(
+            f"{name}, 4 layers, a step of {batch.replace('x', ' x ')}, beside transformers",
+            "2 times, 50 % of its memory",
+            _beside(page, batch),
+        )
+        for name, page in (("Qwen3-Next", _NEXT), ("Qwen3.5", _QWEN_3_5))
+        for batch in ("2x4096", "1x16384")
+    ),
+    Aim(
+        "Qwen3-Next, a step of 2 x 4096, beside transformers with fla-core",
+        "1.15 times, 50 % of its memory",
+        _beside(_BESIDE_FLA, "2x4096"),
+    ),
+    *(
+        Aim(
+            f"gated norm, `{variant}`, 16384 x 8192",
+            "3200 GB/s",
+            _moved("triton_rms_norm_gated_h200", "ours", f"{variant}, {_ROWS}"),
+            _moved("triton_rms_norm_gated_h100", "ours", f"{variant}, {_ROWS}"),
+        )
+        for variant in ("standard", "gate_first")
+    ),
+    *(
+        Aim(
+            f"causal convolution, {shape}",
+            "3000 GB/s",
+            _moved("triton_causal_conv1d_h200", "ours", shape),
+            _moved("triton_causal_conv1d_h100", "ours", shape),
+        )
+        for shape in (_POSITIONS, f"{_POSITIONS}, 5 packed sequences")
+    ),
+)
 
 
 def page() -> str:
     """The text of docs/benchmarks/aims.md."""
-    rows: Iterator[tuple[str, ...]] = (aim.row() for aim in AIMS)
-    return with_parts(PAGE, {PART: "\n".join(table(COLUMNS, rows))})
+    aims = {PART: AIMS, HYBRID_PART: HYBRID_AIMS}
+    return with_parts(
+        PAGE, {name: "\n".join(table(COLUMNS, (aim.row() for aim in of_it))) for name, of_it in aims.items()}
+    )
