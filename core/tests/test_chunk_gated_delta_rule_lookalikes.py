@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,16 +50,59 @@ def test_a_function_that_init_sets_is_bound_on_the_layer():
     assert torch.equal(model(x)[0], wanted) and sum(calls.values()) == 1
 
 
-def test_a_packages_function_that_init_sets_is_bound_where_the_file_has_its_own():
+@pytest.fixture
+def packages(monkeypatch):
+    """A function of a package for GPUs, which has it under its name."""
+
     def packages(*args, **kwargs):
         raise AssertionError
 
-    packages.__module__ = "acme_fla.ops"
+    packages.__module__ = "fla.ops.planted"
+    module = ModuleType(packages.__module__)
+    module.packages = packages
+    monkeypatch.setitem(sys.modules, packages.__module__, module)
+    return packages
+
+
+def test_a_packages_function_that_init_sets_is_bound_where_the_file_has_its_own(packages):
     model = nn.Sequential(Mixer(packages))
     [site] = delta_sites(model)
-    assert site.variant == "standard" and site.own == "acme_fla.ops.packages"
+    assert site.variant == "standard" and site.own == "fla.ops.planted.packages"
     with bind(model, ALONE):
         model(torch.randn(1, 5, 16))
+
+
+def doubled(function):
+    """A decorator of somebody's, which ``functools.wraps`` gives the name and the module of what it decorates."""
+
+    @functools.wraps(function)
+    def twice(*args, **kwargs):
+        output, state = function(*args, **kwargs)
+        return 2 * output, state
+
+    return twice
+
+
+def test_a_decorated_function_is_compared_as_it_runs():
+    """What is beneath the decorator gives the reference's values, and the model runs something else."""
+    for own in (torch_chunk_gated_delta_rule, modeling_qwen3_next.torch_chunk_gated_delta_rule):
+        [site] = delta_sites(nn.Sequential(Mixer(doubled(own))))
+        assert site.variant is None and "no variant fits" in site.evidence
+
+
+def test_a_decorated_function_of_a_package_is_none_of_the_packages(packages):
+    [site] = delta_sites(nn.Sequential(Mixer(doubled(packages))))
+    assert site.variant is None
+
+
+def test_a_function_from_elsewhere_is_compared_itself():
+    def somebodys(*args, **kwargs):
+        output, state = torch_chunk_gated_delta_rule(*args, **kwargs)
+        return 2 * output, state
+
+    somebodys.__module__ = "acme.kernels"
+    [site] = delta_sites(nn.Sequential(Mixer(somebodys)))
+    assert site.variant is None and site.own == "acme.kernels.somebodys"
 
 
 def of_own(*, spoil):
@@ -101,12 +147,8 @@ def test_a_function_of_this_name_that_computes_something_else_stays_eager(name):
     assert site.variant is None and words in site.evidence
 
 
-def test_a_package_whose_file_has_no_code_of_its_own_stays_eager(monkeypatch):
-    def packages(*args, **kwargs):
-        raise AssertionError
-
-    packages.__module__ = "acme_fla.ops"
+def test_a_package_whose_file_has_no_code_of_its_own_stays_eager(packages, monkeypatch):
     monkeypatch.delitem(globals(), "torch_chunk_gated_delta_rule")
     [site] = delta_sites(nn.Sequential(Mixer(packages)))
     assert (site.variant, site.examined) == (None, False)
-    assert "the model runs acme_fla.ops.packages" in site.evidence
+    assert "the model runs fla.ops.planted.packages" in site.evidence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.models.zamba2 import modeling_zamba2
 from planted_faults import assert_caught
 from veomni_core import bind, find_sites
 from veomni_core.ops.mamba2_scan import standard
+from veomni_core.sites.mamba2_scans.proof import gives_nothing
 
 FILES = (
     *(modeling_bamba, modeling_falcon_h1, modeling_granitemoehybrid),
@@ -101,6 +103,29 @@ def test_a_function_of_this_name_that_computes_something_else_stays_eager(name, 
     spoil, words = LOOKALIKES[name]
     site = site_of(of_own(spoil), monkeypatch)
     assert site.variant is None and words in site.evidence
+
+
+def test_a_decorated_function_is_compared_as_it_runs(monkeypatch):
+    """What is beneath the decorator gives the reference's values, and the model runs something else."""
+
+    @functools.wraps(OWN)
+    def doubled(*args, **kwargs):
+        found = OWN(*args, **kwargs)
+        return (2 * found[0], found[1]) if isinstance(found, tuple) else 2 * found
+
+    site = site_of(doubled, monkeypatch)
+    assert site.variant is None and "no variant fits" in site.evidence
+
+
+def test_a_fused_step_is_left_out_only_if_what_runs_gives_nothing():
+    fused = modeling_mamba2.mamba2_split_conv1d_scan_combined
+
+    @functools.wraps(fused)
+    def decorated(*args, **kwargs):
+        return 0
+
+    assert gives_nothing(fused) == ""
+    assert gives_nothing(decorated).endswith("which computes something by itself")
 
 
 def test_what_spoils_nothing_is_proven(monkeypatch):

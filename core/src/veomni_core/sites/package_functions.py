@@ -19,19 +19,28 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.functions import current_forward, global_functions, with_globals, within_layer
 
 Function = Callable[..., Any]
-# A variable of transformers' decorator: what it calls, which is the function it decorates or a package's.
-_CHOSEN = "implementation"
+# Where transformers' decorator is, and its variables: what it calls, and the function that it decorates.
+_CHOOSER, _CHOSEN, _WRITTEN = "transformers.integrations.hub_kernels", "implementation", "torch_function"
 PACKAGES = frozenset({"causal_conv1d", "fla", "mamba_ssm"})
+
+
+def written(function: Any) -> Any:
+    """The modeling file's own function, if transformers' decorator made ``function`` of it; else ``function`` itself.
+
+    What any other decorator makes of a function may compute something else, whatever ``functools.wraps`` says of it.
+    """
+    return _variable_of_chooser(function, _WRITTEN, function)
+
+
+def is_of_a_package(function: Any) -> bool:
+    """Whether ``function`` is what a package for GPUs has under this name, and no wrapper of somebody's around it."""
+    module, name = (str(getattr(function, each, "")) for each in ("__module__", "__name__"))
+    return bool(_package(module)) and getattr(sys.modules.get(module), name, None) is function
 
 
 def chosen(function: Any, home: str) -> str:
     """What a model of the modeling file ``home`` would run: ``eager`` for code of its own package, else its name."""
-    cell = captured_cell(function, _CHOSEN)
-    running = function if cell is None else cell.cell_contents
-    package = str(getattr(running, "__module__", type(running).__module__))
-    if package.split(".")[0] in (home.split(".")[0], "transformers"):
-        return EAGER
-    return f"{package}.{getattr(running, '__name__', type(running).__name__)}"
+    return _named(_variable_of_chooser(function, _CHOSEN, function), home)
 
 
 def leave_out_packages(copy: nn.Module) -> None:
@@ -54,11 +63,29 @@ def leave_out_packages(copy: nn.Module) -> None:
 
 
 def _own(value: Any, home: str) -> Function | None:
-    """The modeling file's own function, if ``value`` is a choice between it and a package's, and the package's runs."""
+    """The modeling file's own function, if ``value`` is a choice between it and a package's, and the package's runs.
+
+    Also if somebody wrapped the choice: what the wrapper does to values is no matter on meta.
+    """
     function = within_layer(value)
-    if not isinstance(function, FunctionType) or captured_cell(function, _CHOSEN) is None:
+    cell = captured_cell(function, _CHOSEN) if isinstance(function, FunctionType) else None
+    if cell is None or _named(cell.cell_contents, home) == EAGER:
         return None
-    return inspect.unwrap(function) if chosen(function, home) != EAGER else None
+    return inspect.unwrap(function)
+
+
+def _named(running: Any, home: str) -> str:
+    package = str(getattr(running, "__module__", type(running).__module__))
+    if package.split(".")[0] in (home.split(".")[0], "transformers"):
+        return EAGER
+    return f"{package}.{getattr(running, '__name__', type(running).__name__)}"
+
+
+def _variable_of_chooser(function: Any, name: str, otherwise: Any) -> Any:
+    if not isinstance(function, FunctionType) or function.__globals__.get("__name__") != _CHOOSER:
+        return otherwise
+    cell = captured_cell(function, name)
+    return otherwise if cell is None else cell.cell_contents
 
 
 def _package(module: str | None) -> str:

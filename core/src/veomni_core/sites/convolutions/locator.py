@@ -16,6 +16,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.called_functions import Caller, Function, callers, replaced
 from veomni_core.sites.convolutions import proof, trace
 from veomni_core.sites.forwards.packed_convolution import for_packed_calls
+from veomni_core.sites.package_functions import chosen
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.proof import Proof, ProvenOnce
 from veomni_core.sites.site import Kernel, Site
@@ -41,6 +42,7 @@ class CausalConvolutions:
 
 def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof]) -> Site:
     function: Function = caller.functions[_NAME]
+    home = type(caller.module).__module__
     if caller.why_not:
         return Proof(None, caller.why_not).site("causal_conv1d", caller.path, rule)
     call = trace.first_call(caller.module, caller.forward, _NAME)
@@ -48,9 +50,9 @@ def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof]) -> Site:
         found = Proof(None, call.why_not, examined=call.examined)
     else:
         (width,) = call.sizes["width"]
-        found = proofs.of((function, width), lambda: proof.of(function, width))
+        found = proofs.of((function, width, home), lambda: proof.of(function, width, home))
     dtype = probe.parameter_dtype(caller.module)
-    own = proof.chosen(function)
+    own = chosen(function, home)
     return found.site("causal_conv1d", caller.path, rule, dtype=dtype, own=own, sizes=call.sizes)
 
 

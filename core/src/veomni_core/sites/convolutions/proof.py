@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.causal_conv1d import CONTRACTS
+from veomni_core.sites.package_functions import chosen, written
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import read_function
@@ -24,66 +22,34 @@ from veomni_core.sites.proofs.proof import Proof
 
 _CONTRACT = CONTRACTS["standard"]
 _WIDTHS = (2, 3, 4)
-_CHOOSER = "transformers.integrations.hub_kernels"
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class _Implementation:
-    """The function that is proven, a sentence about what the model runs, and a package's function if it is one."""
-
-    function: Function
-    own: str
-    package: str | None = None
-
-
-def of(function: Function, width: int) -> Proof:
+def of(function: Function, width: int, home: str) -> Proof:
     """Whether ``function`` is the contract's, for weights of ``width`` too; to be within :func:`probe.seeded`.
 
     transformers' decorator takes a package's function where one is installed, and the modeling file's otherwise. The
     package's runs on GPUs alone, so the modeling file's is what is compared; the evidence names what the model runs.
+
+    Args:
+        home: the modeling file that calls the function.
     """
-    found = _implementation(function)
-    reading = read_function(found.function)
+    own = written(function)
+    reading = read_function(own)
     if reading.doubts:
         return Proof(None, reading.doubts[0])
-    plain = inspect.unwrap(found.function)
-    branches = Branches(reading.codes, frozenset(), plain, is_helper=True)  # type: ignore[arg-type]
-    compared = partial(branches.run_call, found.function)
+    branches = Branches(reading.codes, frozenset(), inspect.unwrap(own), is_helper=True)  # type: ignore[arg-type]
+    compared = partial(branches.run_call, own)
     for inputs, activation in _calls({*_WIDTHS, width}):
         for differs in (_differs, _differs_in_low_precision):
             if why_not := differs(compared, inputs, activation):
                 shape, width = list(inputs[0].shape), inputs[1].shape[1]
                 return Proof(None, f"{function.__name__}, of x {shape} and width {width}: {why_not}")
-    evidence = f"{function.__name__} gave the reference's values and gradients; unbound, {found.own}"
+    runs = chosen(function, home)
+    words = "it" if own is function else "its own plain PyTorch" if runs == EAGER else runs
+    evidence = f"{function.__name__} gave the reference's values and gradients; unbound, the model runs {words}"
     needs = ("any_width",) if width not in _WIDTHS else ()
     return if_every_branch_ran(Proof("standard", evidence, needs=needs), f"{function.__name__} is standard", branches)
-
-
-def chosen(function: Function) -> str:
-    """What the model runs: ``eager`` for code of its own, or the name of a package's function."""
-    found = _implementation(function)
-    return EAGER if found.package is None else found.package
-
-
-def _implementation(function: Any) -> _Implementation:
-    running, plain = _contents(function, "implementation"), _contents(function, "torch_function")
-    if not _is_chooser(function) or plain is None:
-        return _Implementation(function, "the model runs it")
-    if running is plain:
-        return _Implementation(plain, "the model runs its own plain PyTorch")
-    package = f"{running.__module__}.{running.__name__}"
-    return _Implementation(plain, f"the model runs {package}", package)
-
-
-def _is_chooser(function: Any) -> bool:
-    """Whether the code of ``function`` is that of transformers' decorator, whatever ``functools.wraps`` named it."""
-    return isinstance(function, FunctionType) and function.__globals__.get("__name__") == _CHOOSER
-
-
-def _contents(function: Any, name: str) -> Any:
-    cell = captured_cell(function, name)
-    return None if cell is None else cell.cell_contents
 
 
 def _calls(widths: Collection[int]) -> Iterator[tuple[tuple[Tensor, ...], str | None]]:

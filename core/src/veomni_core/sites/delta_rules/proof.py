@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops import chunk_gated_delta_rule, kda
 from veomni_core.ops.contract import Contract
 from veomni_core.sites.functions import global_functions, with_globals
-from veomni_core.sites.package_functions import chosen
+from veomni_core.sites.package_functions import chosen, is_of_a_package, written
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import Reading, read_function
@@ -33,18 +32,17 @@ _CONTRACTS = {each.op_name: each for module in (chunk_gated_delta_rule, kda) for
 
 def prove(op_name: str, name: str, function: Any, home: str) -> Proof:
     """Whether ``function``, which a module of the modeling file ``home`` calls ``name``, computes the op."""
-    runs = chosen(function, home)
-    written = inspect.unwrap(function)
-    if runs != EAGER and written.__module__ != home:  # a package's own function; the file has one to fall back to
-        written = getattr(sys.modules.get(home), f"torch_{name}", None)
-    if not isinstance(written, FunctionType):
+    runs, own = chosen(function, home), written(function)
+    if is_of_a_package(own):  # the file has a function to fall back to
+        own = getattr(sys.modules.get(home), f"torch_{name}", None)
+    if not isinstance(own, FunctionType):
         return Proof(None, f"the model runs {runs}, and {home} has no code of its own to compare", examined=False)
-    reading = read_function(written)
+    reading = read_function(own)
     if reading.doubts:
         return Proof(None, reading.doubts[0])
     with probe.seeded():
         return first_fit(
-            _candidates(_CONTRACTS[op_name], written, reading, runs), f"{written.__name__} takes none of the op's calls"
+            _candidates(_CONTRACTS[op_name], own, reading, runs), f"{own.__name__} takes none of the op's calls"
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.ops.mamba2_scan import CONTRACTS
-from veomni_core.sites.package_functions import chosen
+from veomni_core.sites.package_functions import chosen, written
 from veomni_core.sites.proofs import probe
 from veomni_core.sites.proofs.branches import Branches
 from veomni_core.sites.proofs.code_reading import read_function
@@ -29,15 +29,15 @@ _X, _CHUNK = "hidden_states", "chunk_size"
 
 def prove(function: Any, home: str) -> Proof:
     """What the scan ``function`` computes, which a module of the modeling file ``home`` calls."""
-    written, runs = inspect.unwrap(function), chosen(function, home)
-    if not isinstance(written, FunctionType):
+    own, runs = written(function), chosen(function, home)
+    if not isinstance(own, FunctionType):
         return Proof(None, f"the model runs {runs}, and {home} has no code of its own to compare", examined=False)
-    reading = read_function(written)
+    reading = read_function(own)
     if reading.doubts:
         return Proof(None, reading.doubts[0])
-    branches = Branches(reading.codes, frozenset(), written, is_helper=True)
+    branches = Branches(reading.codes, frozenset(), own, is_helper=True)
     with probe.seeded():
-        return first_fit(_candidates(written, branches, runs), f"{written.__name__} takes none of the op's calls")
+        return first_fit(_candidates(own, branches, runs), f"{own.__name__} takes none of the op's calls")
 
 
 def gives_nothing(function: Any) -> str:
@@ -46,17 +46,17 @@ def gives_nothing(function: Any) -> str:
     The one of transformers' modeling files returns ``None``, whatever it is given, and the mixer then runs its scan.
     Where a package's function was chosen, this is still what is beneath, and both compute the same.
     """
-    written = inspect.unwrap(function)
-    name = getattr(written, "__name__", type(written).__name__)
-    if not isinstance(written, FunctionType):
+    own = written(function)
+    name = getattr(own, "__name__", type(own).__name__)
+    if not isinstance(own, FunctionType):
         return f"in training it calls {name}, which is no function that can be read"
-    reading = read_function(written)
+    reading = read_function(own)
     if reading.doubts:
         return reading.doubts[0]
-    required = [p for p in inspect.signature(written).parameters.values() if p.default is p.empty]
-    branches = Branches(reading.codes, frozenset(), written, is_helper=True)
+    required = [p for p in inspect.signature(own).parameters.values() if p.default is p.empty]
+    branches = Branches(reading.codes, frozenset(), own, is_helper=True)
     given = [None for p in required if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    found, error = probe.attempt(partial(branches.run_call, written, *given))
+    found, error = probe.attempt(partial(branches.run_call, own, *given))
     if error or found is not None:
         return f"in training it calls {name}, which computes something by itself"
     return if_every_branch_ran(Proof("standard", ""), f"{name} gives nothing", branches).evidence
