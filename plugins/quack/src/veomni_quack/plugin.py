@@ -19,7 +19,7 @@ _HOPPER = _hopper("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.7") | _hop
 )
 _NEVER_RUN = Suspicion(
     HardwareRequirement("cuda", packages=("quack-kernels>=0.6.5",)),
-    "its calls of QuACK 0.6 were compiled and never run",
+    "its calls of QuACK 0.6's matrix products were compiled and never run",
     seen=False,
 )
 _HALF = ("bfloat16", "float16")
@@ -30,6 +30,7 @@ def _kernels(
     name: str, module: str, variants: Iterable[str], description: str, preference: int, dtypes: tuple[str, ...] = _ALL
 ) -> tuple[KernelSpec, ...]:
     op_name, _, _ = module.partition(".")
+    is_of_experts = op_name == "moe_experts"
     return KernelSpec.for_variants(
         variants,
         name=name,
@@ -39,8 +40,8 @@ def _kernels(
         description=description,
         preference=preference,
         dtypes=dtypes,
-        expert_parallel=op_name == "moe_experts",
-        suspicions=(_NEVER_RUN,),
+        expert_parallel=is_of_experts,
+        suspicions=(_NEVER_RUN,) if is_of_experts else (),
     )
 
 
