@@ -6,24 +6,34 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from veomni_core import bind
 
-CONFIG = Qwen3MoeConfig(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    intermediate_size=64,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=97,
-    mlp_only_layers=[1],
-    output_router_logits=True,
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 97,
+    "output_router_logits": True,
+}
+MOE = Qwen3MoeConfig(**SIZES, mlp_only_layers=[1])
+HYBRID = Qwen3NextConfig(
+    **SIZES,
+    layer_types=["linear_attention", "full_attention"],
+    shared_expert_intermediate_size=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
 )
 GLOBALS = ("apply_rotary_pos_emb", "rotate_half", "load_balancing_loss_func", "eager_attention_forward", "repeat_kv")
 CLASSES = ("RMSNorm", "MLP", "Experts", "TopKRouter", "SparseMoeBlock", "RotaryEmbedding", "Attention", "DecoderLayer")
@@ -51,22 +61,33 @@ def losses(model):
     return outputs.logits, outputs.loss, outputs.aux_loss
 
 
-def model_and_results():
+def model_and_results(config):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model, losses(model)
 
 
-@pytest.mark.parametrize("name", [*GLOBALS, *CLASSES])
-def test_what_a_decorator_changes_stays_in_the_bound_model(name, monkeypatch):
-    _, plain = model_and_results()
-    if name in GLOBALS:
-        monkeypatch.setattr(modeling_qwen3_moe, name, enlarged(getattr(modeling_qwen3_moe, name)))
-    else:
-        decorated = getattr(modeling_qwen3_moe, f"Qwen3Moe{name}")
-        monkeypatch.setattr(decorated, "forward", enlarged(decorated.forward))
-    model, wanted = model_and_results()
+def assert_kept(config, holder, name, monkeypatch):
+    """What ``holder`` has under ``name``, decorated, is what the bound model runs too."""
+    _, plain = model_and_results(config)
+    monkeypatch.setattr(holder, name, enlarged(getattr(holder, name)))
+    model, wanted = model_and_results(config)
     assert any(not torch.equal(*pair) for pair in zip(wanted, plain, strict=True)), "the decorator changes nothing"
     with bind(model, {"preset": "auto"}):
         for found, each in zip(losses(model), wanted, strict=True):
             torch.testing.assert_close(found, each, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_a_decorated_function_stays_in_the_bound_model(name, monkeypatch):
+    assert_kept(MOE, modeling_qwen3_moe, name, monkeypatch)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_decorated_forward_stays_in_the_bound_model(name, monkeypatch):
+    assert_kept(MOE, getattr(modeling_qwen3_moe, f"Qwen3Moe{name}"), "forward", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "causal_conv1d_fn"])
+def test_a_decorated_function_of_a_hybrid_stays_in_the_bound_model(name, monkeypatch):
+    assert_kept(HYBRID, modeling_qwen3_next, name, monkeypatch)

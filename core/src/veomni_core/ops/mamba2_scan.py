@@ -311,6 +311,6 @@ CONTRACTS = {
         large=_large,
         primary=_present,
         rows=("x", "dt", "B", "C", "initial_states", "seq_idx"),
-        ranges={"A": (-math.inf, 0.0)},  # a state decays; mamba-ssm's kernels take any other A for 0
+        ranges={"A": (-math.inf, 0.0)},  # models have -exp(A_log), with which a state decays
     ),
 }

@@ -1,8 +1,8 @@
 """What the adapters of delta rules share: it fills in what the libraries' functions of this call don't do.
 
-That is calls without tokens, which would launch empty grids; widths that a library can't load; and boundaries. They are
-copied for every call, since fla keeps what it derived from a tensor of boundaries for the next call with this very
-tensor, and would not see that its values have changed.
+That is calls without tokens, which would launch empty grids; widths and addresses that a library can't load; and
+boundaries. Boundaries are copied for every call, since fla keeps what it derived from a tensor of boundaries for the
+next call with this very tensor, and would not see that its values have changed.
 
 Shape suffixes: ``B`` batch, ``S`` sequence, ``H`` heads, ``K`` key width, ``V`` value width, ``N`` sequences.
 """
@@ -32,8 +32,8 @@ def even(width: int) -> int:
 def of_aligned_memory(library: Call) -> Call:
     """``library`` for tensors that begin at any address.
 
-    TileLang's kernels (0.1.15) load up to 16 bytes at a time, by whose size no address is checked. An input, or the
-    gradient of a result, is copied if it begins at no multiple of 16.
+    TileLang's kernels (0.1.15) load up to 16 bytes at a time, and raise or crash if a tensor begins at no multiple of
+    16. Such an input, or gradient of a result, is copied.
 
     Args:
         library: as :func:`adapted` calls it.

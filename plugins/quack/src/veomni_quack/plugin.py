@@ -19,7 +19,7 @@ _HOPPER = _hopper("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.7") | _hop
 )
 _NEVER_RUN = Suspicion(
     HardwareRequirement("cuda", packages=("quack-kernels>=0.6.5",)),
-    "its calls of QuACK 0.6's matrix products were compiled and never run",
+    "its calls of QuACK 0.6's gated products were compiled and never run",
     seen=False,
 )
 _HALF = ("bfloat16", "float16")
