@@ -119,7 +119,3 @@ def test_describing_itself_imports_neither_torch_nor_quack():
     code = f"import sys, veomni_quack.plugin as p; p.veomni_kernels(); print(sorted({heavy} & sys.modules.keys()))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "[]"
-
-
-def test_the_experts_alone_wait_for_their_first_check_with_quack_0_6():
-    assert {spec.op_name for spec in SPECS if spec.suspicions} == {"moe_experts"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from veomni_core import HardwareRequirement, KernelSpec, Suspicion, hookimpl
+from veomni_core import HardwareRequirement, KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
@@ -17,11 +17,6 @@ def _hopper(*packages: str) -> HardwareRequirement:
 _HOPPER = _hopper("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.7") | _hopper(
     "quack-kernels>=0.4,<0.5", "nvidia-cutlass-dsl>=4.4.2,<4.6"
 )
-_NEVER_RUN = Suspicion(
-    HardwareRequirement("cuda", packages=("quack-kernels>=0.6.5",)),
-    "its calls of QuACK 0.6's gated products were compiled and never run",
-    seen=False,
-)
 _HALF = ("bfloat16", "float16")
 _ALL = ("float32", *_HALF)
 
@@ -30,7 +25,6 @@ def _kernels(
     name: str, module: str, variants: Iterable[str], description: str, preference: int, dtypes: tuple[str, ...] = _ALL
 ) -> tuple[KernelSpec, ...]:
     op_name, _, _ = module.partition(".")
-    is_of_experts = op_name == "moe_experts"
     return KernelSpec.for_variants(
         variants,
         name=name,
@@ -40,8 +34,7 @@ def _kernels(
         description=description,
         preference=preference,
         dtypes=dtypes,
-        expert_parallel=is_of_experts,
-        suspicions=(_NEVER_RUN,) if is_of_experts else (),
+        expert_parallel=op_name == "moe_experts",
     )
 
 
