@@ -30,6 +30,7 @@ from veomni_triton import (
     rms_norm,
     rms_norm_gated,
     rotary_pos_emb,
+    rotary_pos_emb_vision,
     swiglu_mlp,
     token_logprobs,
 )
@@ -81,7 +82,13 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         "rotation",
         lambda: rotary_pos_emb.full(tensor(*heads), tensor(*heads), torch.empty(angles), torch.empty(angles))[0],
     )
+    patches = (64, 16, 80)
+    yield (
+        "rotation of patches",
+        lambda: rotary_pos_emb_vision.full(tensor(*patches), tensor(*patches), *torch.empty(2, 64, 80))[0],
+    )
     yield "SwiGLU", lambda: swiglu_mlp.standard(tensor(64, 8192), tensor(64, 8192))
+    yield "gated GELU", lambda: swiglu_mlp.gelu(tensor(64, 8192), tensor(64, 8192))
     for experts_count in (8, 512):
         yield (
             f"balance of {experts_count} experts",

@@ -30,15 +30,16 @@ def test_conformance(spec, dtype):
     width=st.integers(1, 40),
     columns=st.sampled_from([8, 32]),
     layout=st.sampled_from(["plain", "halves", "every other column", "transposed"]),
-    tanh=st.booleans(),
+    variant=st.sampled_from(["standard", "gelu", "gelu_tanh"]),
 )
 @settings(deadline=None, max_examples=25)
-def test_any_layout(rows, width, columns, layout, tanh):
+def test_any_layout(rows, width, columns, layout, variant):
     gate, up = _laid_out(rows, width, layout)
-    wanted = (reference.gelu_tanh if tanh else reference.standard)(gate, up)
-    torch.testing.assert_close(kernels.activated(gate.detach(), up.detach(), tanh, columns), wanted)
+    activation, launch = "silu" if variant == "standard" else variant, kernels.Launch(columns, 4)
+    wanted = getattr(reference, variant)(gate, up)
+    torch.testing.assert_close(kernels.activated(gate.detach(), up.detach(), activation, launch), wanted)
     dresult = torch.randn_like(wanted)
-    found = kernels.gradients(dresult, gate.detach(), up.detach(), tanh, columns)
+    found = kernels.gradients(dresult, gate.detach(), up.detach(), activation, launch)
     for mine, theirs in zip(found, torch.autograd.grad(wanted, (gate, up), dresult), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
@@ -55,7 +56,7 @@ def _laid_out(rows, width, layout):
     return [value.detach().requires_grad_() for value in values]
 
 
-@pytest.mark.parametrize("kernel", [kernels.standard, kernels.gelu_tanh])
+@pytest.mark.parametrize("kernel", [kernels.standard, kernels.gelu, kernels.gelu_tanh])
 def test_compiles_without_a_graph_break(kernel):
     gate, up = _laid_out(5, 24, "halves")
     wanted, found = kernel(gate, up), torch.compile(kernel, backend="aot_eager", fullgraph=True)(gate, up)

@@ -84,7 +84,7 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_core.ops.rotary_pos_emb_vision:CONTRACTS",
         description="rotary position embedding in vision towers, in float32",
-        published={"npu": "veomni-npu"},
+        published={"triton": "veomni-triton", "npu": "veomni-npu"},
     ),
     OpSpec(
         name="swiglu_mlp",

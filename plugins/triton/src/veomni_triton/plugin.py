@@ -79,7 +79,15 @@ def veomni_kernels() -> list[KernelSpec]:
             "one pass each way, whole rows or groups of them; batch-invariant",
         ),
         *_kernels("triton", "rotary_pos_emb", rotations, "one pass over queries and keys, not in place"),
-        *_kernels("triton", "swiglu_mlp", ("standard", "gelu_tanh"), "one pass each way; saves only its inputs"),
+        *_kernels(
+            "triton",
+            "rotary_pos_emb_vision",
+            ("full", "partial", "pairwise"),
+            "one pass over queries and keys, not in place; in float32",
+        ),
+        *_kernels(
+            "triton", "swiglu_mlp", ("standard", "gelu", "gelu_tanh"), "one pass each way; saves only its inputs"
+        ),
         *_kernels(
             "triton",
             "load_balancing_loss",

@@ -64,7 +64,7 @@ def rotate(
         if angles.shape[0] not in (1, batch):
             raise ValueError(f"{name} is for {angles.shape[0]} sequences, but q has {batch}: expected as many, or 1")
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    q, k, cos, sin = map(_loadable, (q, k, cos, sin))
+    q, k, cos, sin = map(loadable, (q, k, cos, sin))
     with torch.cuda.device_of(q):
         rotate_kernel[ceil_div(positions, launch.positions), batch](
             q,
@@ -95,7 +95,7 @@ def rotate(
     return q_out, k_out
 
 
-def _loadable(x: Tensor) -> Tensor:
+def loadable(x: Tensor) -> Tensor:
     """``x`` as it is, or a copy if its last dimension can't be loaded 16 bytes at a time: no model lays it so.
 
     Triton would compile the kernel anew for each combination of such tensors.
