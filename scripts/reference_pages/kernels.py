@@ -37,6 +37,7 @@ MEASURED = {
         *("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "quack_adapters_h200", "quack_adapters_h100"),
         *("quack_0_6_adapters_h200", "liger_adapters_h200"),
     ),
+    "rotary_pos_emb_vision": ("triton_rotary_pos_emb_vision_h200", "triton_rotary_pos_emb_vision_h100"),
     "swiglu_mlp": ("triton_swiglu_mlp_h200", "triton_swiglu_mlp_h100", "liger_adapters_h200", "cpu_kernels"),
     "cross_entropy_loss": (
         *("chunk_sizes_h200", "quack_adapters_h200", "quack_adapters_h100", "quack_0_6_adapters_h200"),
