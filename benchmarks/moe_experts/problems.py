@@ -13,13 +13,17 @@ from veomni_core.ops import moe_experts as contract
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens, hidden size, intermediate size, experts, experts per token."""
+    """Tokens, hidden size, intermediate size, experts, experts per token; whether some experts are chosen far more.
+
+    Where they are, the expert of rank r is drawn with a probability in proportion to 1 / r.
+    """
 
     tokens: int
     hidden: int
     intermediate: int
     experts: int
     k: int
+    skewed: bool = False
 
     @property
     def forward_flop(self) -> float:
@@ -33,6 +37,7 @@ SHAPES = {
     "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2),
     "deepseek-v3 shard": Shape(16384, 7168, 2048, 8, 1),
     "qwen3-30b-a3b, T=2048": Shape(2048, 2048, 768, 128, 8),
+    "qwen3-30b-a3b, skewed": Shape(16411, 2048, 768, 128, 8, skewed=True),
     "512 experts of 512, K=10": Shape(16384, 2048, 512, 512, 10),
 }
 
@@ -42,14 +47,22 @@ class Problem:
 
     def __init__(self, shape: Shape) -> None:
         torch.manual_seed(0)
-        scores = torch.randn(shape.tokens, shape.experts, device="cuda").softmax(dim=-1)
-        weights, self.index = scores.topk(shape.k, dim=-1)
+        weights, self.index = self._scores(shape).softmax(dim=-1).topk(shape.k, dim=-1)
         self.hidden = self._leaf(torch.randn(shape.tokens, shape.hidden, device="cuda"))
         self.weights = self._leaf(weights / weights.sum(dim=-1, keepdim=True))
         width = 2 * shape.intermediate
         self.gate_up = self._leaf(0.02 * torch.randn(shape.experts, width, shape.hidden, device="cuda"))
         self.down = self._leaf(0.02 * torch.randn(shape.experts, shape.hidden, shape.intermediate, device="cuda"))
         self.upstream = torch.randn_like(self.hidden)
+
+    @staticmethod
+    def _scores(shape: Shape) -> Tensor:
+        """``[T, E]``."""
+        if not shape.skewed:
+            return torch.randn(shape.tokens, shape.experts, device="cuda")
+        # The largest of log p and Gumbel noise are a draw without replacement with the probabilities p.
+        noise = -torch.rand(shape.tokens, shape.experts, device="cuda").log().neg().log()
+        return noise - torch.arange(1, shape.experts + 1, device="cuda").log()
 
     @staticmethod
     def _leaf(values: Tensor) -> Tensor:

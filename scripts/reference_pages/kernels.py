@@ -45,7 +45,7 @@ MEASURED = {
     ),
     "moe_experts": (
         *("moe_h200", "moe_h100", "moe_2048_tokens_h200", "moe_2048_tokens_h100", "moe_512_experts_h100"),
-        *("moe_quack_0_6_h200", "liger_adapters_h200", "cpu_kernels"),
+        *("moe_skewed_h200", "moe_skewed_h100", "moe_quack_0_6_h200", "liger_adapters_h200", "cpu_kernels"),
     ),
     "load_balancing_loss": ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100", "cpu_kernels"),
     "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
