@@ -132,7 +132,8 @@ GUARDED_OURS = {  # the contenders of a script, where listing them needs no GPU
     "rms_norm.triton_rms_norm": lambda script: script.contenders(),
     "rms_norm_gated.triton_rms_norm_gated": lambda script: script.contenders(script.CASES[0]),
     "rotary_pos_emb.triton_rotary_pos_emb": lambda script: script.functions(script.CASES[0]),
-    "swiglu_mlp.triton_swiglu_mlp": lambda script: script.functions(),
+    "rotary_pos_emb_vision.triton_rotary_pos_emb_vision": lambda script: script.functions(script.CASES[0]),
+    "swiglu_mlp.triton_swiglu_mlp": lambda script: script.functions("standard"),
     "causal_conv1d.triton_causal_conv1d": lambda script: script.contenders(script.CASES[0], None),
     "chunk_gated_delta_rule.triton_chunk_gated_delta_rule": lambda script: script.contenders(),
 }

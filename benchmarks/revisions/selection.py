@@ -59,6 +59,7 @@ GUARDED = (
     Guarded("rms_norm/triton_rms_norm.py", "cuda", _TRITON),
     Guarded("rms_norm_gated/triton_rms_norm_gated.py", "cuda", _TRITON),
     Guarded("rotary_pos_emb/triton_rotary_pos_emb.py", "cuda", _TRITON),
+    Guarded("rotary_pos_emb_vision/triton_rotary_pos_emb_vision.py", "cuda", _TRITON),
     Guarded("swiglu_mlp/triton_swiglu_mlp.py", "cuda", _BOTH),
     Guarded("token_logprobs/token_logprobs.py", "cuda", _BOTH),
 )
