@@ -31,21 +31,34 @@ MEASURED = {
     "attention": ("flash_attention_h200", "flash_attention_h100"),
     "rms_norm": (
         *("triton_rms_norm_h200", "triton_rms_norm_h100", "quack_adapters_h200", "quack_adapters_h100"),
-        *("quack_0_6_adapters_h200", "liger_adapters_h200", "cpu_kernels"),
+        *("quack_0_6_adapters_h200", "quack_0_6_adapters_h100", "liger_adapters_h200", "cpu_kernels"),
     ),
     "rotary_pos_emb": (
         *("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "quack_adapters_h200", "quack_adapters_h100"),
-        *("quack_0_6_adapters_h200", "liger_adapters_h200"),
+        *("quack_0_6_adapters_h200", "quack_0_6_adapters_h100", "liger_adapters_h200"),
     ),
     "rotary_pos_emb_vision": ("triton_rotary_pos_emb_vision_h200", "triton_rotary_pos_emb_vision_h100"),
     "swiglu_mlp": ("triton_swiglu_mlp_h200", "triton_swiglu_mlp_h100", "liger_adapters_h200", "cpu_kernels"),
     "cross_entropy_loss": (
-        *("chunk_sizes_h200", "quack_adapters_h200", "quack_adapters_h100", "quack_0_6_adapters_h200"),
+        *(
+            "chunk_sizes_h200",
+            "quack_adapters_h200",
+            "quack_adapters_h100",
+            "quack_0_6_adapters_h200",
+            "quack_0_6_adapters_h100",
+        ),
         *("liger_adapters_h200", "cpu_kernels"),
     ),
     "moe_experts": (
         *("moe_h200", "moe_h100", "moe_2048_tokens_h200", "moe_2048_tokens_h100", "moe_512_experts_h100"),
-        *("moe_skewed_h200", "moe_skewed_h100", "moe_quack_0_6_h200", "liger_adapters_h200", "cpu_kernels"),
+        *(
+            "moe_skewed_h200",
+            "moe_skewed_h100",
+            "moe_quack_0_6_h200",
+            "moe_quack_0_6_h100",
+            "liger_adapters_h200",
+            "cpu_kernels",
+        ),
     ),
     "load_balancing_loss": ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100", "cpu_kernels"),
     "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
