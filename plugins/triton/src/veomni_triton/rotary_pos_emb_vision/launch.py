@@ -24,7 +24,7 @@ class Launch:
 
 # Four pairs for each thread. With 16 heads of 64, 72 and 80, nothing is faster by more than 5 % on an H200 of what
 # `--tune` tries, in `benchmarks/rotary_pos_emb_vision/triton_rotary_pos_emb_vision.py`. With 78 of 80 dimensions in
-# pairs, which can only be loaded one by one, eight pairs for each thread take 1.3 times as long.
+# pairs, which can only be loaded one by one, eight pairs for each thread take 1.2 times as long.
 LAUNCH = Launch(512, 4)
 
 Strides = tuple[int, ...]
@@ -51,8 +51,9 @@ def rotate_patches(
     _check(q, k, cos, sin, neighbours)
     contiguous = torch.contiguous_format
     q_out, k_out = (torch.empty_like(x, memory_format=contiguous) for x in (q, k))
-    cos, sin = map(_in_three_dimensions, (cos, sin))
-    q, k, q_rows, k_rows = map(_in_four_dimensions, (q, k, q_out, k_out))
+    q_rows, k_rows = map(_in_four_dimensions, (q_out, k_out))
+    q, k = (loadable(_in_four_dimensions(x)) for x in (q, k))
+    cos, sin = (loadable(_in_three_dimensions(angles)) for angles in (cos, sin))
     settings = (cos, sin, neighbours, transposed, launch)
     with torch.cuda.device_of(q):
         if q.shape == k.shape:
@@ -116,12 +117,12 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> 
 
 def _in_four_dimensions(x: Tensor) -> Tensor:
     """``x[..., S, H, D]`` as ``[B, S, H, D]``. B is counted: without a patch, -1 would be ambiguous."""
-    return loadable(x.reshape(prod(x.shape[:-3]), *x.shape[-3:]))
+    return x.reshape(prod(x.shape[:-3]), *x.shape[-3:])
 
 
 def _in_three_dimensions(angles: Tensor) -> Tensor:
     """``angles[..., S, R]`` as ``[B, S, R]``, or ``[1, S, R]`` without leading dimensions."""
-    return loadable(angles.reshape(prod(angles.shape[:-2]), *angles.shape[-2:]))
+    return angles.reshape(prod(angles.shape[:-2]), *angles.shape[-2:])
 
 
 def _strides(x: Tensor) -> Strides:
