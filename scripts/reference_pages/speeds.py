@@ -90,8 +90,8 @@ def _on_both_gpus(
 _MEMORY_BOUND = "16384x4096"
 _HEADS = "B=4 S=4096 heads 32/8 D=128"
 _SHARED_KEY = "deepseek_v3 (deinterleaved): B=2 S=4096 heads 128/1 D=64"
-_WIDE_PATCHES = "qwen2_vl (full): S=16384 heads 16 D=80"
-_NARROW_PATCHES = "qwen3_vl (full): S=16384 heads 16 D=72"
+_HEADS_OF_80 = "qwen2_vl (full): S=16384 heads 16 D=80"
+_HEADS_OF_72 = "qwen3_vl (full): S=16384 heads 16 D=72"
 _VOCABULARY = "T=8192 H=2048 V=151936"
 _LIGER, _OURS, _TRITON = {"veomni-liger": "liger_kernel"}, {"ours": "torch"}, {"ours": "triton"}
 HEADLINES: dict[str, tuple[Headline, ...]] = {
@@ -122,8 +122,8 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("liger_adapters_h200", _LIGER, f"rotary_pos_emb full, {_HEADS}"),
     ),
     "rotary_pos_emb_vision": (
-        *_on_both_gpus("triton_rotary_pos_emb_vision", {"triton": "triton"}, _WIDE_PATCHES, timed="graph"),
-        *_on_both_gpus("triton_rotary_pos_emb_vision", {"triton": "triton"}, _NARROW_PATCHES, timed="graph"),
+        *_on_both_gpus("triton_rotary_pos_emb_vision", {"triton": "triton"}, _HEADS_OF_80, timed="graph"),
+        *_on_both_gpus("triton_rotary_pos_emb_vision", {"triton": "triton"}, _HEADS_OF_72, timed="graph"),
     ),
     "swiglu_mlp": (
         *_on_both_gpus(

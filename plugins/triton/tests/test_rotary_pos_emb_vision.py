@@ -81,13 +81,14 @@ def test_rounds_as_the_reference(variant, dtype, angle_dtype):
     patches=st.integers(0, 9),
     half=st.integers(1, 12),
     rest=st.integers(1, 5),
-    shared=st.booleans(),
+    angles_of=st.sampled_from(["each", "all", "all, as one"]),
 )
 @settings(deadline=None, max_examples=60)
-def test_any_shape(variant, leading, heads, patches, half, rest, shared):
+def test_any_shape(variant, leading, heads, patches, half, rest, angles_of):
     width = 2 * half + (rest if variant == "partial" else 0)
     q, k = (_heads(*leading, patches, count, width) for count in heads)
-    _assert_equals_reference(variant, q, k, *_angles(*([] if shared else leading), patches, 2 * half))
+    before = {"each": leading, "all": [], "all, as one": [1] * len(leading)}[angles_of]
+    _assert_equals_reference(variant, q, k, *_angles(*before, patches, 2 * half))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -162,10 +163,12 @@ def test_what_cannot_be_rotated_is_refused():
         kernels.partial(q, k, *_angles(3, 12))
     with pytest.raises(ValueError, match="neighbours are rotated in whole heads only, not in 6 of 8 dimensions"):
         torch.ops.veomni_triton.rotary_pos_emb_vision(q, k, *_angles(3, 6), True, False)
-    with pytest.raises(ValueError, match=r"cos is for \[5\], but q has \[2, 3\] or \[3\] patches"):
+    with pytest.raises(ValueError, match=r"cos is for \[5\], but q has \[2, 3\] patches: expected as many, or 3"):
         kernels.full(q, k, *_angles(5, 8))
-    with pytest.raises(ValueError, match=r"cos is for \[1, 3\]"):
-        kernels.full(q, k, *_angles(1, 3, 8))
+    with pytest.raises(ValueError, match=r"cos is for \[3, 3\]"):
+        kernels.full(q, k, *_angles(3, 3, 8))
+    with pytest.raises(ValueError, match=r"cos is for \[1, 1, 3\]"):  # PyTorch would give results of more dimensions
+        kernels.full(q, k, *_angles(1, 1, 3, 8))
     with pytest.raises(ValueError, match=r"k is \[2, 4, 1, 8\], but q \[2, 3, 2, 8\]"):
         kernels.full(q, _heads(2, 4, 1, 8), *_angles(3, 8))
 

@@ -4,8 +4,9 @@ All arithmetic is float32, and each result is rounded once, to the dtype of q or
 is the transpose of the rotation, so backward needs only ``cos`` and ``sin``, which get none themselves.
 
 Every variant takes q ``[..., S, Hq, D]`` and k ``[..., S, Hk, D]`` of any strides and floating dtypes, and ``cos`` and
-``sin`` of ``[..., S, R]``, with q's leading dimensions or none. Results have the shapes and dtypes of q and k, and are
-contiguous. Raised are ``ValueError``, where these shapes don't fit, and ``RuntimeError`` for second derivatives.
+``sin`` of ``[..., S, R]``, with q's leading dimensions, with none, or with ones. Results have the shapes and dtypes of
+q and k, and are contiguous. Raised are ``ValueError``, where these shapes don't fit, and ``RuntimeError`` for second
+derivatives.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def rotate_patches(
     Args:
         q: ``[..., S, Hq, D]``, of any strides.
         k: ``[..., S, Hk, D]``.
-        cos: ``[..., S, R]``, with q's leading dimensions or none.
+        cos: ``[..., S, R]``, with q's leading dimensions, with none, or with ones.
         sin: Likewise.
         neighbours: Whether pairs are the dimensions ``2i`` and ``2i + 1``, which takes ``R = D``, else ``i`` and
             ``i + R/2``.
@@ -104,9 +104,10 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> 
     if [*k.shape[:-2], k.shape[-1]] != [*leading, patches, width]:
         raise ValueError(f"k is {list(k.shape)}, but q {list(q.shape)}: expected the same, but for the heads")
     for name, angles in (("cos", cos), ("sin", sin)):
-        if list(angles.shape[:-1]) not in ([*leading, patches], [patches]):
-            shapes = f"{[*leading, patches]} or {[patches]}"
-            raise ValueError(f"{name} is for {list(angles.shape[:-1])}, but q has {shapes} patches")
+        *own, count = angles.shape[:-1]
+        if count != patches or own not in (leading, [1] * min(len(own), len(leading))):
+            shapes = f"{[*leading, patches]} patches: expected as many, or {patches} that all share"
+            raise ValueError(f"{name} is for {[*own, count]}, but q has {shapes}")
     rotated = cos.shape[-1]
     if sin.shape[-1] != rotated or rotated % 2 or rotated > width:
         wanted = f"one even number, and at most a head's {width}"
@@ -121,7 +122,7 @@ def _in_four_dimensions(x: Tensor) -> Tensor:
 
 
 def _in_three_dimensions(angles: Tensor) -> Tensor:
-    """``angles[..., S, R]`` as ``[B, S, R]``, or ``[1, S, R]`` without leading dimensions."""
+    """``angles[..., S, R]`` as ``[B, S, R]``, or as ``[1, S, R]`` where all share them."""
     return angles.reshape(prod(angles.shape[:-2]), *angles.shape[-2:])
 
 
