@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_anywhere import registry
+from peft import LoraConfig, get_peft_model
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
@@ -173,27 +174,35 @@ def test_what_cannot_be_rotated_is_refused():
         kernels.full(q, _heads(2, 4, 1, 8), *_angles(3, 8))
 
 
-def test_a_step_of_a_vision_tower_is_as_eager():
-    config = Qwen2VLVisionConfig(depth=2, embed_dim=32, num_heads=2, hidden_size=32, mlp_ratio=2)
+@pytest.mark.parametrize("setting", ["plain", "autocast", "checkpointing", "LoRA"])
+def test_a_step_of_a_vision_tower_is_as_eager(setting):
+    config = Qwen2VLVisionConfig(depth=2, embed_dim=48, num_heads=2, hidden_size=32, mlp_ratio=2)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     tower = Qwen2VisionTransformerPretrainedModel(config).train().to(DEVICE)
-    patches = torch.randn(16, 3 * 2 * 14 * 14, device=DEVICE)
-    grid = torch.tensor([[1, 4, 4]], device=DEVICE)
+    if setting == "checkpointing":
+        tower.gradient_checkpointing_enable()
+    if setting == "LoRA":
+        tower = get_peft_model(tower, LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False))
+    autocast = "bfloat16" if setting == "autocast" else None
+    patches = torch.randn(24, 3 * 2 * 14 * 14, device=DEVICE)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4]], device=DEVICE)  # two images in one call
 
     def step():
         tower.zero_grad(set_to_none=True)
-        result = tower(patches, grid_thw=grid)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast is not None):
+            result = tower(patches, grid_thw=grid)
         result = result if isinstance(result, torch.Tensor) else result[0]
-        result.square().mean().backward()
+        result.float().square().mean().backward()
         trained = {name: each.grad for name, each in tower.named_parameters() if each.grad is not None}
         return result.detach(), trained
 
     wanted = step()
     fields = {"preset": "eager", "rotary_pos_emb_vision_implementation": "triton"}
-    with bind(tower, fields, registry=registry(anywhere=True)) as binding:
+    with bind(tower, fields, registry=registry(anywhere=True), autocast=autocast) as binding:
         found = step()
         assert [str(planned.spec) for planned in binding.plan.kernels] == ["rotary_pos_emb_vision/full:triton"]
+    assert wanted[1]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
