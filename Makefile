@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DISTRIBUTIONS := core $(sort $(wildcard plugins/*))
 WORKERS ?= auto
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 # Many tests start Python anew. Without bytecode each start compiles the libraries again, which takes longer than the
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
-.PHONY: help demo test test-versions check format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference release clean
+.PHONY: help demo test test-all test-docs test-versions check check-form check-site check-types check-wheels format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,19 +23,34 @@ help:  ## list the targets
 demo: $(INSTALLED)  ## train a small Qwen3-MoE on real text, and compare it with everything eager
 	$(BIN)/veomni train examples/demo.yaml --compare eager --overwrite
 
-test: $(INSTALLED)  ## run every distribution's tests, and those that cross distributions
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: $(INSTALLED)  ## run the tests of every change: each kind of question once, in ten minutes on two cores
+	$(PYTEST) --suite test
+
+test-all: $(INSTALLED)  ## run all tests, or a part of them that takes twenty minutes: PART=3/8
+	$(PYTEST) --suite all $(if $(PART),--part $(PART))
+
+test-docs: $(INSTALLED)  ## run the tests of pages, examples, pictures and generated tables
+	$(PYTEST) --suite docs
 
 test-versions: $(INSTALLED)  ## run the binding tests against other versions: TRANSFORMERS="5.2.0 5.9.0 5.17.0"
 	for version in $(TRANSFORMERS); do $(BIN)/python scripts/test_with_transformers.py $$version || exit 1; done
 
 check: $(INSTALLED)  ## format, lint, types, import layers, the documentation, and each wheel alone beside the core
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-form check-wheels check-site check-types
+
+check-form: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_links.py
+
+check-types: $(INSTALLED)
+	$(BIN)/mypy
+
+check-site: $(INSTALLED)
 	$(BIN)/python scripts/build_site.py
+
+check-wheels: $(INSTALLED)
 	$(BIN)/python scripts/check_wheels.py
 
 format: $(INSTALLED)  ## rewrite the sources as check wants them

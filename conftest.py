@@ -24,6 +24,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Which tests a command runs, and what they cost; an sdist has one distribution's tests, and runs them all.
+pytest_plugins = ["suites.selection", "suites.cpu_time"] if importlib.util.find_spec("suites") else []
+
 # What is printed depends on no terminal: readline, which pytest imports, sets the width for the workers of xdist.
 os.environ.pop("COLUMNS", None)
 
@@ -58,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # A slow test that begins last leaves the other workers waiting for it.
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        # A dear test that begins last leaves the other workers waiting for it.
+        items.sort(key=lambda item: item.get_closest_marker("thorough") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -29,7 +29,7 @@ class ReleaseError(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="x.y.z")
-    parser.add_argument("--check", default="make check test", help="the command that must succeed before the commit")
+    parser.add_argument("--check", default="make check test-all", help="what must succeed before the commit")
     arguments = parser.parse_args()
     try:
         release(arguments.version, arguments.check)

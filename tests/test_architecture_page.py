@@ -11,6 +11,8 @@ import pytest
 import draw_architecture
 import veomni_core
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = draw_architecture.PAGE.read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs" / "explanation" / "glossary.md").read_text(encoding="utf-8")

@@ -13,6 +13,8 @@ import pytest
 
 from bench_repositories import KERNEL, ROOT, SCRIPT, Repository
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def compare(repository, revisions, capfd):
@@ -214,7 +216,7 @@ def test_what_is_not_there_is_said(repository, revisions, capsys, arguments, sai
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_make_bench_compares_a_real_kernel_in_a_clone(tmp_path):
     """The command that `make` would run, on a CPU kernel whose source differs. One pair gives no verdict."""
     for part in ("benchmarks", "core/src", *(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/src"))):

@@ -66,7 +66,7 @@ def test_every_page_names_a_script_and_is_in_the_list():
         assert f"(../docs/benchmarks/{figures.stem}.md)" in LIST
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", NEED_NO_GPU)
 def test_a_script_that_needs_no_gpu_starts_from_the_repository_s_root(script):
     words = [f"benchmarks/{script}", "--help"]
@@ -139,7 +139,7 @@ GUARDED_OURS = {  # the contenders of a script, where listing them needs no GPU
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", GUARDED_OURS)
 def test_the_benchmark_of_a_gpu_script_names_contenders_that_are_there(shared, name):
     script = shared(name)
@@ -147,7 +147,7 @@ def test_the_benchmark_of_a_gpu_script_names_contenders_that_are_there(shared, n
     assert set(script.BENCHMARK.ours) <= set(GUARDED_OURS[name](script))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_guarded_script_has_shapes_for_its_device(shared):
     for each in shared("revisions.selection").GUARDED:
         benchmark = shared(each.script.removesuffix(".py").replace("/", ".")).BENCHMARK

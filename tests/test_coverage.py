@@ -19,7 +19,6 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import UnknownNameError
 
-pytestmark = pytest.mark.slow
 SETTLED = "with RMS norms: every norm, rotary embedding and gated MLP proven or refused"
 
 
@@ -33,11 +32,13 @@ def models():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.docs
 def test_the_page_is_true(models):
     page = coverage_page(models, discover({"VEOMNI_PLUGINS": "veomni-torch"}), COMMAND)
     assert page == PAGE.read_text(encoding="utf-8"), f"run: make coverage-page (which is {COMMAND})"
 
 
+@pytest.mark.docs
 def test_what_it_must_reach(models):
     built = [model for model in models if not model.problem]
     norms = [model for model in built if model.op("rms_norm")]
@@ -52,6 +53,7 @@ def test_what_it_must_reach(models):
     )
 
 
+@pytest.mark.thorough
 def test_finding_sites_takes_little_memory():
     source = """
 import resource
@@ -117,6 +119,7 @@ def test_an_unknown_selection_is_answered():
         model_types("casual")
 
 
+@pytest.mark.thorough
 def test_the_command_covers_vision_language_models():
     command = [sys.executable, "-m", "veomni_core.cli", "coverage", "--transformers-models", "vlm", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -90,7 +90,7 @@ def test_sdists_hold_the_sources_and_the_tests(sdists: list[Path]) -> None:
         assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_tests_of_an_sdist_run_alone(wheels: list[Path], sdists: list[Path], tmp_path: Path) -> None:
     (core,) = (wheel for wheel in wheels if wheel.name.startswith("veomni_core-"))
     for name, tests in TESTS_ALONE.items():

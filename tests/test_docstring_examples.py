@@ -66,6 +66,7 @@ def _a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.mark.docs(one_per=[])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda test: test.name)
 def test_an_example_gives_what_it_shows(example):
     report: list[str] = []
@@ -73,6 +74,7 @@ def test_an_example_gives_what_it_shows(example):
     assert not report, "".join(report)
 
 
+@pytest.mark.docs(one_per=[])
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_is_public_has_an_example(name):
     docstring = inspect.getdoc(PUBLIC[name]) or ""

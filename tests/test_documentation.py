@@ -20,6 +20,8 @@ from veomni_core.cli.app import build_app
 from veomni_core.discovery.discover import discover
 from veomni_core.planning.config import OpsConfig
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIG = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")

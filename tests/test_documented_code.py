@@ -20,6 +20,14 @@ from veomni_core.cli import verify_processes
 WITH_CODE = [page for page in pages() if any(True for _ in blocks(page))]
 RUN_HERE = [page for page in WITH_CODE if any(block.is_run for block in blocks(page))]
 
+# `make test` runs these; the others have their place in `make test-docs`.
+ONE_OF_EACH_KIND = {
+    "README.md",
+    "docs/explanation/how-a-proof-works.md",
+    "docs/how-to/per-module.md",
+    "plugins/liger/README.md",
+}
+
 
 def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -57,7 +65,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], No
 
 
 def _marked(page: Path) -> Any:
-    return pytest.param(page, marks=[pytest.mark.slow] if page.parent.name == "tutorials" else [])
+    return pytest.param(page, marks=[] if _name(page) in ONE_OF_EACH_KIND else [pytest.mark.docs])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pages' output is that of a machine without a GPU")
@@ -66,6 +74,7 @@ def test_the_code_of_a_page_runs(page: Path, read: Callable[[Path], None]) -> No
     read(page)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
 def test_a_test_that_a_page_names_runs_that_page(page: Path) -> None:
     for block in blocks(page):

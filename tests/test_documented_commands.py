@@ -14,6 +14,8 @@ from typer.main import get_command
 from documented_code import FENCE, ROOT, SHELLS, blocks, pages
 from veomni_core.cli.app import build_app
 
+pytestmark = pytest.mark.docs
+
 PAGES = pages()
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 PLUGINS = {

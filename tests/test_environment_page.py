@@ -6,6 +6,10 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
 OTHERS = {"SC_PAGE_SIZE", "SC_PHYS_PAGES", "TRANSFORMER_BASED_WRAP"}  # of sysconf, and a policy of FSDP

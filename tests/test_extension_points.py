@@ -11,7 +11,7 @@ import pytest
 
 from fresh_environment import FreshEnvironment, build_wheel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).resolve().parent.parent
 VEOMNI = ("-m", "veomni_core.cli")
 MODEL = """

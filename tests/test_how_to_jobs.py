@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.run.run_job import run_job
 
+pytestmark = pytest.mark.docs
+
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "how-to"
 
 

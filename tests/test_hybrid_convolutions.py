@@ -24,6 +24,7 @@ def conv_sites(model):
     return [site for site in find_sites(model) if site.op_name == "causal_conv1d"]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_bound_model_trains_as_the_eager_one(model_type):
     model, ids = hybrid(model_type), tokens(2, 13)
@@ -50,6 +51,7 @@ def distance(found, exact):
 STEEP = "qwen4_exp_text with n-grams"
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", [name for name in TYPES if name != STEEP])
 def test_in_bfloat16_it_is_as_accurate_as_the_eager_one(model_type):
     model, ids = hybrid(model_type, torch.bfloat16), tokens(2, 13)
@@ -84,6 +86,7 @@ def packed_inputs(how):
     return {"position_ids": positions, how: given[how], "use_cache": False}
 
 
+@pytest.mark.thorough(one_per=["model_type"])
 @pytest.mark.parametrize("how", ["seq_idx", "cu_seq_lens_q"])
 @pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "lfm3"])
 def test_packed_equals_separate_where_the_convolution_is_all_that_mixes_positions(model_type, how):
@@ -154,6 +157,7 @@ def test_a_function_that_kernels_made_a_layer_of_is_bound(monkeypatch):
     assert calls[("causal_conv1d", "standard", "one")] == 1
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_has_no_graph_break_and_the_same_loss():
     torch._dynamo.reset()
     model, ids = hybrid("lfm2"), tokens(2, 13)

@@ -69,6 +69,7 @@ def test_every_type_of_transformers_with_such_layers_is_listed():
     assert {*ALL} == RIGHT | REFUSED.keys() and not RIGHT & REFUSED.keys()
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ALL)
 def test_a_type_may_be_packed_if_kernels_read_its_boundaries(model_type):
     model = hybrid(model_type)
@@ -122,6 +123,7 @@ def assert_apart(model, row, inputs, lengths):
         assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-7, name
 
 
+@pytest.mark.thorough(one_per=["way"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bound", sorted(RIGHT), indirect=True)
 def test_packed_equals_separate_in_logits_and_every_gradient(bound, way, monkeypatch):
@@ -130,6 +132,7 @@ def test_packed_equals_separate_in_logits_and_every_gradient(bound, way, monkeyp
     assert_apart(bound, tokens(1, sum(LENGTHS)), WAYS[way], LENGTHS)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("bound", sorted(RIGHT), indirect=True)
 def test_rows_of_a_batch_are_packed_each_by_its_positions(bound):
     first, second = POSITIONS, torch.arange(sum(LENGTHS))[None]
@@ -140,6 +143,7 @@ def test_rows_of_a_batch_are_packed_each_by_its_positions(bound):
     torch.testing.assert_close(packed[1:], bound(row[1:], use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough(one_per=["way"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bound, words", REFUSED.items(), ids=REFUSED, indirect=["bound"])
 def test_what_no_kernel_keeps_apart_is_refused_by_name(bound, words, way):
@@ -196,6 +200,7 @@ def test_models_of_attention_alone_keep_their_forward():
         assert type(model.model).forward is forward
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ["bamba", "kimi_linear", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
 def test_with_all_its_kernels_a_hybrid_trains_as_the_eager_one(model_type):
     model, ids = hybrid(model_type), tokens(2, 13)

@@ -27,6 +27,7 @@ def scan_sites(model):
     return [site for site in find_sites(model) if site.op_name == OP]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_bound_model_trains_as_the_eager_one(model_type):
     model, ids = hybrid(model_type), tokens(2, 70)
@@ -45,6 +46,7 @@ def test_a_bound_model_trains_as_the_eager_one(model_type):
     assert torch.equal(step(model, ids)[0], wanted[0])  # its own code again
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_in_bfloat16_it_is_as_accurate_as_the_eager_one(model_type):
     model, ids = hybrid(model_type, torch.bfloat16), tokens(2, 70)
@@ -56,6 +58,7 @@ def test_in_bfloat16_it_is_as_accurate_as_the_eager_one(model_type):
     assert abs(float(found[0] - exact[0])) <= 2.0 * abs(float(wanted[0] - exact[0])) + 1e-2
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_mixer_calls_the_kernel_once(model_type):
     model = hybrid(model_type)
@@ -65,6 +68,7 @@ def test_every_mixer_calls_the_kernel_once(model_type):
     assert calls[(OP, "standard", "one")] >= len(scan_sites(model))  # Zamba 2 runs its shared layers more than once
 
 
+@pytest.mark.thorough(one_per=["how"])
 @pytest.mark.parametrize("how", ["seq_idx", "cu_seq_lens_q"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_packed_sequences_give_what_they_give_alone(model_type, how):
@@ -102,6 +106,7 @@ def test_boundaries_that_a_scan_can_not_take_are_refused():
         model(tokens(1, 16), cu_seqlens=torch.tensor([0, 5, 16]), use_cache=False)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ["falcon_h1", "mamba2", "zamba2"])
 def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type):
     """The second part starts from the first's states; single tokens go through the model's own function."""
@@ -122,6 +127,7 @@ def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type)
             torch.testing.assert_close(logits(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_verified_and_undone(model_type):
     model = hybrid(model_type)

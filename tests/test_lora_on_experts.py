@@ -32,6 +32,7 @@ from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_torch.plugin import veomni_kernels
 
 
+@pytest.mark.thorough(one_per=["family"])
 @pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("family", MODELS)
@@ -45,6 +46,7 @@ def test_equals_pefts_own_computation(family, when, targets):
     assert all(each.grad is None for name, each in model.named_parameters() if "experts" in name and "lora" not in name)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("family", MODELS)
 def test_nothing_as_large_as_the_weights_is_allocated(family, when):
@@ -176,7 +178,7 @@ def test_another_parametrization_is_summed_and_said():
     assert said.endswith("down_proj: the parametrization Doubled keeps no low-rank factors")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_with_pefts_own_graph_breaks(when):
     model, _ = bound("qwen3_moe", when)

@@ -25,6 +25,8 @@ from migrations import PAGES, SIZES, assert_same_losses, blocks, losses, names_o
 from veomni_core import OpsConfig, binding_of, build_foundation_model, discover
 from veomni_core.ops.catalog import BUILTIN_OPS
 
+pytestmark = pytest.mark.docs
+
 TESTS = Path(__file__).resolve().parent
 # A dense layer and one of experts: every op that the page's job names.
 EXPERTS = {

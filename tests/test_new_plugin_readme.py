@@ -15,6 +15,8 @@ from filelock import FileLock
 
 from fresh_environment import FreshEnvironment, build_wheel
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("build", "editables", "hatchling", "mypy", "pytest")
 MODULES = {"veomni": ("-m", "veomni_core.cli"), "python": ()}  # others are modules of their own name
@@ -58,7 +60,7 @@ def core_alone(core, tmp_path_factory) -> FreshEnvironment:
     return environment
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_its_commands_work(kind, core, core_alone, tmp_path, monkeypatch):
     environment = core_alone.copy(tmp_path / "environment")

@@ -14,7 +14,7 @@ from documented_code import ROOT, Block, blocks, commands, plugins
 from fresh_environment import FreshEnvironment, build_wheel
 from page_run import check_output
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 PAGE = ROOT / "docs" / "start.md"
 SOURCES = {"veomni-torch": "plugins/torch_native", "veomni-trainer": "plugins/trainer"}
 

@@ -36,6 +36,7 @@ def draw(*shape):
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_loss_and_gradients_are_those_of_the_cpu(model_type, registry):
     eager, ids = tiny_model(model_type, torch.float32), draw(2, 12)
@@ -53,6 +54,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(model_type, registry):
         assert off <= 1e-4 * gradient.norm() + 1e-6, name
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens on the host"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_packed_documents_stay_apart(model_type, told_by, registry):
@@ -68,6 +70,7 @@ def test_packed_documents_stay_apart(model_type, told_by, registry):
     torch.testing.assert_close(packed.cpu(), apart.cpu(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("spec, dtype", CONVOLUTIONS)
 def test_the_convolution_meets_its_contract_there(npu, spec, dtype):
     check_kernel(spec, npu, dtype, largest=Size.BEYOND_A_TILE).raise_if_failed()

@@ -134,6 +134,7 @@ def ask(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return run
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("job, message", BAD.values(), ids=BAD)
 def test_both_refuse_a_bad_job_with_the_same_message(ask, job, message):
     refused = ask("plan", job)
@@ -141,6 +142,7 @@ def test_both_refuse_a_bad_job_with_the_same_message(ask, job, message):
     assert ask("train", job) == refused
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("job", GOOD.values(), ids=GOOD)
 def test_both_take_a_good_job(ask, job):
     assert (ask("plan", job), ask("train", job)) == ("", "")
@@ -164,6 +166,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
 def test_both_take_and_refuse_the_same_changes(ask, change, message):
     refused = ask("plan", JOB, "--set", change)

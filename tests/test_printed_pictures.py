@@ -8,6 +8,8 @@ import pytest
 
 from printed_pictures import FOLDER, PICTURES, picture
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_current(name):

@@ -14,6 +14,8 @@ from veomni_core import errors
 from veomni_core.cli.app import BUILTIN_VERBS
 from veomni_core.descriptions import hookspecs
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_current(name):

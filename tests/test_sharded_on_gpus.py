@@ -21,7 +21,7 @@ from sharded_on_gpus import DTYPES, cases
 pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
 )
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.thorough]
 
 SCRIPT = Path(__file__).with_name("sharded_on_gpus.py")
 CASES = list(cases(("fused_triton", "fused_quack")))

@@ -94,6 +94,7 @@ def test_the_step_after_one_that_failed_is_told_of_nothing():
     assert torch.equal(model(ROW).logits, wanted)
 
 
+@pytest.mark.thorough
 def test_a_compiled_layer_is_told_in_the_steps_that_pack_alone():
     torch._dynamo.reset()
     model = inkling()

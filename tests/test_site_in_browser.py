@@ -9,6 +9,8 @@ import pytest
 import build_site
 from in_browser import chromium, inaccessible, opened, overflowing, views
 
+pytestmark = pytest.mark.docs
+
 # The start, a how-to, wide tables, a drawing, and source code.
 PAGES = [
     "docs/index",
@@ -21,7 +23,7 @@ SCROLLING = "pre, .table-wrapper"
 
 
 # One test, so that one process builds the site.
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_site_builds_without_a_warning_and_can_be_read_everywhere(tmp_path: Path) -> None:
     assert build_site.build()
     problems: dict[str, list[str]] = {}

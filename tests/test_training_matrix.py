@@ -24,6 +24,7 @@ from training_setups import (
 from veomni_core import bind, binding_of
 
 
+@pytest.mark.thorough(one_per=["setup"])
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bound_model_trains_as_the_eager_one(family, setup):
@@ -33,6 +34,7 @@ def test_a_bound_model_trains_as_the_eager_one(family, setup):
     assert_equal_steps(step(bound), step(eager))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_weights_under_bf16_autocast(family):
     exact = step(build(family).train())
@@ -43,6 +45,7 @@ def test_float32_weights_under_bf16_autocast(family):
     assert_as_accurate(found, wanted, exact)
 
 
+@pytest.mark.thorough(one_per=["dtype"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_in_low_precision(family, dtype):
@@ -53,6 +56,7 @@ def test_weights_in_low_precision(family, dtype):
     assert_as_accurate(found, wanted, exact)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evaluation_in_another_thread_while_training(family):
     bound, eager, ids = build(family).train(), build(family), tokens()
@@ -78,6 +82,7 @@ def test_evaluation_in_another_thread_while_training(family):
         thread.join()
 
 
+@pytest.mark.thorough
 def test_compiled_for_every_size():
     """With ``dynamic=True`` PyTorch makes each number that a forward closes over an input of the graph."""
     torch._dynamo.reset()
@@ -112,6 +117,7 @@ def test_an_exported_step_has_the_eager_gradients():
     assert_equal_steps((loss.detach(), found), step(eager, tokens(seed=4)))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
 def test_a_step_without_memory(family):
     """On the meta device, as people estimate memory; transformers' own experts don't run there."""
@@ -168,6 +174,7 @@ def _preferences(model, folder: Path):
     return trl.DPOTrainer(model, reference, config, train_dataset=rows, processing_class=_tokenizer())
 
 
+@pytest.mark.thorough(one_per=["trainer"])
 @pytest.mark.parametrize("trainer", [_supervised, _preferences], ids=["SFT", "DPO"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_trl_trains_a_bound_model_as_the_eager_one(family, trainer, tmp_path):

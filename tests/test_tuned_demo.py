@@ -32,7 +32,7 @@ def veomni(tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_plan_of_the_demo_has_the_best_that_was_measured(veomni: Any) -> None:
     tuned = veomni("tune", DEMO, *SHORT, "--jobs", "2", "--seconds", "0.2")
     profile = Profile.from_json(json.dumps(tuned["measured"]))

@@ -31,6 +31,7 @@ from veomni_core.errors import BindingError, BoundModelPickleError
 REGISTRY = counting_registry("one")
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compile_fullgraph(family):
     if family in FAMILIES_WITH_EXPERTS and Version(transformers.__version__) < Version("5.20"):
@@ -53,6 +54,7 @@ def test_compile_fullgraph(family):
         compiled(input_ids=ids, labels=ids, use_cache=False)
 
 
+@pytest.mark.thorough
 def test_a_bound_and_an_unbound_model_don_t_recompile_each_other():
     torch._dynamo.reset()
     model, eager, ids = build("llama"), build("llama"), tokens()
@@ -203,6 +205,7 @@ def test_undo_reaches_the_copies_that_peft_makes(adapter):
     assert _why_not_pickled(wrapped) == _why_not_pickled(wanted)
 
 
+@pytest.mark.thorough
 def test_regional_compilation_compiles_one_layer_for_all():
     torch._dynamo.reset()
     model, eager = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=4)

@@ -258,7 +258,7 @@ def test_the_command_certifies_and_list_and_plan_show_it(veomni, install, tmp_pa
     assert certificate in read_certificates(Path(tmp_path / "cache" / "certificates.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_rank_without_the_certificate_ends_all_ranks(tmp_path):
     outputs = run_ranks(
         f"""

@@ -20,6 +20,7 @@ from veomni_core.ops.chunk_gated_delta_rule import standard
 from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
 
 
+@pytest.mark.thorough(one_per=["dtype"])
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_bound_model_equals_its_own_code(name, dtype, allowed):
@@ -34,6 +35,7 @@ def test_a_bound_model_equals_its_own_code(name, dtype, allowed):
     assert torch.equal(step(model, ids)[0], loss)  # its own code again
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_linear_layer_calls_the_kernel_once(name):
     model = family(name)
@@ -45,6 +47,7 @@ def test_every_linear_layer_calls_the_kernel_once(name):
     assert calls[(OP, "standard", "one")] == 3
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(name):
     """The second part starts from the first's states; single tokens go through the model's recurrent function."""

@@ -138,6 +138,7 @@ def test_tensor_memory_that_a_block_lacks_is_named():
     assert not lacking(SimpleNamespace(shared=0), Target.of(Hardware.named("h200")))
 
 
+@pytest.mark.thorough
 def test_host_code_may_ask_tritons_driver_about_the_gpu(compiled):
     blocks = {"sm89": "BLOCK=128", "sm90": "BLOCK=256", "mi300x": "BLOCK=128"}
     for target, block in blocks.items():

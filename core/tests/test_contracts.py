@@ -49,6 +49,7 @@ def as_kernel(contract, device="cpu"):
     return KernelSpec("reference", *spec, features=features, deterministic=deterministic)
 
 
+@pytest.mark.thorough(one_per=["device", "op", "variant"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, variant", VARIANTS, ids=[f"{op.name}/{variant}" for op, variant in VARIANTS])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

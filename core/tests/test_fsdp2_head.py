@@ -9,8 +9,6 @@ import pytest
 
 from distributed import run_ranks
 
-pytestmark = pytest.mark.slow
-
 # Each layout is compared with itself unbound, over the same steps.
 COMPARED = """
     import gc, logging, sys, tempfile, warnings
@@ -171,6 +169,7 @@ def compare(cases: str) -> None:
     assert run_ranks(body) == ["compared\n"] * 2
 
 
+@pytest.mark.thorough
 def test_under_transformers_engine_which_puts_the_last_norm_and_the_head_into_one_group():
     pytest.importorskip("transformers.distributed.fsdp", reason="this transformers has no engine of its own")
     compare(
@@ -188,6 +187,7 @@ assert copies_during_a_step(by_transformers, FUSED) == copies_during_a_step(by_t
     )
 
 
+@pytest.mark.thorough
 def test_under_fully_shard_of_the_head_by_itself_or_with_the_norm():
     compare(
         f"""
@@ -215,6 +215,7 @@ else:
     )
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_gathers_a_weight_that_was_sharded_after_the_heads_forward():
     compare(
         """

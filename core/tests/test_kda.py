@@ -19,6 +19,7 @@ from veomni_core.errors import PackedSequencesError
 pytestmark = needs_kda
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_bound_model_equals_its_own_code(name):
     model, ids = family(name), tokens(2, 70)
@@ -32,6 +33,7 @@ def test_a_bound_model_equals_its_own_code(name):
     assert torch.equal(step(model, ids)[0], loss)  # its own code again
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_bfloat16_it_is_as_accurate_as_its_own_code(name):
     """Both beside float32: where rounding sends a token to another expert, two right runs differ too."""
@@ -44,6 +46,7 @@ def test_in_bfloat16_it_is_as_accurate_as_its_own_code(name):
     assert abs(float(found[0] - exact[0])) <= 2.0 * abs(float(wanted[0] - exact[0])) + 1e-2
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_linear_layer_calls_the_kernel_once(name):
     model = family(name)
@@ -58,6 +61,7 @@ def test_every_linear_layer_calls_the_kernel_once(name):
     assert calls[(OP, "standard", "one")] == len(sites)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(name):
     """The second part starts from the first's states; single tokens go through the model's recurrent function."""
@@ -88,6 +92,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_sequences_give_what_they_give_alone(way):
     model, ids = family("kimi_linear"), tokens(1, 40)

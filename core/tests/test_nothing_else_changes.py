@@ -134,6 +134,7 @@ def used_once(action: str) -> None:
     UNDER[action](build("llama"))
 
 
+@pytest.mark.thorough(one_per=["action"])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("action", UNDER)
 def test_nothing_differs_after(action, kind):

@@ -239,7 +239,7 @@ def test_another_transformation_on_top_is_refused():
             Shadow(model, ONE)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_ranks_breach_ends_all_ranks_with_the_same_words():
     body = """
         import sys

@@ -12,8 +12,6 @@ from veomni_core.ops.contract import Sample, contract_for
 from veomni_core.ops.expert_ranks import ExpertRanks
 from veomni_core.ops.token_dispatch import exchanged
 
-pytestmark = pytest.mark.slow  # each check starts four processes
-
 
 def _failures(kernel, dtype="float32"):
     return failures_of(kernel, "token_dispatch", "exchanged", dtype)
@@ -51,6 +49,7 @@ def sums_in_16_bits(hidden, top_k_index, top_k_weights, experts, ranks):
     return exchanged(hidden, top_k_index, top_k_weights, local_sums, ranks)
 
 
+@pytest.mark.thorough
 def test_partial_sums_that_are_added_up_in_16_bits_are_found():
     failures = _failures(sums_in_16_bits, "bfloat16")
     assert any("'partial sums that cancel': rank 0: the result is off" in failure for failure in failures), failures
@@ -66,6 +65,7 @@ def loses_tokens(hidden, top_k_index, top_k_weights, experts, ranks):
     return exchanged(hidden, top_k_index, top_k_weights, unless_empty, ranks)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_gets_nothing_and_leaves_its_experts_out_is_found():
     failures = _failures(loses_tokens)
     assert "sample 'a rank that gets no row': rank 0: misses the gradient of hidden" in failures
@@ -75,6 +75,7 @@ def combines_in_another_order(hidden, top_k_index, top_k_weights, experts, ranks
     return exchanged(hidden, top_k_index, top_k_weights, experts, ranks).flip(0)
 
 
+@pytest.mark.thorough
 def test_rows_that_come_back_in_another_order_are_found():
     assert any("'odd counts': rank 0: the result is off" in failure for failure in _failures(combines_in_another_order))
 
@@ -85,6 +86,7 @@ def raises_on_one_rank(hidden, top_k_index, top_k_weights, experts, ranks):
     return exchanged(hidden, top_k_index, top_k_weights, experts, ranks)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_raises_ends_the_check_with_its_message():
     failures = _failures(raises_on_one_rank)
     assert "sample 'odd counts': rank 1: raised ValueError: no room for 7 tokens" in failures

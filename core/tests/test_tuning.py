@@ -160,6 +160,7 @@ def test_a_kernel_that_fails_later_ends_nothing_but_its_site(calls, why_not, own
     assert contenders(profile, "model.norm")["tiring"].why_not == "RuntimeError: it can't go on"
 
 
+@pytest.mark.thorough
 def test_a_site_without_a_kernel_has_nothing_to_measure():
     _, profile = tuned(llama(1), registry_of())
     assert not any(site.measured for site in profile.sites)
@@ -175,6 +176,7 @@ def certified_torch():
     return registry
 
 
+@pytest.mark.thorough
 def test_functions_that_a_forward_names_are_timed_by_themselves():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hybrid(layers=4))  # as few as have both kinds of layers
@@ -187,6 +189,7 @@ def test_functions_that_a_forward_names_are_timed_by_themselves():
     assert timed["rms_norm_gated"] == "Qwen3NextRMSNormGated at model.layers.0.linear_attn.norm"
 
 
+@pytest.mark.thorough
 def test_what_is_timed_is_the_op_and_little_else():
     registry = certified_torch()
     model = build("qwen3_moe")
@@ -204,6 +207,7 @@ def test_what_is_timed_is_the_op_and_little_else():
     assert mlp.shapes == "[2, 8, 32] float32, [2, 8, 48] float32" and len(mlp.measured) == 2
 
 
+@pytest.mark.thorough
 def test_the_model_is_left_as_it_was():
     registry = registry_of(norm("cheap"), norm("broken"))
     certify(registry, "cheap", "broken")

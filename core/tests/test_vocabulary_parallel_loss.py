@@ -130,7 +130,7 @@ def on_ranks(cases: str, processes: int) -> None:
     assert run_ranks(body, processes) == ["equal\n"] * processes
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks():
     on_ranks(
         """
@@ -167,7 +167,7 @@ assert loss == 0 and not full(model.lm_head.weight.grad).any()
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_four_ranks():
     on_ranks(
         """

@@ -13,6 +13,7 @@ from veomni_npu.plugin import veomni_kernels
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in veomni_kernels() for dtype in spec.dtypes]
 
 
+@pytest.mark.thorough(one_per=["npu", "spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_conformance(npu, spec, dtype):
     check_kernel(spec, npu, dtype, largest=Size.BEYOND_A_TILE).raise_if_failed()

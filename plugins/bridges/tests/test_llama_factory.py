@@ -17,8 +17,6 @@ from tiny_training import close
 from veomni_bridges.llama_factory import kernels
 from veomni_core.errors import ConfigError, UnknownNameError
 
-pytestmark = pytest.mark.slow
-
 # LLaMA-Factory, the versions that it pins or that those need, and what else its way to a training imports.
 LLAMA_FACTORY = (
     "llamafactory==0.9.5",
@@ -93,6 +91,7 @@ def _turn(role: str, text: str) -> dict[str, object]:
     return {"role": role, "content": [{"type": "text", "value": text}], "loss_weight": float(role == "assistant")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_losses_of_the_trainer_are_those_without_kernels(folder: Path, kind: str) -> None:
     bound, eager = (
@@ -105,6 +104,7 @@ def test_the_losses_of_the_trainer_are_those_without_kernels(folder: Path, kind:
     assert chosen["rms_norm"] == ["torch"] and chosen["swiglu_mlp"] == ["torch"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_losses_of_the_v1_engine_are_those_without_kernels(folder: Path, kind: str) -> None:
     bound, eager = (
@@ -117,12 +117,14 @@ def test_the_losses_of_the_v1_engine_are_those_without_kernels(folder: Path, kin
     assert "Bound on" not in (folder / f"eager_v1.py {kind}.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", REFUSED)
 def test_a_job_that_cannot_be_bound_is_refused(folder: Path, job: str) -> None:
     error = error_of(folder, job)
     assert re.match(REFUSED[job][2], error), error
 
 
+@pytest.mark.thorough
 def test_importing_the_bridge_changes_nothing_of_the_libraries(folder: Path) -> None:
     assert json.loads((folder / "changed.json").read_text()) == []
 

@@ -17,8 +17,6 @@ from installed_beside import installed_beside
 from veomni_bridges.ms_swift import kernels
 from veomni_core.errors import BindingError, ConfigError, HostError, UnknownNameError
 
-pytestmark = pytest.mark.slow
-
 # ms-swift, the newest versions that it allows, and what else its way to a training imports.
 MS_SWIFT = (
     "ms_swift==4.6.0",
@@ -72,6 +70,7 @@ def _run_s_measurements(folder: Path, run: str) -> list[float]:
     return measured(json.loads(state.read_text(encoding="utf-8"))["log_history"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_losses_are_those_of_the_job_without_the_callback(folder: Path, kind: str) -> None:
     bound, eager = (_run_s_measurements(folder, f"{way} {kind}") for way in ("bound", "eager"))
@@ -84,10 +83,12 @@ def test_the_losses_are_those_of_the_job_without_the_callback(folder: Path, kind
     assert ("computes the loss itself, by enable_dft_loss: True" in said) == (kind == "dft")
 
 
+@pytest.mark.thorough
 def test_liger_s_own_switch_is_refused(folder: Path) -> None:
     assert re.match("BindingError: .*use_liger_kernel=True replaces forwards", error_of(folder, "liger"))
 
 
+@pytest.mark.thorough
 def test_importing_the_bridge_changes_nothing_of_the_libraries(folder: Path) -> None:
     assert json.loads((folder / "changed.json").read_text()) == []
 

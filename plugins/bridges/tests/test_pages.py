@@ -10,6 +10,8 @@ import pytest
 
 import veomni_core
 
+pytestmark = pytest.mark.docs
+
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 API = DOCS / "reference" / "python.md"
 PAGES = (API, DOCS / "how-to" / "transformers-trainer.md", DOCS / "how-to" / "trl.md")

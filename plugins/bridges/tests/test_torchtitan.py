@@ -10,7 +10,7 @@ import pytest
 from foreign_trainings import error_of, run_scripts
 from tiny_training import close
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 TORCHTITAN = (
     *("torchtitan==0.3.0", "spmd_types==0.2.3", "torchdata==0.11.0", "torch_checkpointing"),

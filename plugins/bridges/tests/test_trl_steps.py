@@ -15,6 +15,8 @@ from trl_data import PAIRS, PROMPTS, QUICK, TEXTS, make_tokenizer
 
 from veomni_bridges.trl import VeOmniCallback
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 50
 # Plain descent: Adam divides small gradients by their own size, which makes their rounding as large as the others'.
 SETTINGS = {**QUICK, "max_steps": STEPS, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 1.0}

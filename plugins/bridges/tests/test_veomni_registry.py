@@ -50,21 +50,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_losses_are_those_of_the_model_without_kernels(folder: Path) -> None:
     bound, eager = (json.loads((folder / f"{name}.json").read_text()) for name in ("bound", "eager"))
     assert len(bound) == 8 and close(bound, eager)
     assert bound != eager  # kernels add up in another order, so they did run
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_slot_computes_the_variant_that_it_is_mapped_to(folder: Path) -> None:
     assert not (folder / "slots.error.json").exists(), error_of(folder, "slots")
     compared = {tuple(line.split()) for line in (folder / "slots.log").read_text().splitlines()}
     assert compared >= veomni_registry._SLOTS.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("asked", "outcome"),
     [
@@ -87,7 +87,7 @@ def test_what_veomni_does_with_names_that_it_cannot_bind(folder: Path, asked: st
     assert outcome in line
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_importing_the_bridge_changes_nothing(folder: Path) -> None:
     assert json.loads((folder / "changed.json").read_text()) == []
 

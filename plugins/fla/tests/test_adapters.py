@@ -36,7 +36,7 @@ SLOW = "chunk_gated_delta_rule/standard:flash_qla"  # its heads are padded to 12
 @pytest.mark.parametrize(
     "kernel, dtype",
     [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (name == SLOW))
+        pytest.param(name, dtype, marks=[pytest.mark.thorough] * (name == SLOW))
         for name in PLAIN
         for dtype in SPECS[name].dtypes
         if dtype != "float16"

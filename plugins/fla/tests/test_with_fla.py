@@ -43,7 +43,7 @@ def printed(script, *arguments, **variables):
 
 
 @without_a_gpu
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kernel",
     [
@@ -59,13 +59,13 @@ def test_the_kernels_of_fla_keep_the_contract_in_the_interpreter(kernel):
 
 
 @without_a_gpu
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_kda_s_kernel_gets_the_gradients_of_states_in_float32():
     assert printed("dtype_of_states.py", TRITON_INTERPRET="1") == {"h": "torch.float16", "dh": "torch.float32"}
 
 
 @without_a_gpu
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_runs_is_the_same_whatever_the_environment_and_its_backends_say():
     found = printed("environments.py", **SWITCHES)
     assert found["theirs"] == "Taken"  # fla itself takes the backend

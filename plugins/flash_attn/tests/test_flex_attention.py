@@ -54,6 +54,7 @@ def test_under_autocast_heads_of_several_dtypes_take_its_dtype():
     torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.thorough
 @without_gpu
 @pytest.mark.usefixtures("without_compiler")
 def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed():
@@ -76,6 +77,7 @@ def test_each_softcap_is_a_constant_of_its_graph():
     assert counters["stats"]["unique_graphs"] - before == 3
 
 
+@pytest.mark.thorough
 @without_gpu
 def test_its_masks_hold_no_number_computed_from_dynamic_sizes():
     """Inductor (2.13) takes tensors, and sizes as they are."""
@@ -101,6 +103,7 @@ def test_its_masks_hold_no_number_computed_from_dynamic_sizes():
     assert all(isinstance(each, torch.Tensor) or each.node.expr.is_Symbol for each in held)
 
 
+@pytest.mark.thorough
 @without_gpu
 def test_it_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
     compiled = []

@@ -12,6 +12,8 @@ from veomni_core.cli.app import build_app
 from veomni_hub.build_variants import digest_of
 from veomni_hub.kernel_file import read
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "hub-kernels.md").read_text(encoding="utf-8")
 

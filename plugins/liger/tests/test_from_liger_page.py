@@ -25,9 +25,12 @@ from veomni_liger.plugin import veomni_kernels
 
 *BEFORES, AFTER = blocks("from-liger.md", "python")
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU rounds float32 products otherwise than the interpreter"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="a GPU rounds float32 products otherwise than the interpreter"
+    ),
+    pytest.mark.docs,
+]
 
 
 @pytest.fixture(autouse=True)

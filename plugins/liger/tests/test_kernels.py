@@ -16,7 +16,7 @@ in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the
 
 @in_the_interpreter
 @pytest.mark.parametrize(
-    "spec", [pytest.param(s, id=str(s), marks=[pytest.mark.slow] * (s.name == "fused_liger")) for s in SPECS]
+    "spec", [pytest.param(s, id=str(s), marks=[pytest.mark.thorough] * (s.name == "fused_liger")) for s in SPECS]
 )
 def test_conformance(spec):
     dtype = "float32" if "float32" in spec.dtypes else "bfloat16"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run the kernels themselves"),
 ]

@@ -24,6 +24,7 @@ SPECS = veomni_kernels()
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for dtype in spec.dtypes]
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_conformance(spec, dtype):
     check_kernel(spec, "cpu", dtype).raise_if_failed()
@@ -70,6 +71,7 @@ CALLS = {
 }
 
 
+@pytest.mark.thorough(one_per=["function"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function, inputs", CALLS.values(), ids=CALLS)
 def test_compiles_without_a_graph_break(function, inputs, backend):

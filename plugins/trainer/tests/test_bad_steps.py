@@ -32,6 +32,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     return [_strict(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("log_every", [1, 10])
 def test_training_stops_at_the_first_bad_step_and_keeps_the_last_good_checkpoint(
     job_data: dict[str, Any], train: Train, run: Path, log_every: int
@@ -55,6 +56,7 @@ def test_training_stops_at_the_first_bad_step_and_keeps_the_last_good_checkpoint
     assert "This job has 1 bad step. The first one is step 2: the loss is nan." in page
 
 
+@pytest.mark.thorough
 def test_a_run_that_stopped_goes_on_with_other_settings(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_dry_run_says_what_the_job_would_do(job_data: dict[str, Any], write_jo
     assert not run.exists()
 
 
+@pytest.mark.thorough
 def test_a_dry_run_of_a_resumed_job_starts_at_its_checkpoint(
     job_data: dict[str, Any], write_job: WriteJob, train: Callable[..., bool], run: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_more_memory_than_there_is_comes_with_advice(
     )
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "model", ["llama", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "glm4_moe"]
 )
@@ -122,6 +124,7 @@ def test_init_writes_a_job_that_can_train(model: str, tmp_path: Path, monkeypatc
     assert isinstance(job.model.config, dict) and job.model.config["model_type"] == model
 
 
+@pytest.mark.thorough
 def test_init_takes_weights_where_there_are_some(
     job_data: dict[str, Any], train: Callable[..., bool], run: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def found_in(job: Path, **options: Any) -> tuple[Any, list[str]]:
     return found, said
 
 
+@pytest.mark.thorough
 def test_the_one_wrong_site_is_found_among_all_of_a_qwen3_moe(planted: dict[str, Any], write_job: WriteJob) -> None:
     found, said = found_in(write_job(planted))
     assert [[(site.field, str(site.spec), site.path) for site in cause] for cause in found.causes] == [
@@ -63,6 +64,7 @@ def test_the_one_wrong_site_is_found_among_all_of_a_qwen3_moe(planted: dict[str,
     assert f"rms_norm/standard:planted at {SITE}" in found.describe()
 
 
+@pytest.mark.thorough
 def test_every_wrong_site_is_found(planted: dict[str, Any], write_job: WriteJob) -> None:
     planted["model"]["ops_implementation"]["rms_norm_implementation"] = "planted_for_heads"
     found, _ = found_in(write_job(planted))
@@ -72,6 +74,7 @@ def test_every_wrong_site_is_found(planted: dict[str, Any], write_job: WriteJob)
     )
 
 
+@pytest.mark.thorough
 def test_runs_that_agree_have_no_cause(moe_data: dict[str, Any], write_job: WriteJob, run: Path) -> None:
     moe_data["model"]["ops_implementation"] = {"preset": "auto"}
     found, _ = found_in(write_job(moe_data))
@@ -80,7 +83,7 @@ def test_runs_that_agree_have_no_cause(moe_data: dict[str, Any], write_job: Writ
     assert not run.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_tells_programs_the_site_and_exits_with_1(planted: dict[str, Any], write_job: WriteJob) -> None:
     told = veomni("bisect", write_job(planted), "--steps", "1", "--json")
     assert told.returncode == 1, told.stderr

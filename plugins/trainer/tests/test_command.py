@@ -87,6 +87,7 @@ def test_a_compared_run_lies_on_the_eager_one(
     assert {op["asked"] for op in receipt["ops"]} == {"eager"}
 
 
+@pytest.mark.thorough
 def test_json_is_all_of_standard_output(job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
     job_data["train"] |= {"steps": 2, "export": True}
     result = veomni("train", write_job(job_data), "--json", "--compare", "eager")
@@ -165,6 +166,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
     assert losses(halved) == losses(whole)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fresh_environment import FreshEnvironment, build_wheel
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "fine-tune-a-chat-model.md").read_text(encoding="utf-8")
 CHATS = {

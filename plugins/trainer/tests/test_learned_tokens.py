@@ -10,7 +10,7 @@ import torch
 from jobs_on_ranks import Jobs, balance
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers shards models since 5.21")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 HELD_OUT = "data.validation_fraction=0.2"
 STREAM = ("data.streaming=true", "data.shuffle_buffer=8")

@@ -47,6 +47,7 @@ def bound_ops(run: Path) -> set[str]:
     return {kernel["kernel"].split("/")[0] for kernel in receipt["kernels"]}
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("fixture", ["lora_data", "experts_data"])
 def test_kernels_train_the_same_adapter_as_the_model_s_own_code(
     request: pytest.FixtureRequest, train: Train, losses: Losses, run: Path, fixture: str
@@ -67,6 +68,7 @@ def test_loads_of_adapted_experts_are_measured(experts_data: dict[str, Any], tra
     assert [sum(layer) for layer in rows] == [2 * 32 * 2] * 2  # sequences x tokens x experts of each
 
 
+@pytest.mark.thorough
 def test_gradient_checkpointing_changes_nothing(
     lora_data: dict[str, Any], train: Train, losses: Losses, run: Path
 ) -> None:
@@ -76,6 +78,7 @@ def test_gradient_checkpointing_changes_nothing(
     assert losses(run) == plain
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True, "modules_to_save": ["lm_head"]}, EXPERTS], ids=str)
 def test_a_resumed_run_goes_on_exactly(
     lora_data: dict[str, Any], pretrained: Path, train: Train, losses: Losses, run: Path, lora: dict[str, Any]
@@ -118,6 +121,7 @@ def test_an_adapter_is_not_resumed_from_whole_weights(lora_data: dict[str, Any],
         train(lora_data, "train.steps=6", resume=True)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("fixture", ["lora_data", "experts_data"])
 def test_a_merged_run_is_a_plain_model_that_computes_the_same(
     request: pytest.FixtureRequest, train: Train, run: Path, tmp_path: Path, fixture: str

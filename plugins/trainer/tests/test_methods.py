@@ -66,6 +66,7 @@ def test_an_example_job_trains_and_reports_its_curves(here: Path, go: Go, method
         assert {"rewards/contains_answer/mean", "rewards/brevity/mean", "completions/mean_length"} <= rows[0].keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_kernels_learn_the_same_as_the_models_own_code(here: Path, go: Go, method: str) -> None:
     # Plain descent: Adam's first steps divide gradients by their own size, and so enlarge rounding.
@@ -80,6 +81,7 @@ def test_kernels_learn_the_same_as_the_models_own_code(here: Path, go: Go, metho
     assert_close(bound, eager)
 
 
+@pytest.mark.thorough
 def test_a_comparison_with_eager_shows_both_curves(here: Path) -> None:
     changes = (f"train.output_dir={here / 'run'}", "train.device=cpu", "train.steps=3")
     sets = [part for change in changes for part in ("--set", change)]
@@ -90,6 +92,7 @@ def test_a_comparison_with_eager_shows_both_curves(here: Path) -> None:
     assert_close(learned(here / "run")[1:], learned(here / "run" / "eager")[1:], 1e-2)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_goes_on_exactly(here: Path, go: Go, method: str) -> None:
     changes = ("train.steps=4", "train.save_every=2", "train.keep_checkpoints=9")
@@ -100,6 +103,7 @@ def test_a_resumed_run_goes_on_exactly(here: Path, go: Go, method: str) -> None:
     assert learned(here / "run") == whole
 
 
+@pytest.mark.thorough
 def test_a_policy_that_is_held_to_its_start(here: Path, go: Go) -> None:
     changes = ("train.steps=4", "train.grpo.beta=0.1", "train.save_every=2", "train.keep_checkpoints=9")
     go("grpo", *changes)
@@ -127,6 +131,7 @@ def over_weights(here: Path, trained_weights: Path) -> tuple[str, ...]:
     return "model.config=null", "model.weights=weights", "data.tokenizer=null"
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_whose_reference_is_the_model_without_it(
     here: Path, go: Go, over_weights: tuple[str, ...], method: str
@@ -160,6 +165,7 @@ def plan_of(job: Path, *changes: str) -> dict[str, Any]:
     return planned
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_plan_is_that_of_the_training(here: Path, go: Go, method: str) -> None:
     specs = [kernel["spec"] for kernel in plan_of(here / f"{method}.yaml", "train.device=cpu")["kernels"]]
@@ -177,6 +183,7 @@ def on_two(here: Path, method: str, *changes: str) -> list[dict[str, float]]:
     return learned(here / "run")
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_two_processes_train_as_one(here: Path, go: Go, method: str) -> None:
     few = ("train.steps=3", "train.optimizer=sgd", "train.device=cpu")
@@ -188,12 +195,14 @@ def test_two_processes_train_as_one(here: Path, go: Go, method: str) -> None:
             assert found[key] == pytest.approx(wanted[key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.thorough
 def test_two_processes_draw_the_same_with_kernels_and_without(here: Path) -> None:
     few = ("train.steps=2", "train.optimizer=sgd", "train.batch_size=4", "train.device=cpu")
     bound = on_two(here, "grpo", *few)
     assert_close(bound, on_two(here, "grpo", *few, "model.ops_implementation={preset: eager}"))
 
 
+@pytest.mark.docs
 def test_the_jobs_of_the_page_train(here: Path, over_weights: tuple[str, ...]) -> None:
     """docs/how-to/post-train.md, with lengths for a test."""
     blocks = re.findall(r"```(yaml|python)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -83,7 +83,7 @@ def test_a_mistake_is_answered_and_nothing_is_lost(
     assert not (here.root / "new").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "started"),
     [("a misspelt kernel", "anew"), ("half an optimizer", "as a fork"), ("a path through a file", "as a fork")],

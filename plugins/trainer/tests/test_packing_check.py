@@ -68,6 +68,7 @@ def _model(model_type: str, attention: str = "sdpa", dtype: str = "float32", **c
     return AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
 
 
+@pytest.mark.thorough(one_per=["attention"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", [*_RIGHT])
@@ -78,6 +79,7 @@ def test_models_of_attention_keep_documents_apart(model_type: str, attention: st
     assert model.training and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.thorough(one_per=["dtype"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", [*_MIXING])
 def test_models_that_mix_along_the_sequence_are_refused_by_their_first_module_that_does(
@@ -88,6 +90,7 @@ def test_models_that_mix_along_the_sequence_are_refused_by_their_first_module_th
         check_packing(_model(model_type, dtype=dtype, **config), batch_size=2)
 
 
+@pytest.mark.thorough(one_per=["dtype"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "bamba", "falcon_h1"])
 def test_bound_hybrids_keep_documents_apart_in_every_row(model_type: str, dtype: str) -> None:
@@ -106,6 +109,7 @@ def test_a_layer_that_stays_eager_is_named(model_type: str) -> None:
         check_packing(model, batch_size=1)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type: str, dtype: str) -> None:
@@ -127,6 +131,7 @@ def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type:
         assert found is not None and found[0].startswith("model.layers.0.mamba")
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("rows_together", [False, True])
 def test_a_packed_job_of_a_bound_hybrid_has_the_losses_of_its_documents_alone(
     rows_together: bool,

@@ -17,7 +17,7 @@ import torch
 from forked_processes import veomni, veomni_on_ranks
 from veomni_trainer.run import run_job
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]

@@ -15,6 +15,8 @@ from veomni_trainer.report.ending import RunEnding
 from veomni_trainer.report.runs import Run, write_comparison
 from veomni_trainer.report.write import write_report
 
+pytestmark = pytest.mark.docs
+
 LONG = "an_unbroken_name_of_a_module_that_is_longer_than_a_phone_is_wide." * 4
 RECEIPT = {
     "hardware": "cuda 90 (NVIDIA H200)",

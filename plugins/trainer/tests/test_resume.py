@@ -19,6 +19,7 @@ Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_resumed_run_goes_on_exactly(
     moe_data: dict[str, Any], train: Train, losses: Losses, run: Path, step: int
@@ -32,6 +33,7 @@ def test_a_resumed_run_goes_on_exactly(
     assert losses(run) == whole
 
 
+@pytest.mark.thorough
 def test_an_epoch_that_ends_in_between_is_resumed_exactly(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_job_whose_kernel_differs_ends_before_the_weights_change(
     assert (run / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_end_alike(planted: dict[str, Any], write_job: Callable[..., Path], run: Path) -> None:
     ranks = veomni_on_ranks("train", write_job(planted), processes=2)
     assert [each.returncode for each in ranks] == [1, 1]

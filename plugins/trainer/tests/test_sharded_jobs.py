@@ -20,7 +20,7 @@ from veomni_core.errors import CheckpointError
 from veomni_trainer.output.export import export_checkpoint
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers shards models since 5.21")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 AUTO = "model.ops_implementation={preset: auto}"
 SDPA = "model.ops_implementation={preset: eager, attn_implementation: sdpa}"

@@ -18,6 +18,8 @@ from veomni_trainer.data.tokens import PretrainedTokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.source_keys import ReadingKeys, Source
 
+pytestmark = pytest.mark.docs
+
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "training-data.md").read_text(encoding="utf-8")
 TOKENIZER = PretrainedTokenizer(byte_level(), end=0)
 

@@ -50,6 +50,7 @@ def with_gradients(function, leaves, upstream, activation="silu", seq_idx=None):
     return (result.detach(), *torch.autograd.grad(result, leaves, upstream))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_conformance(dtype):
     check_kernel(SPEC, DEVICE, dtype, **SAMPLES).raise_if_failed()

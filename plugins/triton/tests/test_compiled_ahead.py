@@ -27,7 +27,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu, dtype, calls", CALLS, ids=[f"{gpu}-{dtype}" for gpu, dtype, _ in CALLS])
 def test_every_launch_compiles_and_fits(gpu, dtype, calls, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -49,6 +49,7 @@ def off(found, exact):
     return float((found[0] - exact[0]).abs() / exact[0].abs()), float(distance) ** 0.5
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_step_is_as_eager(model_type):
     model, ids = model_of(model_type), tokens(2, 12)
@@ -74,6 +75,7 @@ def test_evaluation_and_checkpointing_between_steps():
     assert loss < 1e-5 and gradients < 1e-4
 
 
+@pytest.mark.thorough
 def test_under_autocast_it_is_as_accurate_as_eager():
     """Every token takes all experts: one that rounding sends elsewhere makes an error as large as the gradients."""
     model, ids = model_of("qwen3_next", num_experts=8, num_experts_per_tok=8), tokens(8, 12)

@@ -13,7 +13,6 @@ from veomni_core.testing import check_kernel
 from veomni_triton.moe_experts import layer, tiles
 from veomni_triton.plugin import veomni_kernels
 
-pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [spec for spec in veomni_kernels() if spec.op_name == "moe_experts"]
 # Triton's interpreter runs one element after the other.
@@ -25,6 +24,7 @@ def test_conformance(spec):
     check_kernel(spec, DEVICE, "float32", **SAMPLES).raise_if_failed()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU, 16-bit operands take this path of themselves")
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.preference > 0], ids=str)
 def test_conformance_by_descriptors(spec, monkeypatch):

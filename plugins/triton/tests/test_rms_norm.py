@@ -43,6 +43,7 @@ def with_gradients(variant, x, weight, upstream):
     return (result.detach(), *torch.autograd.grad(result, leaves, upstream.to(result.dtype)))
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("dtype", dtypes("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_conformance(spec, dtype):

@@ -41,6 +41,7 @@ def with_gradients(norm, leaves, upstream, group_size=None):
     return (result.detach(), *torch.autograd.grad(result, leaves, upstream.to(result.dtype)))
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_conformance(spec, dtype):

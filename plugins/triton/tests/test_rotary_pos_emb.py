@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_conformance(spec, dtype):
     check_kernel(spec, DEVICE, dtype, **SAMPLES).raise_if_failed()
@@ -164,6 +165,7 @@ def test_the_launch_decides_no_bit(launch):
     _assert_same_bits(rotate(q, k, *angles, 1, Form(), launch), reference.half_width(q, k, *angles))
 
 
+@pytest.mark.thorough(one_per=["variant"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("variant", "unsqueeze_dim"), [*((each, 1) for each in VARIANTS), ("full", 2)])
 def test_compiles_without_a_graph_break(variant, unsqueeze_dim, backend):

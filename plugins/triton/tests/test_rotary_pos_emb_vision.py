@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_conformance(spec, dtype):
     check_kernel(spec, DEVICE, dtype, **SAMPLES).raise_if_failed()
@@ -129,6 +130,7 @@ def test_the_launch_decides_no_bit(launch):
     _assert_same_bits(rotate_patches(q, k, *angles, False, False, launch), reference.full(q, k, *angles))
 
 
+@pytest.mark.thorough(one_per=["variant"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_without_a_graph_break(variant, backend):
@@ -174,6 +176,7 @@ def test_what_cannot_be_rotated_is_refused():
         kernels.full(q, _heads(2, 4, 1, 8), *_angles(3, 8))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("setting", ["plain", "autocast", "checkpointing", "LoRA"])
 def test_a_step_of_a_vision_tower_is_as_eager(setting):
     config = Qwen2VLVisionConfig(depth=2, embed_dim=48, num_heads=2, hidden_size=32, mlp_ratio=2)

@@ -11,7 +11,7 @@ from veomni_core.testing import check_kernel
 from veomni_triton.plugin import veomni_kernels
 
 pytest.importorskip("transformers.distributed.expert_parallel")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 (SPEC,) = (spec for spec in veomni_kernels() if spec.op_name == "token_dispatch")
 START = f"""
     sys.path.insert(0, {str(Path(__file__).parent)!r})

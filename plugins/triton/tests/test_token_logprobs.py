@@ -23,6 +23,7 @@ SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": Fals
 BOTH = ("logprobs", "entropy")
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kept_mib", [0, 512])
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_conformance(dtype, kept_mib):

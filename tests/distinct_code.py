@@ -1,0 +1,80 @@
+"""The smallest found set of model types whose sites run every distinct code that any causal type's sites run.
+
+Modeling files repeat each other: 157 types have far fewer kinds of norms, rotations and experts. ``make test`` binds
+the types of :data:`DISTINCT`; ``make test-all`` binds all of them, and checks that the list still covers the others.
+``python tests/distinct_code.py`` prints the list for the installed transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from veomni_core import Site
+from veomni_core.sites.attention.locator import reads_interface
+from veomni_core.sites.find import find_sites
+from veomni_core.sites.functions import global_functions
+from veomni_core.sites.proofs.reachable_code import is_library, reached_functions
+
+Code = tuple[str, str, str]  # rule, variant, digest of the code
+
+
+def codes(model: nn.Module) -> frozenset[Code]:
+    """The distinct code of the sites of ``model`` that are proven, by rule and variant.
+
+    Losses don't count: nearly each type writes its own head, and all are proven by one comparison of two losses.
+    """
+    found = set()
+    for site in find_sites(model):
+        if site.variant is not None and site.op_name not in ("cross_entropy_loss", "token_logprobs"):
+            for functions, kind in _functions(model, site):
+                found.add((site.rule, site.variant, _digest(functions, kind)))
+    return frozenset(found)
+
+
+def _functions(model: nn.Module, site: Site) -> Iterator[tuple[list[Any], type | None]]:
+    """What the site's own code calls: a named function, each eager attention function, or the module's forward."""
+    kind = type(model.get_submodule(site.path))
+    if "function" in site.detail:
+        yield [dict(global_functions(kind.forward))[site.detail["function"]]], None
+    elif site.op_name == "attention":
+        for reader in filter(reads_interface, model.modules()):
+            functions = global_functions(type(reader).forward)
+            yield [function for name, function in functions if name.endswith("eager_attention_forward")], None
+    else:
+        yield [kind.forward], kind
+
+
+def cover(codes_by_type: Mapping[str, frozenset[Code]]) -> list[str]:
+    """Types that together have every code, each the one that adds most to those before it; sorted by name."""
+    missing = set().union(*codes_by_type.values())
+    chosen = []
+    while missing:
+        best = max(sorted(codes_by_type), key=lambda name: len(codes_by_type[name] & missing))
+        chosen.append(best)
+        missing -= codes_by_type[best]
+    return sorted(chosen)
+
+
+def _digest(functions: list[Any], kind: type | None) -> str:
+    texts = sorted(
+        repr(list(_content(function.__code__)))
+        for function in reached_functions(functions, kind)
+        if not is_library(function)
+    )
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+
+
+def _content(code: CodeType) -> Iterator[Any]:
+    """What a code object computes, without its place in a file and the texts of its messages."""
+    yield code.co_code
+    yield code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _content(constant)
+        elif not isinstance(constant, str) or constant.isidentifier():
+            yield constant

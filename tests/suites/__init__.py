@@ -1,0 +1,1 @@
+"""What each test command runs, and what it costs."""

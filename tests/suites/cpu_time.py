@@ -1,0 +1,97 @@
+"""Measures the CPU time of each test file, prints the dearest ones, and holds ``make test`` to its budget.
+
+CPU time (user and system) of the tests and of the processes that they start; wall time would depend on what else the
+machine does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+BUDGET = 1100.0  # CPU seconds of `make test`; half as much again fails it
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_SHOWN = 10
+_FILES, _TOTAL = "cpu_seconds_by_file", "cpu_seconds"
+
+
+class CpuTime:
+    """Counts the CPU seconds of this process, by test file; on the controller of xdist, those of all workers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._spent: Counter[str] = Counter()
+        self._elsewhere = 0.0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool, bool]:
+        before = cpu_seconds()
+        ran = yield
+        self._spent[item.nodeid.partition("::")[0]] += cpu_seconds() - before
+        return ran
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput |= {_FILES: dict(self._spent), _TOTAL: cpu_seconds()}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        output = getattr(node, "workeroutput", {})
+        self._spent.update(output.get(_FILES, {}))
+        self._elsewhere += output.get(_TOTAL, 0.0)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._spent:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.section("CPU seconds")
+        for file, seconds in self._spent.most_common(_SHOWN):
+            write(f"{seconds:7.1f}  {file}")
+        write(f"{self.total():7.1f}  in all, with importing and collecting")
+        if self.is_over_budget():
+            write(
+                f"over the budget of {BUDGET:.0f} CPU seconds by more than a half. Mark what another test asks too as "
+                "thorough (CONTRIBUTING.md, Tests), or make it cheaper",
+                red=True,
+            )
+
+    def total(self) -> float:
+        """Of all workers, where there are any; they are processes of their own, which this one has not waited for."""
+        own = os.times()
+        return self._elsewhere + own.user + own.system if self._elsewhere else cpu_seconds()
+
+    def is_over_budget(self) -> bool:
+        return self._config.getoption("suite") == "test" and self.total() > 1.5 * BUDGET
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTime(config), "suites.cpu_time.counter")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    counter = session.config.pluginmanager.get_plugin("suites.cpu_time.counter")
+    if not hasattr(session.config, "workeroutput") and counter.is_over_budget() and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def cpu_seconds() -> float:
+    """Of this process, of the children that have ended, and of the server of forks with those of its own."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system + _fork_server_seconds()
+
+
+def _fork_server_seconds() -> float:
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    stat = Path(f"/proc/{pid}/stat")
+    if pid is None or not stat.exists():
+        return 0.0
+    fields = stat.read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS  # utime, stime, cutime and cstime of proc(5)
