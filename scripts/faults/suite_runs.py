@@ -33,8 +33,8 @@ class Ended:
 
     @property
     def shows_nothing(self) -> bool:
-        """Whether every test passed that was run."""
-        return self.code in (_PASSED, _NONE_CHOSEN)
+        """Whether every test passed that was run. A run that took more CPU time than it should fails without a test."""
+        return self.code in (_PASSED, _NONE_CHOSEN) or (self.code == _FAILED and not self.test)
 
 
 class SuiteRuns:
@@ -62,7 +62,7 @@ class SuiteRuns:
         """What became of ``fault``, as plain data."""
         began = time.monotonic()
         ended = self._first_sound_failure(fault, ["-n", "0", *fault.near], self._near_seconds)
-        if ended.shows_nothing and self._workers:
+        if not ended.test and ended.code is not None and self._workers:
             everything = ["-n", str(self._workers), "--dist", "worksteal"]
             ended = self._first_sound_failure(fault, everything, self._whole_seconds)
         result = _result(ended, fault)
