@@ -85,6 +85,12 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VEOMNI_CACHE", f"{_CACHES}/{next(_numbers)}")
 
 
+@pytest.fixture
+def every_form(request: pytest.FixtureRequest) -> bool:
+    """For ``check_kernel``: whether one sample of each form goes through the situations of training, or one in all."""
+    return request.config.getoption("suite", default="all") != "test"
+
+
 _SIMULATED = pytest.param("simulated", marks=pytest.mark.npu_simulated)
 
 

@@ -7,12 +7,14 @@ gradient that is zero in exact arithmetic, or a token that another expert takes,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from distinct_code import DISTINCT, codes, cover
 from models import Step, step
 from tiny_models import tiny_model
 from veomni_core import OpsConfig, bind
@@ -86,7 +88,11 @@ def distances(found: Step, wanted: Step) -> dict[str, float]:
     return {name: float((mine[name] - g).norm()) / (float(g.norm()) + floor) for name, g in theirs.items()}
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+def _marked(model_type: str) -> Any:
+    return pytest.param(model_type, marks=[] if model_type in DISTINCT else [pytest.mark.thorough])
+
+
+@pytest.mark.parametrize("model_type", map(_marked, TYPES))
 def test_bound_equals_eager(model_type, config, caplog):
     if model_type in NOT_RUN:
         pytest.skip(NOT_RUN[model_type])
@@ -123,3 +129,10 @@ def _eager(model: PreTrainedModel) -> PreTrainedModel:
 def test_the_types_that_are_left_out_are_few_and_exist():
     assert set(TYPES) >= NOT_RUN.keys()
     assert len(TYPES) - len(NOT_RUN) >= 155
+
+
+@pytest.mark.thorough
+def test_the_types_of_make_test_run_all_code_that_any_type_runs():
+    found = {name: codes(tiny_model(name, torch.float32)) for name in TYPES if name not in NOT_RUN}
+    missing = set().union(*found.values()) - set().union(*(found[name] for name in DISTINCT))
+    assert not missing, f"DISTINCT in tests/distinct_code.py should be {' '.join(cover(found))}"

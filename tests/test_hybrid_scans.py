@@ -127,7 +127,7 @@ def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type)
             torch.testing.assert_close(logits(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_verified_and_undone(model_type):
     model = hybrid(model_type)

@@ -70,7 +70,7 @@ def test_packed_documents_stay_apart(model_type, told_by, registry):
     torch.testing.assert_close(packed.cpu(), apart.cpu(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec, dtype", CONVOLUTIONS)
 def test_the_convolution_meets_its_contract_there(npu, spec, dtype):
     check_kernel(spec, npu, dtype, largest=Size.BEYOND_A_TILE).raise_if_failed()

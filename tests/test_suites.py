@@ -28,6 +28,11 @@ FILES = {
         @pytest.mark.parametrize("kernel", [f"kernel{number}" for number in range(12)])
         def test_kernel(kernel, dtype): pass
 
+        @pytest.mark.thorough(one_per=["function"])
+        @pytest.mark.parametrize("backend", ["eager", "compiled"])
+        @pytest.mark.parametrize("function", [lambda: 1, lambda: 2, lambda: 3], ids=["one", "two", "three"])
+        def test_function(function, backend): pass
+
         @pytest.mark.thorough(one_per=[])
         @pytest.mark.parametrize("machine", ["a", "b", pytest.param("c", marks=pytest.mark.skip(reason="not here"))])
         def test_machine(machine): pass
@@ -83,10 +88,15 @@ def test_the_default_suite_leaves_out_what_is_marked_and_keeps_the_samples(folde
     assert {name.split("-")[0] for name in kernels} == {f"test_kernel[kernel{number}" for number in range(12)}
     assert len(kernels) == 12, "one dtype of each kernel"
     assert {name.split("-")[1] for name in kernels} == {"float32]", "bfloat16]", "float16]"}, "all dtypes, over all"
+    functions = {name.split("-")[0] for name in names if name.startswith("test_function")}
+    assert functions == {"test_function[one", "test_function[two", "test_function[three"}, "values without a text"
+    assert len([name for name in names if name.startswith("test_function")]) == 3
     machines = {name for name in names if name.startswith("test_machine")}
     assert len(machines) == 1 and machines < {"test_machine[a]", "test_machine[b]"}, "one that can run here"
     assert len({name for name in names if name.startswith("test_page")}) == 1
-    others = {name for name in names if not name.startswith(("test_kernel", "test_machine", "test_page"))}
+    others = {
+        name for name in names if not name.startswith(("test_kernel", "test_function", "test_machine", "test_page"))
+    }
     assert others == {"test_plain", "test_size[small]"}
     assert not (folder / "imported").exists(), "a file that is marked whole isn't imported"
     assert selected(folder, "--suite", "test") == names, "the same in each process"
@@ -98,7 +108,7 @@ def test_the_docs_suite_runs_what_is_marked_docs(folder):
 
 def test_without_an_option_everything_that_is_named_runs_and_parts_are_the_whole(folder):
     everything = selected(folder)
-    assert len(everything) == 1 + 1 + 1 + 36 + 3 + 2 + 2 + 1 + 1
+    assert len(everything) == 1 + 1 + 1 + 36 + 6 + 3 + 2 + 2 + 1 + 1
     parts = [selected(folder, "--part", f"{which}/3") for which in (1, 2, 3)]
     assert sum(map(len, parts)) == len(everything) and set().union(*parts) == everything
 

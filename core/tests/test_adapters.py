@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(("family", "adapter"), CASES)
 def test_an_adapter_learns_what_it_learns_over_eager_code(family: str, adapter: str) -> None:
     before, after, eager = (build(family, **FAMILIES[family]) for _ in range(3))

@@ -53,8 +53,9 @@ def as_kernel(contract, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, variant", VARIANTS, ids=[f"{op.name}/{variant}" for op, variant in VARIANTS])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_each_reference_passes_its_own_contract(device, op, variant, dtype):
-    report = check_kernel(as_kernel(contract_for(op, variant), device), device, dtype)
+def test_each_reference_passes_its_own_contract(device, op, variant, dtype, every_form):
+    spec = as_kernel(contract_for(op, variant), device)
+    report = check_kernel(spec, device, dtype, every_form=every_form)
     report.raise_if_failed()
     assert len(report.cases) >= 3
     assert any(case.worst_gradient > 0 for case in report.cases) or dtype == "float32"

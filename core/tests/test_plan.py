@@ -156,7 +156,7 @@ def test_the_gpu_preset_elsewhere_raises_once_for_all_fields_with_the_alternativ
     assert norm.endswith("Usable: eager, half, shy, torch.")
 
 
-def test_planning_for_named_hardware_imports_neither_torch_nor_a_kernel_library():
+def test_planning_for_named_hardware_list_and_new_plugin_import_neither_torch_nor_a_kernel_library(tmp_path):
     script = """
 import sys
 from veomni_core import OpsConfig, Site, discover, plan_sites
@@ -165,9 +165,18 @@ config = OpsConfig.from_dict({"preset": "eager"}, registry)
 plan_sites((Site("rms_norm", "norm", "norm modules", "standard", "proven"),), config, hardware="h200").to_json()
 heavy = {"torch", "transformers", "triton", "numpy", "liger_kernel", "flash_attn", "quack"} & set(sys.modules)
 print(sorted(heavy))
+from contextlib import redirect_stdout
+from veomni_core.cli.app import build_app
+with redirect_stdout(sys.stderr):
+    build_app()(["list"], standalone_mode=False)
+print(sorted({"torch", "transformers", "triton", "numpy", "pydantic"} & set(sys.modules)))
+with redirect_stdout(sys.stderr):
+    build_app()(["new-plugin", "acme", "--folder", "acme"], standalone_mode=False)
+print(sorted({"torch", "transformers", "triton", "numpy"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines() == ["[]", "[]", "[]"]
+    assert "Ops" in done.stderr and (tmp_path / "acme" / "pyproject.toml").exists()
 
 
 NAMES = st.sampled_from(["liger_kernel", "quack", "torch", "shy", "eager", "auto"])

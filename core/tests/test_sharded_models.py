@@ -29,7 +29,7 @@ RUN = """
     report_cases({folder!r}, {processes})
 """
 CASES = [
-    pytest.param(processes, family, name, id=f"{family}, {name}")
+    pytest.param(processes, family, name, id=f"{family}, {name}", marks=[pytest.mark.thorough] * (processes > 2))
     for processes in LAYOUTS
     for family in FAMILIES
     for name, layout in LAYOUTS[processes].items()

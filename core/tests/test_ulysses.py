@@ -30,7 +30,7 @@ def outcomes(processes: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_on_several_processes(processes, name):
     assert outcomes(processes)[name] == ""
 

@@ -69,31 +69,35 @@ def select(items: Iterable[pytest.Item], suite: str, part: tuple[int, int] | Non
 
 
 def _sampled(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    groups: dict[str, list[pytest.Item]] = {}
+    groups: dict[tuple[str, ...], list[pytest.Item]] = {}
+    numbers: dict[tuple[str, str], dict[int, int]] = {}
     for item in items:
         mark = next(filter(None, map(item.get_closest_marker, _PLACES)), None)
-        if mark is not None and (names := mark.kwargs.get("one_per")) is not None:
-            groups.setdefault(_group(item, names), []).append(item)
+        if mark is None or (names := mark.kwargs.get("one_per")) is None:
+            continue
+        function = item.nodeid.partition("[")[0]
+        texts = [_text(_parameter(item, name), numbers.setdefault((function, name), {})) for name in names]
+        groups.setdefault((function, *texts), []).append(item)
     return {_chosen(group, members) for group, members in groups.items()}
 
 
-def _group(item: pytest.Item, names: Iterable[str]) -> str:
-    """The test's function with its values of the parameters ``names``."""
-    called = item.callspec if hasattr(item, "callspec") else None
-    texts = (_text(called.params[name], called.indices[name]) for name in names) if called else ()
-    return "|".join((item.nodeid.partition("[")[0], *texts))
+def _parameter(item: pytest.Item, name: str) -> object:
+    called = getattr(item, "callspec", None)
+    if called is None or name not in called.params:
+        raise pytest.UsageError(f"{item.nodeid} is marked one_per {name!r}, and has no parameter of this name")
+    return called.params[name]
 
 
-def _text(value: object, place: int) -> str:
-    """``value`` as text that is the same in every process: its place among the parameters if it has no such text."""
+def _text(value: object, numbers: dict[int, int]) -> str:
+    """``value`` as text that is the same in every process: if it has none, its number among the values."""
     text = str(value)
-    return f"#{place}" if " at 0x" in text else text
+    return f"#{numbers.setdefault(id(value), len(numbers))}" if " at 0x" in text else text
 
 
-def _chosen(group: str, members: list[pytest.Item]) -> pytest.Item:
+def _chosen(group: tuple[str, ...], members: list[pytest.Item]) -> pytest.Item:
     """One of ``members`` that can run here, if there is any."""
     running = [item for item in members if not item.get_closest_marker("skip")] or members
-    return sorted(running, key=lambda item: item.nodeid)[_hash(group) % len(running)]
+    return sorted(running, key=lambda item: item.nodeid)[_hash("|".join(group)) % len(running)]
 
 
 def _hash(text: str) -> int:

@@ -36,9 +36,9 @@ def kernel(request):
 
 @without_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dtype):
+def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dtype, every_form):
     name = kernel.__module__.rpartition(".")[2]
-    report = check_kernel(SPECS[name], "cpu", dtype)
+    report = check_kernel(SPECS[name], "cpu", dtype, every_form=every_form)
     report.raise_if_failed()
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
     contract = CONTRACTS["standard"]

@@ -56,6 +56,7 @@ def _gradients(function, arguments):
     return (result, *torch.autograd.grad(result, arguments, torch.full_like(result, 3.0)))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("function, shapes", COMPILED)
 def test_compiles_without_a_graph_break(function, shapes):
     torch._dynamo.reset()

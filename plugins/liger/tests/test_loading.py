@@ -107,6 +107,7 @@ for name in pinned_experts.CONFIGURATIONS:
 """
 
 
+@pytest.mark.thorough
 def test_liger_s_environment_switches_do_not_change_what_is_called(capsys):
     switches = {
         "LIGER_KERNEL_BACKEND": "cutile",
@@ -125,6 +126,7 @@ def _without_addresses(text):
     return " ".join(word for word in text.split() if not word.startswith("0x"))
 
 
+@pytest.mark.thorough
 def test_a_switch_with_which_liger_itself_does_not_load_is_named():
     printed = run(
         """

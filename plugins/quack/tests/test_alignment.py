@@ -43,6 +43,7 @@ def test_the_stand_ins_refuse_what_lies_badly(place):
         check("x", lies_badly()[place])
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_inputs_and_incoming_gradients_may_lie_anywhere(spec, dtype):
     contract = contract_for(OPS[spec.op_name], spec.variant)
@@ -53,11 +54,13 @@ def test_inputs_and_incoming_gradients_may_lie_anywhere(spec, dtype):
         assert not list(check_memory_layouts(subject, position)), subject.sample(position).name
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", ELEMENTWISE)
 def test_conformance(spec, dtype):
     check_kernel(spec, "cpu", dtype, largest=Size.SMALL, every_form=False).raise_if_failed()
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("spec", ELEMENTWISE_SPECS, ids=str)
 def test_compiles_without_a_graph_break(spec):
     torch._dynamo.reset()
@@ -76,6 +79,7 @@ def test_compiles_without_a_graph_break(spec):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("spec", ELEMENTWISE_SPECS, ids=str)
 def test_one_graph_takes_aligned_and_misaligned_addresses(spec):
     """What is known of an operand when it is traced is not where it will lie."""

@@ -41,12 +41,14 @@ def run(call, sample):
     return result.detach(), *torch.autograd.grad(result, leaves, torch.ones_like(result))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("number", range(len(samples(moe_experts.CONTRACTS["standard"]))))
 def test_experts_compile_to_the_same_bits(experts, number):
     sample = samples(moe_experts.CONTRACTS["standard"])[number]
     compared(experts, moe_experts.standard, sample, 4e-2)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("number", range(len(samples(cross_entropy_loss.CONTRACTS["causal"]))))
 def test_the_loss_compiles_to_the_same_bits(loss, number):
     sample = samples(cross_entropy_loss.CONTRACTS["causal"])[number]

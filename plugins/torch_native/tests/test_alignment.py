@@ -110,6 +110,7 @@ def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(F, "grouped_mm", looking_grouped_mm, raising=False)
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("question", [check_memory_layouts, check_frozen_inputs, check_mixed_dtypes, check_autocast])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_what_training_gives_is_where_kernels_can_read_it(spec, dtype, question):

@@ -62,6 +62,7 @@ def _id(value):
     return value if isinstance(value, str) else list(value)[1]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family, config", CONFIGS, ids=_id)
 def test_a_bound_model_is_as_near_to_the_exact_gradients_as_the_models_own_code(family, config):
     exact, eager, bound = _model(family).double(), _model(family), _model(family)

@@ -88,7 +88,7 @@ def test_a_shards_gradients_do_not_underflow_in_float16():
 
 
 @pytest.mark.parametrize("scale, mean", [(65536.0, 0.0), (1024.0, 4.0)], ids=["small gradients", "large sums"])
-@pytest.mark.parametrize("tokens", [2048, 131072])
+@pytest.mark.parametrize("tokens", [2048, pytest.param(131072, marks=pytest.mark.thorough)])
 def test_a_scaled_loss_of_many_tokens_loses_no_more_in_float16_than_the_reference(tokens, scale, mean):
     """float16 ends at 6e-8 and at 65504. A gradient of the mean over 131072 tokens falls below, one of the sum rises
     above, where half of the tokens have one label; a loss's scale is there for both, if it gets that far.

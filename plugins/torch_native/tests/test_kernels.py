@@ -26,8 +26,8 @@ CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for d
 
 @pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
-def test_conformance(spec, dtype):
-    check_kernel(spec, "cpu", dtype).raise_if_failed()
+def test_conformance(spec, dtype, every_form):
+    check_kernel(spec, "cpu", dtype, every_form=every_form).raise_if_failed()
 
 
 @pytest.mark.gpu

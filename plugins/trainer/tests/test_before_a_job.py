@@ -163,6 +163,7 @@ def test_every_example_fits_the_schema(path: Path, schema: dict[str, Any]) -> No
     jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "change",
     [

@@ -68,6 +68,7 @@ def _estimate(job: Job) -> MemoryEstimate:
     return estimate_memory(job, ops_config(job), skeleton, torch.device("cpu"))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("preset", ["eager", "auto"])
 @pytest.mark.parametrize(
     ("config", "measured"),

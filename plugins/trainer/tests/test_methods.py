@@ -131,7 +131,7 @@ def over_weights(here: Path, trained_weights: Path) -> tuple[str, ...]:
     return "model.config=null", "model.weights=weights", "data.tokenizer=null"
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_whose_reference_is_the_model_without_it(
     here: Path, go: Go, over_weights: tuple[str, ...], method: str
@@ -183,7 +183,7 @@ def on_two(here: Path, method: str, *changes: str) -> list[dict[str, float]]:
     return learned(here / "run")
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_two_processes_train_as_one(here: Path, go: Go, method: str) -> None:
     few = ("train.steps=3", "train.optimizer=sgd", "train.device=cpu")

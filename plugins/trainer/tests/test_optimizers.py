@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.training_args import OptimizerNames
 
 from veomni_core import Hardware
 from veomni_core.errors import ConfigError, HostError, VeOmniError
 from veomni_trainer.job.load import dump_job, parse_job
 from veomni_trainer.job.parameter_bytes import parameter_bytes
 from veomni_trainer.job.precision import PRECISIONS, PrecisionName
-from veomni_trainer.loop import optimizers
+from veomni_trainer.loop import optimizers, schedules
 from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
 from veomni_trainer.loop.optimizers import check_optimizer, optimizer_for, optimizer_names
 from veomni_trainer.loop.schedules import check_schedule, schedule_names
@@ -117,11 +118,24 @@ def test_a_package_that_is_missing_is_named_where_the_job_trains(
 @pytest.mark.parametrize(
     "schedule", [name for name in schedule_names() if name not in ("cosine_with_min_lr", "warmup_stable_decay")]
 )
-def test_every_schedule_with_defaults_is_taken(job_data: dict[str, Any], schedule: str) -> None:
+def test_every_schedule_with_defaults_is_taken(
+    job_data: dict[str, Any], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "_WITHOUT_OPTIONS", ())  # also those that are known without transformers
     job_data["train"]["schedule"] = schedule
     if schedule == "cosine_warmup_with_min_lr":
         job_data["train"]["schedule_options"] = {"min_lr_rate": 0.1}
     check_schedule(parse_job(job_data).train)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused"])
+def test_what_is_checked_as_torch_s_adamw_is_trained_with_it(job_data: dict[str, Any], name: str) -> None:
+    job_data["train"]["optimizer"] = {"name": name, "amsgrad": True}
+    train = parse_job(job_data).train
+    check_optimizer(train)
+    kind, arguments = optimizer_for(train, torch.nn.Linear(2, 2))
+    assert kind is torch.optim.AdamW and arguments["amsgrad"] is True
+    assert list(optimizers._TORCH_ADAMW) == ["adamw_torch", "adamw_torch_fused"]
 
 
 def test_switched_off_survives_the_dump(job_data: dict[str, Any], tmp_path: Path) -> None:
@@ -257,7 +271,7 @@ def test_a_run_with_muon_and_groups_is_resumed_exactly(
 
 def test_every_name_of_transformers_is_taken_or_refused_with_a_reason(job_data: dict[str, Any]) -> None:
     refused = {}
-    for name in optimizers.OptimizerNames:
+    for name in OptimizerNames:
         job_data["train"]["optimizer"] = name.value
         try:
             check_optimizer(parse_job(job_data).train)

@@ -131,7 +131,7 @@ def test_a_state_that_is_carried_over_is_seen_however_little_it_does(model_type:
         assert found is not None and found[0].startswith("model.layers.0.mamba")
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows_together", [False, True])
 def test_a_packed_job_of_a_bound_hybrid_has_the_losses_of_its_documents_alone(
     rows_together: bool,

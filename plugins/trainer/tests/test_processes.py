@@ -17,8 +17,6 @@ import torch
 from forked_processes import veomni, veomni_on_ranks
 from veomni_trainer.run import run_job
 
-pytestmark = pytest.mark.thorough
-
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
 Curve = dict[str, list[float]]
@@ -81,6 +79,7 @@ def test_two_processes_train_save_and_resume_as_one_job(
     assert losses(run) == whole
 
 
+@pytest.mark.thorough
 def test_two_processes_stop_at_the_same_bad_step_and_write_the_report(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:
@@ -92,6 +91,7 @@ def test_two_processes_stop_at_the_same_bad_step_and_write_the_report(
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
+@pytest.mark.thorough
 def test_two_processes_balance_experts_as_one(
     balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:
@@ -109,6 +109,7 @@ def test_two_processes_balance_experts_as_one(
     _assert_same(found, alone)
 
 
+@pytest.mark.thorough
 def test_two_processes_train_an_adapter_as_one(lora_data: dict[str, Any], write_job: WriteJob, tmp_path: Path) -> None:
     job = write_job(lora_data)
     found, _ = _train(_on_two, job, tmp_path / "run", "train.export=merged")
@@ -117,6 +118,7 @@ def test_two_processes_train_an_adapter_as_one(lora_data: dict[str, Any], write_
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
 def test_two_processes_that_share_each_sequence_train_as_one(
     job_data: dict[str, Any], balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, is_moe: bool

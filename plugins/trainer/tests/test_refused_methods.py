@@ -100,6 +100,7 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
 ]
 
 
+@pytest.mark.thorough(one_per=["method"])
 @pytest.mark.parametrize(("method", "changes", "files", "error", "words"), REFUSED)
 def test_what_can_t_be_is_answered_and_loses_nothing(
     here: Path, method: str, changes: list[str], files: dict[str, str], error: type[VeOmniError], words: list[str]

@@ -74,6 +74,7 @@ def test_weight_decay_is_in_force_from_the_next_step_on(run: TrainedRun, whole: 
     assert _losses(run)[3:] != _losses(whole)[3:]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     ("changes", "rate"),
     [

@@ -11,7 +11,6 @@ from veomni_core.testing import check_kernel
 from veomni_triton.plugin import veomni_kernels
 
 pytest.importorskip("transformers.distributed.expert_parallel")
-pytestmark = pytest.mark.thorough
 (SPEC,) = (spec for spec in veomni_kernels() if spec.op_name == "token_dispatch")
 START = f"""
     sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -19,6 +18,7 @@ START = f"""
 """
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_conformance(dtype):
     report = check_kernel(SPEC, "cpu", dtype)
@@ -26,12 +26,13 @@ def test_conformance(dtype):
     assert len(report.cases) == 10
 
 
+@pytest.mark.thorough
 def test_conformance_with_a_bound_on_its_rows():
     """8 rows for each rank: more than any rank has in the samples, so most are padding."""
     check_kernel(SPEC.configured("", {"max_tokens": 8}), "cpu", "bfloat16").raise_if_failed()
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_model_and_layout_gives_the_engine_s_loss_and_gradients(processes, tmp_path):
     output = run_ranks(
         START
@@ -59,6 +60,7 @@ def test_every_model_and_layout_gives_the_engine_s_loss_and_gradients(processes,
     assert output[0].split() == [str(6 * {2: 2, 4: 3}[processes])]
 
 
+@pytest.mark.thorough
 def test_ways_in_which_a_bound_model_is_used(tmp_path):
     run_ranks(
         START
@@ -128,6 +130,7 @@ def test_ways_in_which_a_bound_model_is_used(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_more_rows_than_the_bound_are_an_error_on_every_rank(tmp_path):
     outputs = run_ranks(
         START
@@ -147,7 +150,7 @@ def test_more_rows_than_the_bound_are_an_error_on_every_rank(tmp_path):
         assert "a rank has more tokens for another rank than max_tokens allows" in output
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_it_sends_the_rows_that_are_counted(processes):
     run_ranks(
         START
