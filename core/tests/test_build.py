@@ -163,6 +163,7 @@ def test_config_kwargs_reach_a_config_that_comes_with_code(tmp_path):
     assert model.config.vocab_size == LLAMA["vocab_size"]
 
 
+@pytest.mark.thorough
 def test_config_kwargs_reach_a_config_of_the_hub(tmp_path):
     """A model in the Hub's cache, as a machine without a network has it."""
     snapshot = tmp_path / "hub" / "models--nobody--tiny" / "snapshots" / ("0" * 40)

@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import platform
 
+import pytest
+
 from veomni_core.cli.doctor import describe_versions
 
 SLOW = "import time\ntime.sleep(60)\n"
@@ -95,6 +97,7 @@ def test_doctor_is_content_with_healthy_plugins(veomni, install_healthy):
     assert "good-plugin" in veomni("doctor")
 
 
+@pytest.mark.thorough
 def test_doctor_prints_the_versions_that_a_bug_report_needs(veomni):
     found = json.loads(veomni("doctor", "--json", fresh=True))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}

@@ -237,6 +237,7 @@ PROCESSES = """
 """
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("jobs, processes", [("1", 1), ("2", 2)])
 def test_verify_checks_dtypes_side_by_side_where_it_may(veomni, install, tmp_path, jobs, processes):
     install("counting-plugin", PROCESSES.replace("{folder}", str(tmp_path)))
@@ -246,6 +247,7 @@ def test_verify_checks_dtypes_side_by_side_where_it_may(veomni, install, tmp_pat
     assert len({path.name.split()[0] for path in tmp_path.glob("* torch.*")}) == processes
 
 
+@pytest.mark.thorough
 def test_jobs_that_would_have_nothing_to_do_share_the_checks(veomni, install, tmp_path):
     install("counting-plugin", PROCESSES.replace("{folder}", str(tmp_path)))
 
@@ -284,6 +286,7 @@ SLOW = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_says_what_it_leaves_out_as_slow_and_checks_it_where_asked(veomni, install):
     install("slow-plugin", SLOW)
 

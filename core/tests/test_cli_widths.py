@@ -89,6 +89,7 @@ def test_a_receipt(monkeypatch):
         check(binding.receipt.table, monkeypatch, *texts)
 
 
+@pytest.mark.thorough
 def test_doctor(monkeypatch, capsys):
     found = examine(timeout=60)
 
@@ -99,6 +100,7 @@ def test_doctor(monkeypatch, capsys):
     check(show, monkeypatch, *(f"{report['name']} {report['status']}" for report in found["plugins"]))
 
 
+@pytest.mark.thorough
 def test_verify(monkeypatch, capsys):
     record = discover().plugin("veomni-torch")
     (spec,) = [spec for spec in record.kernels if str(spec) == "rms_norm/unweighted_rounded_scale:torch"]

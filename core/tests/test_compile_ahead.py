@@ -113,6 +113,7 @@ def test_a_kernel_is_compiled_for_a_gpu_that_is_not_here(compiled):
     assert all(8 <= each["registers"] <= 255 and each["spilled_bytes"] == 0 for each in row["functions"])
 
 
+@pytest.mark.thorough
 def test_what_the_gpu_has_no_room_for_fails_there_and_not_elsewhere(compiled):
     small = compiled("large", "sm89", code=1)
     assert small["result"] == "FAILED"
@@ -120,6 +121,7 @@ def test_what_the_gpu_has_no_room_for_fails_there_and_not_elsewhere(compiled):
     assert small["functions"][0]["shared_bytes"] > 101_376
 
 
+@pytest.mark.thorough
 def test_a_kernel_is_compiled_for_gpus_of_amd(compiled):
     row = compiled("right", "mi300x")
     assert row["result"] == "ok" and {each["name"] for each in row["functions"]} == {"silu"}

@@ -13,6 +13,8 @@ from tiny_training import close
 
 from documented_code import blocks
 
+pytestmark = pytest.mark.thorough
+
 # Axolotl, the versions that it pins, and what else its way to a training imports. Not its drivers and data stores.
 AXOLOTL = (
     "axolotl==0.19.0",
@@ -96,7 +98,6 @@ def steps(folder: Path, job: str) -> list[float]:
     return measured(json.loads(state.read_text(encoding="utf-8"))["log_history"])
 
 
-@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kind", ["page", "lora", "dpo"])
 def test_the_losses_are_those_of_the_job_without_the_plugin(folder: Path, kind: str) -> None:
     bound, eager = steps(folder, f"{kind} bound"), steps(folder, f"{kind} eager")
@@ -106,13 +107,11 @@ def test_the_losses_are_those_of_the_job_without_the_plugin(folder: Path, kind: 
     assert not (folder / "out" / f"{kind} eager" / "veomni_receipt.json").exists()
 
 
-@pytest.mark.thorough
 def test_what_trl_computes_itself_is_said(folder: Path) -> None:
     assert receipt(folder, "page bound")["notes"] == []
     assert "TRL's trainer computes its loss" in receipt(folder, "dpo bound")["notes"][0]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("job", "error", "message"),
     [
@@ -129,6 +128,5 @@ def test_a_job_that_cannot_be_bound_is_refused(folder: Path, job: str, error: st
     assert said.startswith(f"{error}: ") and message in said
 
 
-@pytest.mark.thorough
 def test_importing_the_bridge_changes_nothing_of_the_libraries(folder: Path) -> None:
     assert json.loads((folder / "changed.json").read_text(encoding="utf-8")) == []

@@ -30,6 +30,7 @@ def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.read() == {"step_seconds": 3.0, "tokens_per_second": 0.0}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's own account")
 def test_a_child_does_not_report_its_parents_peak_of_memory() -> None:
     code = "import torch; from veomni_trainer.loop.memory import peak_memory; print(peak_memory(torch.device('cpu')))"

@@ -246,6 +246,7 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(llama: LlamaForCausalLM
     torch.testing.assert_close(trained(together), trained(apart), rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_a_run_with_muon_and_groups_is_resumed_exactly(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path
 ) -> None:

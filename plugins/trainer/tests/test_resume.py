@@ -45,6 +45,7 @@ def test_an_epoch_that_ends_in_between_is_resumed_exactly(
     assert losses(run) == whole
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_complete_says_so(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

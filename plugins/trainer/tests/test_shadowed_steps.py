@@ -51,6 +51,7 @@ def test_a_right_job_trains_as_without_and_says_what_was_compared(
     assert "equal to their own code" not in capsys.readouterr().out
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -77,6 +78,7 @@ def test_other_jobs_train_as_without_too(
     assert losses(run) == found
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_trained_as_without_too(
     lora_data: dict[str, Any],
     train: Callable[..., bool],

@@ -160,6 +160,7 @@ print(sum(int(row["input_ids"].sum()) for row in corpus.training))
 """
 
 
+@pytest.mark.thorough
 def test_of_several_processes_one_tokenizes_and_the_others_wait(text: Path, cache: Path) -> None:
     command = [sys.executable, "-c", _PROCESS, str(text), str(cache)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

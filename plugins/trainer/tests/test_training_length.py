@@ -39,6 +39,7 @@ def test_epochs_pass_over_the_sequences(
         train(job_data, "train.epochs=0.5", resume=True)
 
 
+@pytest.mark.thorough
 def test_training_stops_where_validation_no_longer_improves_and_a_resumed_one_at_the_same_step(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ def _report(*arguments: str | Path) -> Any:
     return CliRunner().invoke(build_app(), ["report", *map(str, arguments)])
 
 
+@pytest.mark.thorough
 def test_rows_reach_tensorboard_and_runs_are_put_on_one_page(
     job_data: dict[str, Any], train: Train, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_conformance(dtype):
     check_kernel(SPEC, DEVICE, dtype, **SAMPLES).raise_if_failed()
 
 
+@pytest.mark.thorough(one_per=["adjacent", "width"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("positions", [5, 8, 41, 256])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
@@ -87,6 +88,7 @@ def test_results_are_laid_out_as_x(adjacent):
     assert result.stride() == dx.stride() == leaves[0].stride()
 
 
+@pytest.mark.thorough(one_per=["adjacent"])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("adjacent", LAYOUTS)
 def test_nothing_passes_from_one_packed_sequence_to_another(adjacent, broken):

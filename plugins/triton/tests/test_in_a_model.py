@@ -55,6 +55,7 @@ def test_a_step_is_as_eager(model_type):
         assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_pefts_adapters_of_a_model_run_beside_the_weights(model_type):
     targets = ["experts.gate_up_proj", "experts.down_proj"]

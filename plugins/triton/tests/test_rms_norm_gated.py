@@ -76,6 +76,7 @@ def test_inputs_of_different_dtypes_are_rounded_as_the_reference_does(variant, d
     assert differ.double().mean() < 0.03
 
 
+@pytest.mark.thorough(one_per=["variant", "dtype"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "width, group_size", [(64, None), (97, None), (200, 40), (2048, 1024), (8200, None), (4112, 2056)]
