@@ -95,6 +95,7 @@ def test_what_a_layer_is_not_told_of_packing_is_refused():
         call(*inputs, output_final_state=True, cu_seqlens_of_rows=rows)
 
 
+@pytest.mark.thorough
 def test_the_receipt_says_what_the_model_would_have_run(monkeypatch):
     """Where transformers found a package, its function is not the one that is proven, and doesn't run once bound."""
 

@@ -63,6 +63,7 @@ def test_doctor_examines_a_plugin_together_with_the_one_whose_op_it_serves(veomn
     assert (report["usable"], report["kernels"]) == (1, 1)
 
 
+@pytest.mark.thorough
 def test_list_and_doctor_show_a_kernel_that_was_left_out(veomni, install):
     install("newer-plugin", KERNEL_PLUGIN.replace("{op}", "rms_nrm"))
     reason = "op 'rms_nrm' is unknown. Did you mean 'rms_norm'?"

@@ -188,6 +188,7 @@ SEARCHES = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_checks_the_launch_that_is_asked_for_and_certifies_none(veomni, install, tmp_path):
     pytest.importorskip("triton")
     install("searching-plugin", SEARCHES)
@@ -237,7 +238,7 @@ PROCESSES = """
 """
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("jobs, processes", [("1", 1), ("2", 2)])
 def test_verify_checks_dtypes_side_by_side_where_it_may(veomni, install, tmp_path, jobs, processes):
     install("counting-plugin", PROCESSES.replace("{folder}", str(tmp_path)))
@@ -303,6 +304,7 @@ def test_verify_says_what_it_leaves_out_as_slow_and_checks_it_where_asked(veomni
     assert alone["cases"] == shared["cases"] and len(alone["cases"]) > 5
 
 
+@pytest.mark.thorough
 def test_verify_ends_with_what_took_longest(veomni, install):
     install("slow-plugin", SLOW)
     text = veomni("verify", "slow-plugin", "--slow")

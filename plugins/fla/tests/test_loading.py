@@ -110,11 +110,13 @@ def test_a_library_that_is_not_there_is_named_with_what_to_install():
         of_library("causal-conv1d", "causal_conv1d.causal_conv1d_interface", "causal_conv1d_fn")
 
 
+@pytest.mark.thorough
 def test_a_missing_requirement_of_the_library_is_named(tmp_path):
     folder = distribution(tmp_path, "fla-core", "0.6.0", fla____init__="import einops_that_is_missing\n")
     assert "fla-core 0.6.0 needs einops_that_is_missing, which is not installed: pip install" in loading(folder)
 
 
+@pytest.mark.thorough
 def test_a_package_that_is_gone_is_to_be_installed_again(tmp_path):
     folder = distribution(tmp_path, "fla-core", "0.6.0", fla____init__='__version__ = "0.6.0"\n')
     said = loading(folder)
@@ -122,6 +124,7 @@ def test_a_package_that_is_gone_is_to_be_installed_again(tmp_path):
     assert "pip install --force-reinstall --no-deps 'fla-core==0.6.0'" in said
 
 
+@pytest.mark.thorough
 def test_an_old_distribution_that_hides_fla_core_is_named(tmp_path):
     old = distribution(tmp_path / "old", "flash-linear-attention", "0.2.2", fla____init__='__version__ = "0.2.2"\n')
     new = distribution(tmp_path / "new", "fla-core", "0.6.0", fla____init__='__version__ = "0.6.0"\n')
@@ -130,6 +133,7 @@ def test_an_old_distribution_that_hides_fla_core_is_named(tmp_path):
     assert "flash-linear-attention 0.2.2 brings it too: pip uninstall flash-linear-attention" in said
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "switch", ["FLA_USE_FAST_OPS=1", "FLA_USE_TMA=1", "FLA_TRIL_PRECISION=tf32", "FLA_CACHE_MODE=full"]
 )

@@ -67,6 +67,7 @@ def test_it_keeps_packed_sequences_apart_whatever_mask_it_is_handed():
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @without_gpu
 def test_each_softcap_is_a_constant_of_its_graph():
     """As a variable of one graph for all of them, which PyTorch makes of a second number, 2.11 raises on a GPU."""
@@ -126,6 +127,7 @@ def test_it_is_compiled_for_as_many_kinds_of_masks_as_come(monkeypatch):
     flex_attention._compiled.cache_clear()
 
 
+@pytest.mark.thorough
 @without_gpu
 def test_its_compiled_graph_can_be_gone_through_twice(monkeypatch):
     """In place of FlexAttention, which has no gradients on a CPU, a function with buffers to give away."""

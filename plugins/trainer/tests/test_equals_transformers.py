@@ -132,7 +132,7 @@ def test_a_job_has_the_losses_of_a_trainer_by_hand(
     assert dict(losses(run)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "bf16_mixed"])
 def test_a_lora_job_has_the_losses_of_peft_by_hand(
     lora_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path, precision: str

@@ -51,6 +51,7 @@ def test_a_run_counts_the_steps_that_it_logs(moe_data: dict[str, Any], train: Tr
     assert "Experts&#39; loads" in (run / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_measuring_changes_no_loss_and_leaves_no_hook(
     moe_data: dict[str, Any], train: Train, run: Path, losses: Callable[[Path], list[tuple[int, float]]]
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_job_that_nobody_read_the_lock_for_is_refused(
     assert not run.exists()
 
 
+@pytest.mark.thorough
 def test_the_eager_run_of_a_comparison_has_a_plan_of_its_own(job: Path, run: Path) -> None:
     result = veomni_and_eager("train", job, "--compare", "eager")
     assert result.returncode == 0, result.stderr

@@ -61,6 +61,7 @@ def test_kernels_train_the_same_adapter_as_the_model_s_own_code(
     assert dict(losses(run)) == pytest.approx(eager, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_loads_of_adapted_experts_are_measured(experts_data: dict[str, Any], train: Train, run: Path) -> None:
     train(experts_data, "train.expert_loads=true", "train.steps=1")
     rows = json.loads((run / "expert_rows.jsonl").read_text(encoding="utf-8"))["rows"]

@@ -92,7 +92,7 @@ def test_a_comparison_with_eager_shows_both_curves(here: Path) -> None:
     assert_close(learned(here / "run")[1:], learned(here / "run" / "eager")[1:], 1e-2)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_goes_on_exactly(here: Path, go: Go, method: str) -> None:
     changes = ("train.steps=4", "train.save_every=2", "train.keep_checkpoints=9")

@@ -66,6 +66,7 @@ def test_a_lower_rate_is_in_force_from_the_next_step_on(
     assert all(kept != old for kept, old in zip(_losses(run)[3:], _losses(whole)[3:], strict=True))
 
 
+@pytest.mark.thorough
 def test_weight_decay_is_in_force_from_the_next_step_on(run: TrainedRun, whole: TrainedRun) -> None:
     run.go("train.weight_decay=300", resume=SECOND)
     name = "model.layers.0.mlp.up_proj.weight"

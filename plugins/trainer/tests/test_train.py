@@ -115,6 +115,7 @@ def test_validation_and_checkpoints_come_when_they_are_asked_for(
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-5"]
 
 
+@pytest.mark.thorough
 def test_rows_do_not_depend_on_how_often_they_are_written(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path
 ) -> None:
@@ -124,6 +125,7 @@ def test_rows_do_not_depend_on_how_often_they_are_written(
     assert losses(run) == [(step, every[step]) for step in (2, 4, 5)]
 
 
+@pytest.mark.thorough
 def test_gradient_checkpointing_changes_nothing(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path
 ) -> None:

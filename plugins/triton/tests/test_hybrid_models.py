@@ -49,7 +49,7 @@ def off(found, exact):
     return float((found[0] - exact[0]).abs() / exact[0].abs()), float(distance) ** 0.5
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_step_is_as_eager(model_type):
     model, ids = model_of(model_type), tokens(2, 12)
