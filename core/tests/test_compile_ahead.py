@@ -153,6 +153,7 @@ def test_what_does_not_compile_fails_with_the_compilers_words(compiled):
     assert any("no_such_function" in each for each in row["detail"])
 
 
+@pytest.mark.thorough
 def test_where_the_host_code_ended_is_said(compiled):
     row = compiled("stopping", "sm90")
     assert row["result"] == "ok" and row["functions"]
@@ -168,6 +169,7 @@ def test_a_kernel_for_other_gpus_is_skipped_and_other_hardware_refused(veomni, c
     assert "it takes neither --device nor --certify" in " ".join(said.split())
 
 
+@pytest.mark.thorough
 def test_the_table_shows_the_most_that_each_function_uses(veomni, install):
     install("acme-triton", PLUGIN)
     text = veomni("verify", "acme-triton", "--kernel", "right", "--dtype", "float32", "--compile-for", "sm90")

@@ -135,6 +135,7 @@ def test_defaults_of_every_model_type_are_in_range():
         refuse_unfit_pairs(config, config.to_dict(), model_type)
 
 
+@pytest.mark.thorough
 def test_a_bug_in_code_that_comes_with_a_model_is_told_by_its_file_and_line(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "acme", "size": 8, "auto_map": {"AutoConfig": "acme_config.AcmeConfig"}}'

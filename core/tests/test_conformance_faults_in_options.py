@@ -201,6 +201,7 @@ def test_a_fault_of_one_option_is_caught(kernel, words, options):
     assert_caught(kernel, words, **options)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name, words", OF_ATTENTION, ids=[fault[0] for fault in OF_ATTENTION])
 def test_a_fault_where_options_of_attention_meet_is_caught(name, words):
     spec = KernelSpec(name, "attention", "standard", f"{__name__}:{name}", features=_FEATURES)

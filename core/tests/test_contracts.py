@@ -61,6 +61,7 @@ def test_each_reference_passes_its_own_contract(device, op, variant, dtype, ever
     assert any(case.worst_gradient > 0 for case in report.cases) or dtype == "float32"
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_samples_ask_for_no_more_than_their_dtype_holds(dtype):
     """Of gradients that shrink with the tokens; the large samples of other ops take minutes on a CPU."""

@@ -33,6 +33,7 @@ def model():
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "kernel",
     [LAYER, FUNCTION, {**LAYER, "call": {**LAYER["call"], "scale": {"value": 1.0}}}],

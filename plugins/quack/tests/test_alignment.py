@@ -43,7 +43,7 @@ def test_the_stand_ins_refuse_what_lies_badly(place):
         check("x", lies_badly()[place])
 
 
-@pytest.mark.thorough(one_per=["spec"])
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_inputs_and_incoming_gradients_may_lie_anywhere(spec, dtype):
     contract = contract_for(OPS[spec.op_name], spec.variant)

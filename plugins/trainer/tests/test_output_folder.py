@@ -103,7 +103,7 @@ def _largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [100_000, 200_000], ids=["weights", "optimizer"])
 def test_a_disk_that_fills_up_leaves_earlier_checkpoints_whole(
     job_data: dict[str, Any], train: Train, run: Path, losses: Callable[[Path], Any], size: int

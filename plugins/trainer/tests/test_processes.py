@@ -61,6 +61,7 @@ def balanced_moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> di
     return {**job_data, "model": {**job_data["model"], "config": config}}
 
 
+@pytest.mark.thorough
 def test_two_processes_train_save_and_resume_as_one_job(
     job_data: dict[str, Any], write_job: WriteJob, losses: Losses, tmp_path: Path
 ) -> None:
@@ -79,7 +80,6 @@ def test_two_processes_train_save_and_resume_as_one_job(
     assert losses(run) == whole
 
 
-@pytest.mark.thorough
 def test_two_processes_stop_at_the_same_bad_step_and_write_the_report(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:

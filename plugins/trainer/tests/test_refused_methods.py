@@ -117,6 +117,7 @@ def test_what_can_t_be_is_answered_and_loses_nothing(
     assert after == before
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     ("returned", "error", "words"),
     [
