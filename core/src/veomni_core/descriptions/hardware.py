@@ -172,7 +172,7 @@ class HardwareRequirement:
             raise SpecError(f"HardwareRequirement: min_compute_capability {low} is above max_compute_capability {high}")
         for package in self.packages:
             try:
-                Requirement(package)
+                requirement(package)
             except InvalidRequirement as error:
                 raise SpecError(f"HardwareRequirement: {package!r} is not a package requirement: {error}") from None
         object.__setattr__(self, "others", instances_in(owner, "others", self.others, HardwareRequirement))
@@ -241,13 +241,23 @@ def _this_device(hardware: Hardware) -> str:
 
 
 def _package_unmet(package: str) -> str | None:
-    requirement = Requirement(package)
-    version = _installed_version(requirement.name)
+    needed = requirement(package)
+    version = _installed_version(needed.name)
     if version is None:
         return f"needs {package}, which is not installed"
-    if not requirement.specifier.contains(version, prereleases=True):
+    if not needed.specifier.contains(version, prereleases=True):
         return f"needs {package}, {version} is installed"
     return None
+
+
+@functools.cache
+def requirement(package: str) -> Requirement:
+    """``package`` as it is read from a kernel's description; kernels of a plugin have the same ones.
+
+    Raises:
+        InvalidRequirement: it is none.
+    """
+    return Requirement(package)
 
 
 @functools.cache

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.hardware import Hardware, requirement
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.installed_files import combined, hashed_files
 from veomni_core.discovery.registry import PluginRecord
@@ -85,7 +83,7 @@ class ThisMachine:
 
     def checked(self, spec: KernelSpec, plugin: PluginRecord, dtype: str) -> CheckedKernel:
         """``spec`` of ``plugin`` in ``dtype``, as it is here now."""
-        required = (Requirement(each).name for each in spec.hardware.chosen_for(self.hardware).packages)
+        required = (requirement(each).name for each in spec.hardware.chosen_for(self.hardware).packages)
         return CheckedKernel(
             kernel=str(spec),
             dtype=dtype,

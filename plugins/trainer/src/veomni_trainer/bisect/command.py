@@ -28,6 +28,10 @@ def bisect(
         )
 
     from veomni_core.tables import fit
+    from veomni_trainer.job.load import load_job
+    from veomni_trainer.setup.postponed import postpone_bitsandbytes
+
+    postpone_bitsandbytes(load_job(job, changes or ()))
     from veomni_trainer.bisect.sites import find_causes
 
     found = find_causes(job, changes or (), steps, tolerance, say=lambda text: None if json else print(fit(text)))

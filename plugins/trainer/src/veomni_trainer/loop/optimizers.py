@@ -8,15 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
-from transformers import Trainer
-from transformers.training_args import OptimizerNames
+from torch.optim import AdamW, Optimizer
 
 from veomni_core.errors import ConfigError, HostError, UnknownNameError, did_you_mean
 from veomni_trainer.job.optimization_keys import OptimizationKeys
 from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
 
 MUON = "muon"
+_TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")  # what a job leaves to the machine is one of them
 _REFUSED = {  # by the start of the name
     "galore": "needs a choice of modules, and optimizes layer by layer",
     "apollo": "needs a choice of modules, and optimizes layer by layer",
@@ -31,6 +30,8 @@ _ELSEWHERE = {"lr": "train.learning_rate", "weight_decay": "train.weight_decay",
 
 def optimizer_names() -> list[str]:
     """Every name that ``train.optimizer`` takes."""
+    from transformers.training_args import OptimizerNames
+
     return sorted([MUON, *(name.value for name in OptimizerNames if _refusal(name.value) is None)])
 
 
@@ -41,7 +42,11 @@ def check_optimizer(train: OptimizationKeys) -> None:
         ConfigError: there is no such optimizer or option, or the trainer can't train with it.
         HostError: the optimizer needs a package that isn't installed.
     """
-    _described(train)
+    # Known without transformers' Trainer, whose import takes seconds that `veomni plan` needn't spend.
+    if train.optimizer_name in _TORCH_ADAMW:
+        _check_options(train.optimizer_name, AdamW, train.optimizer_options)
+    else:
+        _described(train)
 
 
 def optimizer_for(train: OptimizationKeys, model: nn.Module) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -71,6 +76,9 @@ def _described(train: OptimizationKeys) -> tuple[type[Optimizer], dict[str, Any]
 def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
     if why := _refusal(name):
         raise ConfigError(f"train.optimizer: {name} {why}. Write another one, such as adamw_torch_fused or muon")
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+
     if name not in optimizer_names():
         raise UnknownNameError(f"train.optimizer: {name!r} is unknown. {did_you_mean(name, optimizer_names())}")
     defaults = SimpleNamespace(  # those fields of TrainingArguments that are read, with its defaults

@@ -7,18 +7,19 @@ import math
 from typing import Any
 
 import torch
-from transformers import SchedulerType, get_scheduler
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 from veomni_trainer.job.optimization_keys import OptimizationKeys
 
 _NOT_OPTIONS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+_WITHOUT_OPTIONS = ("constant", "cosine", "linear")  # made with none, and always there
 _BY_VALIDATION = ("reduce_lr_on_plateau", "greedy")
 
 
 def schedule_names() -> list[str]:
     """Every name that ``train.schedule`` takes."""
+    from transformers import SchedulerType
+
     return sorted(kind.value for kind in SchedulerType if kind.value not in _BY_VALIDATION)
 
 
@@ -28,6 +29,9 @@ def check_schedule(train: OptimizationKeys) -> None:
     Raises:
         ConfigError: there is no such schedule or option, or an option is missing or has a wrong value.
     """
+    # Known without transformers' optimization, which imports PEFT: seconds that `veomni plan` needn't spend.
+    if train.schedule in _WITHOUT_OPTIONS and not train.schedule_options:
+        return
     if train.schedule in _BY_VALIDATION:
         raise ConfigError(
             f"train.schedule: {train.schedule} goes by the validation loss instead of the steps, and `veomni train` "
@@ -37,6 +41,9 @@ def check_schedule(train: OptimizationKeys) -> None:
         raise UnknownNameError(
             f"train.schedule: {train.schedule!r} is unknown. {did_you_mean(train.schedule, schedule_names())}"
         )
+    from transformers import SchedulerType, get_scheduler
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
     kind = SchedulerType(train.scheduler_type)
     schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
     known = {*inspect.signature(schedule).parameters} - _NOT_OPTIONS

@@ -18,6 +18,7 @@ from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.setup.adapter import check_packages
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
+from veomni_trainer.setup.postponed import postpone_bitsandbytes
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
 
@@ -32,7 +33,9 @@ def check_job(path: Path, hardware: Hardware, changes: Sequence[str] = ()) -> Jo
     Raises:
         VeOmniError: the job must be corrected.
     """
-    return check_loaded(load_job(path, changes), hardware)
+    job = load_job(path, changes)
+    postpone_bitsandbytes(job)
+    return check_loaded(job, hardware)
 
 
 def check_frozen(job: Job) -> None:

@@ -74,8 +74,10 @@ def train(
 
     from veomni_core.planning.locked_plans import frozen_job
     from veomni_trainer.job.load import load_job
+    from veomni_trainer.setup.postponed import postpone_bitsandbytes
 
     loaded = load_job(job, changes or ())
+    postpone_bitsandbytes(loaded)
     start, locked = resume_from or resume, frozen_job(job)
     if dry:
         from veomni_trainer.run.dry_run import dry_run

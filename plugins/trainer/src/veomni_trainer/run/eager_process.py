@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -10,15 +11,20 @@ from veomni_core.cli import exit_code
 from veomni_core.errors import VeOmniError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop.signals import INTERRUPTED
-from veomni_trainer.loop.turns import Turns
-from veomni_trainer.run.eager import EagerRun
-from veomni_trainer.run.run_job import run_job
+from veomni_trainer.setup.postponed import postpone_bitsandbytes
 
 _ALL_EAGER = "model.ops_implementation={preset: eager}"
 
 
 def main(told: str) -> int:
     """Run the job; returns the exit code."""
+    with contextlib.suppress(VeOmniError):  # said below, once the other process can be told that this one ends
+        postpone_bitsandbytes(load_job(Path(json.loads(told)["job"])))
+
+    from veomni_trainer.loop.turns import Turns
+    from veomni_trainer.run.eager import EagerRun
+    from veomni_trainer.run.run_job import run_job
+
     run = EagerRun(**json.loads(told))
     turns = Turns(*run.turns, first=False) if run.turns else None
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import BitsAndBytesConfig, PreTrainedModel, set_seed
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
 from veomni_trainer.job.lora_section import LoraSection
@@ -76,6 +76,7 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     """
     assert job.lora is not None
     from peft import get_peft_model
+    from transformers import set_seed  # with which PEFT is imported
 
     set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
     try:
