@@ -27,6 +27,7 @@ from veomni_core.errors import BindingError
 from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, OpsConfig, one_of
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import make_plan
+from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ def _make_ready(model: nn.Module) -> None:
 def _refuse_unbindable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
-    for module in model.modules():
+    for _, module in named_modules(model):
         paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
         if paths or any(isinstance(each, Binding) for each in transformations_of(module)):
             raise BindingError(
@@ -308,7 +309,7 @@ def _refuse_unbindable(model: nn.Module) -> None:
 
 def _release_copies(model: nn.Module) -> None:
     """Unbind modules that were copied from another bound model into this one, before this one is bound."""
-    for module in model.modules():
+    for _, module in named_modules(model):
         if any(bindings_in(module)):
             run_eager(module)
     hub_kernels.admit_again(model)

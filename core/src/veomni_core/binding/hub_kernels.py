@@ -9,6 +9,7 @@ from torch import nn
 
 from veomni_core.changes.change import AttributeChange
 from veomni_core.errors import BindingError
+from veomni_core.sites.walk import named_modules
 
 _METHODS = ("set_use_kernels", "kernelize")  # before transformers 5.17, use_kernels = True calls the second
 
@@ -25,7 +26,7 @@ def refuse_model_with(model: nn.Module) -> None:
 
 def kept_out_of(model: nn.Module) -> Iterator[AttributeChange]:
     """The changes that make ``model``, and models that are submodules of it, refuse hub kernels."""
-    for module in model.modules():
+    for _, module in named_modules(model):
         for method in _METHODS:
             if callable(getattr(type(module), method, None)):
                 yield AttributeChange(module, method, _refuse)
@@ -33,7 +34,7 @@ def kept_out_of(model: nn.Module) -> Iterator[AttributeChange]:
 
 def admit_again(model: nn.Module) -> None:
     """Let modules that were copied from a bound model accept hub kernels again."""
-    for module in model.modules():
+    for _, module in named_modules(model):
         for method in _METHODS:
             if vars(module).get(method) is _refuse:
                 del vars(module)[method]

@@ -76,6 +76,7 @@ class Selection:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
         self._failed, self._certified_only = failed or {}, certified_only
+        self._have_failed = {checked.kernel for checked in self._failed}  # asked first: the rest hashes plugins' files
         self._machine = ThisMachine(hardware)
         self.certificates = Certificates(self._machine, None if hardware.detected else ())
         measured = measured_job if training and hardware.detected else None
@@ -151,7 +152,7 @@ class Selection:
 
     def failures(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """How ``spec`` failed ``veomni verify`` on this machine, in one of ``dtypes`` or, without any, in any dtype."""
-        if not self._failed or not self._hardware.detected:
+        if str(spec) not in self._have_failed or not self._hardware.detected:
             return ()
         plugin = self._registry.plugin_of(spec)
         checked = [self._machine.checked(spec, plugin, dtype) for dtype in spec.dtypes if not dtypes or dtype in dtypes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.engine.layout import layout_of
 from veomni_core.sites.engine.whole_twin import whole_twin
+from veomni_core.sites.proof_memory import Recollection
 from veomni_core.sites.proofs.proof import Proof
 from veomni_core.sites.sharding import ModelSharding
 from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
@@ -95,11 +97,13 @@ def search(model: nn.Module, registry: Registry | None = None, layout: EngineLay
     sharding = ModelSharding(model)
     sites: list[Site] = []
     failed: list[str] = []
-    for rule in registry.site_rules:
-        if sharding.flattened is not None and rule.reads_parameters:
-            continue
+    rules = [rule for rule in registry.site_rules if sharding.flattened is None or not rule.reads_parameters]
+    locators = _locators(rules)
+    recollection = Recollection(model, locators)
+    for rule in rules:
         try:
-            found = _sites_of(rule, model, registry, layout)
+            locator = locators.get(rule) or locator_of(rule)  # a locator that can't be made raises here
+            found = _sites_of(rule, locator, model, registry, layout, recollection)
             sites += found if layout else [_where_sharded(site, sharding) for site in found]
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
@@ -111,15 +115,32 @@ def search(model: nn.Module, registry: Registry | None = None, layout: EngineLay
                 f"{failure}. {plugin} brings this rule; set VEOMNI_PLUGINS_BLOCK={plugin.name} to leave it out"
             )
             logger.warning("no site of this rule is bound: %s", failed[-1], exc_info=error)
+    recollection.keep()
     if sharding.flattened is not None:
         sites += _not_looked_for({*registry.ops} - {site.op_name for site in sites}, sharding)
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
     return SearchResult(settle_claims(ordered), tuple(failed))
 
 
-def _sites_of(rule: SiteRule, model: nn.Module, registry: Registry, layout: EngineLayout | None) -> list[Site]:
-    locator = locator_of(rule)
-    sites = [_checked(site, rule, registry) for site in locator.find(model, rule.name)]
+def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
+    """The locators that can be made."""
+    locators = {}
+    for rule in rules:
+        with suppress(Exception, SystemExit):
+            locators[rule] = locator_of(rule)
+    return locators
+
+
+def _sites_of(
+    rule: SiteRule,
+    locator: SiteLocator,
+    model: nn.Module,
+    registry: Registry,
+    layout: EngineLayout | None,
+    recollection: Recollection,
+) -> list[Site]:
+    found = recollection.sites(rule, lambda: locator.find(model, rule.name))
+    sites = [_checked(site, rule, registry) for site in found]
     if layout is None:
         return sites
     sites = [_under(site, layout, locator) for site in sites]
@@ -140,7 +161,9 @@ def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
         raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
     # Only the core's own rules are known to prove their sites. A plugin's may prove too, but nothing here can tell.
     declared = site.declared or rule not in BUILTIN_SITE_RULES
-    return replace(site, variant=registry.canonical_variant(site.op_name, site.variant), declared=declared)
+    variant = registry.canonical_variant(site.op_name, site.variant)
+    same = variant == site.variant and declared == site.declared
+    return site if same else replace(site, variant=variant, declared=declared)
 
 
 def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
@@ -156,8 +179,10 @@ def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
 
 def _where_sharded(site: Site, sharding: ModelSharding) -> Site:
     found = sharding.of(site.path)
-    site = replace(site, sharding=Sharding(fsdp=found.ranks))
-    return replace(site, variant=None, evidence=found.why_not) if found.why_not else site
+    divided = Sharding(fsdp=found.ranks)
+    if found.why_not:
+        return replace(site, sharding=divided, variant=None, evidence=found.why_not)
+    return site if site.sharding == divided else replace(site, sharding=divided)
 
 
 def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Site]:

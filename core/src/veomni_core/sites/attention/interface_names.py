@@ -100,6 +100,11 @@ def calls_beneath(name: str) -> str:
     return _beneath.get(name, "")
 
 
+def is_in_use(name: str) -> bool:
+    """Whether ``name`` is in transformers' tables on behalf of bound models, and goes with the last of them."""
+    return name in _uses
+
+
 def _new_name(kernel: Function, mask: str, taken: Any) -> str:
     """A free name for ``kernel``, which contains "flash" exactly if the kernel takes FlashAttention's masks.
 

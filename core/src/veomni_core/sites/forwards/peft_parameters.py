@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
 
+from veomni_core.sites.walk import named_modules
+
 ACTIVATE = "_activate_lora"  # the method of a ParamWrapper that puts the parametrization on, and takes it off
 _PEFT = "peft.tuners.lora.layer"
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -65,8 +67,11 @@ def is_peft_proxy(parametrization: nn.Module) -> bool:
 
 def wrappers_of(module: nn.Module, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The wrappers by which PEFT adapts parameters of ``module``, somewhere in ``model``, with their paths."""
-    for path, each in model.named_modules():
-        if hands_factors(each) and each.get_base_layer() is module:  # type: ignore[operator]
+    kind = _class_of_peft("ParamWrapper")
+    if kind is None:  # asked for each layer's experts, and each time the whole model would be walked
+        return
+    for path, each in named_modules(model):
+        if isinstance(each, kind) and hands_factors(each) and each.get_base_layer() is module:  # type: ignore[operator]
             yield path, each
 
 
@@ -77,8 +82,13 @@ def hands_factors(wrapper: nn.Module) -> bool:
 
 
 def _is_of_peft(module: nn.Module, name: str) -> bool:
-    kind = getattr(sys.modules.get(_PEFT), name, None)
+    kind = _class_of_peft(name)
     return kind is not None and isinstance(module, kind)
+
+
+def _class_of_peft(name: str) -> type | None:
+    """PEFT's class of that name, if PEFT is imported."""
+    return getattr(sys.modules.get(_PEFT), name, None)
 
 
 def handing_factors(original: Callable[..., Any]) -> Callable[..., Any]:

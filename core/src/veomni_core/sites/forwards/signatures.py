@@ -41,11 +41,11 @@ def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
     """
     own, proven = type(module).forward, bound.__code__.co_argcount - 1
     parameters = _parameters(module)
-    names = tuple(each.name for each in parameters[:proven])
+    first = parameters[:proven]
     further = {each.name: each.default for each in parameters[proven:]}
     if not further:
-        return _renamed(bound, names, own)
-    return _renamed(_ARITIES[proven - 1](bound, own, further), names, own)
+        return _renamed(bound, first, own)
+    return _renamed(_ARITIES[proven - 1](bound, own, further), first, own)
 
 
 def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> Any:
@@ -91,11 +91,11 @@ def _run_own(own: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any
     return own(module, *args, **kwargs)
 
 
-def _renamed(function: FunctionType, names: tuple[str, ...], own: Function) -> FunctionType:
-    """``function`` with the names and the defaults of the first arguments of ``own``."""
+def _renamed(function: FunctionType, parameters: list[inspect.Parameter], own: Function) -> FunctionType:
+    """``function`` with the names and the defaults of ``parameters``, which are the first ones of ``own``."""
     code = function.__code__
     first, *others = code.co_varnames
-    others[: len(names)] = names
+    others[: len(parameters)] = [each.name for each in parameters]
     renamed = FunctionType(
         code.replace(co_varnames=(first, *others)),
         function.__globals__,
@@ -103,8 +103,8 @@ def _renamed(function: FunctionType, names: tuple[str, ...], own: Function) -> F
         None,
         function.__closure__,
     )
-    defaults = [each.default for each in list(inspect.signature(own).parameters.values())[1 : len(names) + 1]]
-    renamed.__defaults__ = tuple(value for value in defaults if value is not _KINDS.empty) or None
+    defaults = tuple(each.default for each in parameters if each.default is not _KINDS.empty)
+    renamed.__defaults__ = defaults or None
     renamed.__annotations__, renamed.__doc__ = dict(getattr(own, "__annotations__", {})), own.__doc__
     return renamed
 
