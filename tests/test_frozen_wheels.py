@@ -142,6 +142,7 @@ def test_the_core_s_own_files_are_held_too(installation: Installation) -> None:
     installation.accepted()
 
 
+@pytest.mark.thorough
 def test_a_plugin_that_is_added_upgraded_or_removed_is_named(installation: Installation) -> None:
     folder, environment = installation.folder, installation.environment
     environment.install(wheel(folder, "acme-other"), wheel(folder, "acme-norm", "1.1"))

@@ -123,7 +123,7 @@ def assert_apart(model, row, inputs, lengths):
         assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-7, name
 
 
-@pytest.mark.thorough(one_per=["way"])
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bound", sorted(RIGHT), indirect=True)
 def test_packed_equals_separate_in_logits_and_every_gradient(bound, way, monkeypatch):
@@ -143,7 +143,7 @@ def test_rows_of_a_batch_are_packed_each_by_its_positions(bound):
     torch.testing.assert_close(packed[1:], bound(row[1:], use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough(one_per=["way"])
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bound, words", REFUSED.items(), ids=REFUSED, indirect=["bound"])
 def test_what_no_kernel_keeps_apart_is_refused_by_name(bound, words, way):

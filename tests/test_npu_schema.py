@@ -166,6 +166,7 @@ def test_every_simulated_operator_is_called():
     assert {name for name, _, _ in CALLS} == set(SCHEMAS)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name,args,kwargs", CALLS)
 def test_results_have_the_shapes_and_dtypes_of_the_meta_registration(name, args, kwargs):
     with simulated_npu():
