@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from faults import page
 from faults.copied_tree import copied_tree
@@ -21,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(wanted)} faults", flush=True)
     missed = 0
     with copied_tree() as tree:
-        runs = SuiteRuns(tree, asked.suite, 0 if asked.near_only else asked.workers, asked.near_seconds)
+        passing = asked.passing.read_text(encoding="utf-8").splitlines() if asked.passing else ()
+        workers = 0 if asked.near_only else asked.workers
+        runs = SuiteRuns(tree, asked.suite, workers, asked.near_seconds, passing=passing)
         for number, fault in enumerate(wanted, start=1):
             result = runs.result(fault)
             if not asked.dry:
@@ -41,6 +44,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="processes for the whole suite")
     parser.add_argument("--near-only", action="store_true", help="run the near files alone, and never the whole suite")
     parser.add_argument("--near-seconds", type=float, default=900.0, help="a run of near files is killed after these")
+    parser.add_argument("--passing", type=Path, help="a file of tests that pass without a fault, each in a line")
     parser.add_argument("--dry", action="store_true", help="print the results, and don't write them down")
     parser.add_argument("--page", action="store_true", help="write the page from the results, and run nothing")
     return parser.parse_args(arguments)

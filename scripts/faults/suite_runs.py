@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,14 +46,21 @@ class SuiteRuns:
         suite: ``test`` is what ``make test`` runs, and ``all`` what ``make test-all`` does.
         workers: how many processes run the whole suite; with 0, it is not run.
         near_seconds, whole_seconds: after so many seconds a run is killed.
+        passing: tests that are known to pass without a fault; others that fail are run once without it.
     """
 
     def __init__(
-        self, tree: CopiedTree, suite: str, workers: int, near_seconds: float = 900.0, whole_seconds: float = 7200.0
+        self,
+        tree: CopiedTree,
+        suite: str,
+        workers: int,
+        near_seconds: float = 900.0,
+        whole_seconds: float = 7200.0,
+        passing: Iterable[str] = (),
     ) -> None:
         self._tree, self._workers = tree, workers
         self._near_seconds, self._whole_seconds = near_seconds, whole_seconds
-        self._sound: set[str] = set()
+        self._sound = set(passing)
         self._unsound: set[str] = set()
         # Trees of a time before the suites were told apart don't have the option.
         self._suite = ["--suite", suite] if (tree.folder / "tests/suites/selection.py").is_file() else []
