@@ -58,7 +58,7 @@ def test_in_bfloat16_it_is_as_accurate_as_the_eager_one(model_type):
     assert abs(float(found[0] - exact[0])) <= 2.0 * abs(float(wanted[0] - exact[0])) + 1e-2
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_mixer_calls_the_kernel_once(model_type):
     model = hybrid(model_type)

@@ -32,7 +32,7 @@ from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_torch.plugin import veomni_kernels
 
 
-@pytest.mark.thorough(one_per=["family"])
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("family", MODELS)

@@ -38,6 +38,7 @@ def test_detection_says_that_cann_is_missing_and_goes_on():
         assert part in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_doctor_says_so_too_and_blames_no_other_plugin():
     done = run("-m", "veomni_core.cli", "doctor")
     assert done.returncode == 1, done.stdout

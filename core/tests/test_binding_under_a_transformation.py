@@ -38,7 +38,7 @@ def bound_and_wrapped(**options):
     return model, binding, wrapped
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_its_training_logits_are_what_the_config_says(compiled):
     torch._dynamo.reset()

@@ -36,6 +36,7 @@ def report_of(text: str, name: str) -> dict:
     return report
 
 
+@pytest.mark.thorough
 def test_doctor_reports_a_kernel_that_two_plugins_claim(veomni, install):
     install("plugin-a", KERNEL_PLUGIN.replace("{op}", "rms_norm"))
     install("plugin-b", KERNEL_PLUGIN.replace("{op}", "rms_norm"))

@@ -43,6 +43,7 @@ KERNELS_THAT_END_THEIR_PROCESS = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_fails_a_kernel_that_exits_or_crashes_and_goes_on(veomni, install):
     install("ending-plugin", KERNELS_THAT_END_THEIR_PROCESS)
     data = json.loads(veomni("verify", "ending-plugin", "--json", code=1))
@@ -202,6 +203,7 @@ def test_verify_checks_the_launch_that_is_asked_for_and_certifies_none(veomni, i
     assert failures([right, wrong, expected, Row("k", "float32", FAILED)]) == [wrong, expected]
 
 
+@pytest.mark.thorough
 def test_verify_takes_one_kernel_in_one_dtype(veomni):
     arguments = ("--kernel", "chunk_loss", "--op", "cross_entropy_loss_implementation", "--dtype", "bfloat16")
     data = json.loads(veomni("verify", "veomni-torch", *arguments, "--device", "cpu", "--json"))

@@ -147,6 +147,7 @@ def test_host_code_may_ask_tritons_driver_about_the_gpu(compiled):
         assert all(block in each["constants"] for each in compiled("asking", target)["functions"]), target
 
 
+@pytest.mark.thorough
 def test_what_does_not_compile_fails_with_the_compilers_words(compiled):
     row = compiled("wrong", "h200", code=1)
     assert row["result"] == "FAILED" and not row["functions"]

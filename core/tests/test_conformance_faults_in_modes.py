@@ -152,6 +152,7 @@ def test_a_norm_that_autocast_makes_coarser_than_eager_is_caught():
     assert_caught(rounds_a_norm_under_autocast, words, op="rms_norm", variant="offset")
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kernel, mode", [(wrong_in_evaluation, "evaluation"), (ignores_evaluation, "training")])
 def test_attention_that_differs_between_training_and_evaluation_is_caught(kernel, mode):
     features = ("dense_mask", "padding_mask", "sliding_window", "packed", "softcap", "sinks", "query_sinks")

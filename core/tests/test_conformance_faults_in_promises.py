@@ -201,7 +201,7 @@ def test_an_operator_whose_fake_implementation_is_wrong_is_caught_and_named(kern
     assert len(failures) == 1 and "its operator planted_faults::" in failures[0] and "test_faketensor" in failures[0]
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", [a_right_operator, compiled_by_its_author])
 def test_a_right_operator_passes(kernel):
     assert not [failure for failure in failures_of(kernel) if "second derivatives" not in failure]

@@ -19,7 +19,7 @@ from veomni_core.errors import PackedSequencesError
 pytestmark = needs_kda
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_bound_model_equals_its_own_code(name):
     model, ids = family(name), tokens(2, 70)
@@ -92,7 +92,7 @@ WAYS = {
 }
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_sequences_give_what_they_give_alone(way):
     model, ids = family("kimi_linear"), tokens(1, 40)

@@ -36,7 +36,9 @@ AUTO = {"preset": "auto"}
 
 
 @pytest.fixture(autouse=True)
-def _without_former_proofs():
+def _without_former_proofs(monkeypatch):
+    """The models here have few modules, and are remembered all the same."""
+    monkeypatch.setattr(proof_memory, "FEWEST_MODULES", 0)
     forget_proofs()
     yield
     forget_proofs()
@@ -69,6 +71,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODELS.items()])
 def test_the_second_model_has_the_plan_of_the_first(make):
     without = make_plan(make(), AUTO)
@@ -243,6 +246,7 @@ STATES = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in STATES.items()])
 def test_a_change_of_the_model_is_seen(change, known):
     model = qwen()
@@ -263,6 +267,7 @@ def _searched():
     return dict(proof_memory._remembered_sites)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -363,6 +368,7 @@ def test_a_rule_that_fails_is_not_remembered(plugin):
     assert is_known(build("llama"), registry)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kept", ["an object in its sites", "state in its locator"])
 def test_a_rule_that_keeps_an_object_is_not_remembered(kept, plugin, monkeypatch):
     module, registry = plugin
@@ -421,3 +427,10 @@ def test_threads_may_search_at_once():
     for thread in threads:
         thread.join()
     assert found == [wanted] * 3
+
+
+def test_a_model_of_few_modules_is_proven_anew(monkeypatch):
+    monkeypatch.setattr(proof_memory, "FEWEST_MODULES", 200)
+    for layers, known in ((2, False), (18, True)):
+        find_sites(build("llama", num_hidden_layers=layers))
+        assert is_known(build("llama", num_hidden_layers=layers)) is known

@@ -40,6 +40,7 @@ def run(model, folder, *callbacks, **changes) -> list[float]:
     return measured(training)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_losses_are_those_of_the_unbound_run(tmp_path, settings):
     kernels = VeOmniCallback(**AUTO)
@@ -92,6 +93,7 @@ def test_evaluating_alone_says_it_too_and_gives_eager_s_loss(tmp_path, capsys):
     assert close([bound["eval_loss"]], [eager["eval_loss"]])
 
 
+@pytest.mark.thorough
 def test_two_processes_train_as_without_the_callback(tmp_path):
     outputs = run_ranks(
         f"""

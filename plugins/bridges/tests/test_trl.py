@@ -96,6 +96,7 @@ def run(make: Any, model: Any, folder: Path, tokenizer: Any, *callbacks: Any, **
     return measured(training)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("make", TRAINERS.values(), ids=TRAINERS)
 def test_the_losses_are_those_of_the_unbound_run(tmp_path, tokenizer, make, monkeypatch):
     counted_calls, forward = 0, token_logprobs._TokenLogprobs.forward
@@ -146,6 +147,7 @@ def test_a_trainer_that_reads_the_logits(tmp_path, tokenizer):
     assert {planned.spec.op_name for planned in kernels.binding.plan.kernels} >= {"rms_norm", "swiglu_mlp"}
 
 
+@pytest.mark.thorough
 def test_the_reference_model_can_be_bound_too(tmp_path, tokenizer):
     kernels, model = VeOmniCallback(**AUTO), llama()
     training = dpo(model, tmp_path / "bound", tokenizer, [kernels])

@@ -133,7 +133,7 @@ def test_an_old_distribution_that_hides_fla_core_is_named(tmp_path):
     assert "flash-linear-attention 0.2.2 brings it too: pip uninstall flash-linear-attention" in said
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "switch", ["FLA_USE_FAST_OPS=1", "FLA_USE_TMA=1", "FLA_TRIL_PRECISION=tf32", "FLA_CACHE_MODE=full"]
 )

@@ -182,7 +182,7 @@ def test_under_autocast_float32_heads_take_its_dtype(kernel):
     assert all(each.grad.dtype == torch.float32 for each in inputs)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @without_gpu
 @pytest.mark.parametrize("name", ["flash_attention_3", "flash_attention_4"])
 def test_a_model_trains_on_it_as_on_sdpa_and_its_graph_does_not_break(name):

@@ -118,6 +118,7 @@ def test_auto_takes_it_only_if_the_file_prefers_it_and_says_why_not_yet(right, l
     assert [kernel.spec.name for kernel in planned(registry, "auto").kernels] == ["acme"]
 
 
+@pytest.mark.thorough
 def test_a_plan_for_other_hardware_assumes_the_check_and_can_not_be_applied_without_it(right, listed, model):
     registry = listed(right, LAYER)
     assert "rms_norm/standard:acme: has passed veomni verify" in planned(registry, hardware="h200").assumptions
@@ -149,6 +150,7 @@ def test_an_unknown_op_or_variant_leaves_that_kernel_out_alone(right, listed):
     assert "Did you mean 'rms_norm'?" in reasons and "Did you mean 'offset'?" in reasons
 
 
+@pytest.mark.thorough
 def test_the_receipt_names_the_layer_its_folder_and_its_digest(right, listed, model):
     registry = listed(right, LAYER)
     verified(registry)

@@ -62,7 +62,7 @@ def _id(value):
     return value if isinstance(value, str) else list(value)[1]
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, config", CONFIGS, ids=_id)
 def test_a_bound_model_is_as_near_to_the_exact_gradients_as_the_models_own_code(family, config):
     exact, eager, bound = _model(family).double(), _model(family), _model(family)
@@ -81,6 +81,7 @@ def test_a_bound_model_is_as_near_to_the_exact_gradients_as_the_models_own_code(
     assert {name: kernels[name] / own[name] for name in own if kernels[name] > 1.5**2 * own[name]} == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_trainer_in_bf16_mixed_precision_learns_as_it_does_unbound(family, tmp_path):
     def losses(bound):

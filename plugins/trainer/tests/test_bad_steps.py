@@ -75,6 +75,7 @@ def _worse(steps: BadSteps) -> bool:
     return steps.count == 3
 
 
+@pytest.mark.thorough
 def test_a_warning_lets_training_pass_and_writes_no_bad_checkpoint(
     job_data: dict[str, Any], train: Train, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_warning_lets_training_pass_and_writes_no_bad_checkpoint(
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
+@pytest.mark.thorough
 def test_a_warned_run_that_recovers_is_a_success(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_dry_run_refuses_what_training_refuses(job_data: dict[str, Any], write
             dry_run(load_job(write_job(data)))
 
 
+@pytest.mark.thorough
 def test_a_dry_run_of_a_sharded_job_starts_no_process(moe_data: dict[str, Any], write_job: WriteJob) -> None:
     moe_data["train"] |= {"fsdp_size": 2, "ep_size": 2, "steps": 2, "warmup": 0}
     found = dry_run(load_job(write_job(moe_data)))

@@ -144,6 +144,7 @@ def test_a_dry_run_is_told_as_json_too(job_data: dict[str, Any], write_job: Writ
     assert (answer["steps"], answer["tokens_per_step"], answer["resumes"]) == (4, 64, None)
 
 
+@pytest.mark.thorough
 def test_json_says_what_is_not_there(
     job_data: dict[str, Any], write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -211,6 +212,7 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))
 
 
+@pytest.mark.thorough
 def test_export_writes_a_runs_last_weights(
     moe_data: dict[str, Any], train: Callable[..., bool], run: Path, tmp_path: Path
 ) -> None:

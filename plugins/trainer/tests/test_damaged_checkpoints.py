@@ -51,6 +51,7 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_and_a_truncated_file_are_named_with_the_older_checkpoint(run: TrainedRun, name: str) -> None:
     file = run.checkpoint(STEPS) / name
@@ -99,6 +100,7 @@ def test_a_file_of_the_right_size_with_other_bytes_is_named_too(run: TrainedRun,
     assert run.files() == before
 
 
+@pytest.mark.thorough
 def test_a_folder_that_is_not_complete_is_passed_over_and_it_is_said(
     run: TrainedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

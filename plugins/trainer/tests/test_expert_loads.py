@@ -38,6 +38,7 @@ def test_rows_between_ranks_are_those_that_the_choices_say() -> None:
     assert leaving(sent) == travelling
 
 
+@pytest.mark.thorough
 def test_a_run_counts_the_steps_that_it_logs(moe_data: dict[str, Any], train: Train, run: Path) -> None:
     train(moe_data, "train.expert_loads=true", "train.log_every=4", "train.gradient_checkpointing=true")
     rows = [json.loads(line) for line in (run / "expert_rows.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -45,6 +45,7 @@ def job(job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, monkeypat
     return path
 
 
+@pytest.mark.thorough
 def test_a_job_is_trained_as_it_was_locked(job: Path, run: Path, tmp_path: Path) -> None:
     result = veomni("train", job)
     assert result.exit_code == 0, result.output
@@ -61,17 +62,20 @@ def test_other_kernels_are_refused_with_their_sites_before_anything_is_written(j
     assert not run.exists()
 
 
+@pytest.mark.thorough
 def test_another_precision_is_another_plan(job: Path) -> None:
     said = refused("train", job, "--set", "train.precision=bf16_mixed")
     assert "no autocast, for training -> autocast to bfloat16, for training" in said
 
 
+@pytest.mark.thorough
 def test_a_job_beside_it_was_not_locked(job: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(job.read_text(encoding="utf-8"), encoding="utf-8")
     assert "has no plan of other.yaml, but of job.yaml" in refused("train", other)
 
 
+@pytest.mark.thorough
 def test_the_option_can_be_taken_back_for_one_run(job: Path, run: Path) -> None:
     assert veomni("train", job, "--set", "train.frozen=null", "--set", EAGER_NORMS).exit_code == 0
 

@@ -94,6 +94,7 @@ def test_weights_are_accepted_or_refused_by_their_headers(
         check_weights(folder)
 
 
+@pytest.mark.thorough
 @bounded(40)
 @given(CHANGES, st.sampled_from([None, {}, {"format": "pt"}, {"format": "np"}, {"x": "y"}]), st.booleans())
 def test_a_model_is_loaded_or_its_weights_are_refused(

@@ -79,7 +79,7 @@ def test_gradient_checkpointing_changes_nothing(
     assert losses(run) == plain
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True, "modules_to_save": ["lm_head"]}, EXPERTS], ids=str)
 def test_a_resumed_run_goes_on_exactly(
     lora_data: dict[str, Any], pretrained: Path, train: Train, losses: Losses, run: Path, lora: dict[str, Any]
@@ -97,6 +97,7 @@ def test_a_resumed_run_goes_on_exactly(
     assert losses(run) == whole
 
 
+@pytest.mark.thorough
 def test_another_adapter_is_not_resumed(lora_data: dict[str, Any], train: Train, run: Path) -> None:
     train(lora_data)
     before = (run / "metrics.jsonl").read_text(encoding="utf-8")
@@ -114,6 +115,7 @@ def test_another_adapter_is_not_resumed(lora_data: dict[str, Any], train: Train,
     assert (run / "metrics.jsonl").read_text(encoding="utf-8") == before
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_not_resumed_from_whole_weights(lora_data: dict[str, Any], train: Train) -> None:
     lora = lora_data.pop("lora")
     train(lora_data)
@@ -122,7 +124,6 @@ def test_an_adapter_is_not_resumed_from_whole_weights(lora_data: dict[str, Any],
         train(lora_data, "train.steps=6", resume=True)
 
 
-@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("fixture", ["lora_data", "experts_data"])
 def test_a_merged_run_is_a_plain_model_that_computes_the_same(
     request: pytest.FixtureRequest, train: Train, run: Path, tmp_path: Path, fixture: str
@@ -158,6 +159,7 @@ def test_an_export_is_the_adapter_unless_it_is_merged(lora_data: dict[str, Any],
     assert not (run / "merged").exists()
 
 
+@pytest.mark.thorough
 def test_whole_weights_are_not_merged(job_data: dict[str, Any], train: Train, run: Path) -> None:
     train(job_data)
     with pytest.raises(ConfigError, match="holds whole weights and no adapter that could be merged; leave --merge out"):
@@ -245,6 +247,7 @@ def prepared(data: dict[str, Any], train: Train, monkeypatch: pytest.MonkeyPatch
     return models[0]
 
 
+@pytest.mark.thorough
 def test_frozen_weights_may_have_16_bits_and_adapters_have_32(
     lora_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +259,7 @@ def test_frozen_weights_may_have_16_bits_and_adapters_have_32(
     assert all(("lora_" in name) == parameter.requires_grad for name, parameter in model.named_parameters())
 
 
+@pytest.mark.thorough
 def test_quantized_weights_are_trained_over_and_merged_whole(
     lora_data: dict[str, Any], train: Train, losses: Losses, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_gradient_checkpointing_keeps_the_inputs_and_one_layer() -> None:
     assert checkpointed.logits == plain.logits
 
 
+@pytest.mark.thorough
 def test_parts_of_a_sharded_model_are_those_of_one_process() -> None:
     whole, sharded = _estimate(_job(QWEN3_MOE)), _estimate(_job(QWEN3_MOE, fsdp_size=4, ep_size=2))
     assert sharded.weights == pytest.approx(whole.weights / 4, rel=0.01)
@@ -149,6 +150,7 @@ def test_gradients_come_as_activations_go() -> None:
     assert MemoryEstimate(**parts, brief=5, accumulates=True).total == 54
 
 
+@pytest.mark.thorough
 def test_an_adapter_alone_has_gradients(tmp_path: Path) -> None:
     config = {**LLAMA, "vocab_size": 320}
     whole = _job(config)

@@ -146,11 +146,13 @@ def test_an_adapter_whose_reference_is_the_model_without_it(
     assert learned(here / "run") == whole
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_the_head_would_not_be_trained(go: Go, over_weights: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="reads the output projection's weight past its adapter"):
         go("dpo", *over_weights, "lora={target_modules: [lm_head]}")
 
 
+@pytest.mark.thorough
 def test_one_method_does_not_go_on_from_anothers_run(here: Path, go: Go) -> None:
     go("sft", "train.steps=2", "train.save_every=2")
     with pytest.raises((CheckpointError, ConfigError), match=r"train\.method"):
@@ -165,7 +167,7 @@ def plan_of(job: Path, *changes: str) -> dict[str, Any]:
     return planned
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_the_plan_is_that_of_the_training(here: Path, go: Go, method: str) -> None:
     specs = [kernel["spec"] for kernel in plan_of(here / f"{method}.yaml", "train.device=cpu")["kernels"]]

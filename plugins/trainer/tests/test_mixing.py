@@ -71,6 +71,7 @@ def test_a_mixed_job_resumes_exactly_and_says_what_it_read(
     assert losses(run) == whole
 
 
+@pytest.mark.thorough
 def test_held_out_sequences_are_of_each_source_and_validated_apart(
     mixed_data: dict[str, Any], train: Train, run: Path
 ) -> None:

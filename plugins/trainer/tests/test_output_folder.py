@@ -24,6 +24,7 @@ from veomni_trainer.report import write
 Train = Callable[..., bool]
 
 
+@pytest.mark.thorough
 def test_a_folder_is_one_job_s_at_a_time(job_data: dict[str, Any], train: Train, run: Path) -> None:
     with locked(run):
         holder = json.loads((run / LOCK).read_text(encoding="utf-8"))
@@ -81,6 +82,7 @@ def test_a_path_through_a_file_and_a_folder_that_cannot_be_written_are_refused_b
         train(job_data)
 
 
+@pytest.mark.thorough
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_disk_that_fills_up_leaves_earlier_checkpoints_whole(
     assert len(losses(run)) == 4
 
 
+@pytest.mark.thorough
 def test_a_report_that_cannot_be_written_is_said_and_written_later(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

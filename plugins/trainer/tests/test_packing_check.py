@@ -186,6 +186,7 @@ def test_a_difference_in_the_second_sequence_of_a_batch_is_seen() -> None:
         check_packing(model, batch_size=2)
 
 
+@pytest.mark.thorough
 def test_bound_models_are_asked_with_their_kernels_and_under_autocast() -> None:
     model = _model("qwen3_moe", **_EXPERTS)
     binding = bind(model, {"preset": "auto"}, autocast="bfloat16")
@@ -194,6 +195,7 @@ def test_bound_models_are_asked_with_their_kernels_and_under_autocast() -> None:
     assert binding.receipt.to_json() == before  # every kernel is still in place
 
 
+@pytest.mark.thorough
 def test_a_packed_job_trains_and_one_that_can_not_is_refused_before_its_first_step(
     job_data: dict[str, Any], train: Callable[..., bool], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

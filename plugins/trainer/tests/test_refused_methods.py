@@ -117,7 +117,7 @@ def test_what_can_t_be_is_answered_and_loses_nothing(
     assert after == before
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("returned", "error", "words"),
     [
@@ -133,6 +133,7 @@ def test_a_reward_that_judges_wrongly(here: Path, go: Go, returned: str, error: 
         go("grpo", "train.grpo.reward=wrong.py:judge")
 
 
+@pytest.mark.thorough
 def test_broken_lines_are_left_out_where_the_job_says_so(here: Path, go: Go) -> None:
     data = here / "pairs" / "capitals.jsonl"
     data.write_text(data.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")

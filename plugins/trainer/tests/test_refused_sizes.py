@@ -127,6 +127,7 @@ def test_a_plan_is_made_for_the_sizes(moe_data: dict[str, Any], write_job: Write
     assert result.exit_code == 0 and "FSDP2 over 2, experts over 4" in " ".join(result.stdout.split())
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_one_process_is_no_start_for_shards(moe_data: dict[str, Any], train: Train) -> None:
     train(moe_data, "train.steps=2")
     with pytest.raises(CheckpointError, match=r"was not written by a sharded job.*model\.weights of a new job"):

@@ -79,6 +79,7 @@ def test_another_plan_needs_consent(moe_data: dict[str, Any], train: Train, loss
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_does_not_fit_is_refused(moe_data: dict[str, Any], train: Train, run: Path) -> None:
     train(moe_data, "train.steps=2")
     with pytest.raises(CheckpointError, match="checkpoint-2 does not fit this model: "):

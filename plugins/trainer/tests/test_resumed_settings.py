@@ -75,7 +75,7 @@ def test_weight_decay_is_in_force_from_the_next_step_on(run: TrainedRun, whole: 
     assert _losses(run)[3:] != _losses(whole)[3:]
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "rate"),
     [
@@ -130,6 +130,7 @@ def test_other_sequences_are_refused(run: TrainedRun, change: str) -> None:
     assert run.files() == before
 
 
+@pytest.mark.thorough
 def test_a_text_that_was_edited_is_refused_and_one_that_moved_is_not(run: TrainedRun, whole: TrainedRun) -> None:
     text = run.root / "text.txt"
     text.rename(run.root / "moved.txt")

@@ -51,7 +51,7 @@ def test_a_right_job_trains_as_without_and_says_what_was_compared(
     assert "equal to their own code" not in capsys.readouterr().out
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [

@@ -85,6 +85,7 @@ def test_what_a_stream_can_not_do_is_refused(lines: Path, tmp_path: Path) -> Non
         _stream(tmp_path / "nowhere.jsonl")
 
 
+@pytest.mark.thorough
 def test_a_streamed_job_resumes_exactly(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, lines: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

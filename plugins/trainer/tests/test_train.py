@@ -135,6 +135,7 @@ def test_gradient_checkpointing_changes_nothing(
     assert losses(run) == plain
 
 
+@pytest.mark.thorough
 def test_a_saved_model_can_be_trained_on_by_its_path(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_saved_model_can_be_trained_on_by_its_path(
     assert losses(tmp_path / "more")[0][1] < losses(run)[0][1]
 
 
+@pytest.mark.thorough
 def test_kernels_are_verified_before_the_first_step_where_the_job_says_so(
     job_data: dict[str, Any], train: Train, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_step_is_as_eager(model_type):
     assert torch.equal(again[0], wanted[0])
 
 
+@pytest.mark.thorough
 def test_evaluation_and_checkpointing_between_steps():
     model, ids = model_of("qwen3_next"), tokens(2, 12)
     wanted, logits = step(model, ids), model.eval()(input_ids=ids, use_cache=False).logits

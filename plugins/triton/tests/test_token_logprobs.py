@@ -101,7 +101,7 @@ def test_without_gradients_nothing_is_kept(monkeypatch):
     assert asked == [0, 0, 1 << 20]
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept_mib", [0, 1])
 def test_compiles_without_a_graph_break(kept_mib):
     compiled = torch.compile(kernels.causal(kept_mib), fullgraph=True, dynamic=True)
