@@ -1,6 +1,6 @@
 """Compares the tests of a revision with those that the test commands run now: ``compare_test_ids.py BASE``.
 
-Each test of ``BASE`` must be in a part of ``make test-all``. The exit code is 1 if one is in none, and it is printed.
+Each test of ``BASE`` must be in ``make test-all``. Those that are not are printed, and the exit code is 1.
 ``--moved`` names a file with a line ``old id -> new id`` for each test that has another name now.
 """
 
@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from run_ci import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,12 +42,11 @@ def main() -> int:
             before = collected(base)
         finally:
             subprocess.run([*worktree, "remove", "--force", str(base)], check=True)
-    parts = [collected(ROOT, "--suite", "all", "--part", f"{part}/{PARTS}") for part in range(1, PARTS + 1)]
-    now = set().union(*parts)
+    now = collected(ROOT, "--suite", "all")
     lost = sorted(name for name in before if moved.get(name, name) not in now)
-    print(f"{len(before)} tests at {arguments.base}, {len(now)} now in {PARTS} parts; {len(lost)} are in none")
-    for suite in ("test", "docs"):
-        print(f"make test{'-docs' if suite == 'docs' else ''} runs {len(collected(ROOT, '--suite', suite))}")
+    print(f"{len(before)} tests at {arguments.base}, {len(now)} in make test-all; {len(lost)} are in none")
+    for suite, target in (("test", "make test"), ("docs", "make test-docs")):
+        print(f"{target} runs {len(collected(ROOT, '--suite', suite))}")
     print("\n".join(lost))
     return int(bool(lost))
 
