@@ -14,45 +14,39 @@ from typing import Any
 from torch import nn
 
 from veomni_core import Site
-from veomni_core.sites.attention.locator import reads_interface
 from veomni_core.sites.find import find_sites
 from veomni_core.sites.functions import global_functions
 from veomni_core.sites.proofs.reachable_code import is_library, reached_functions
 
 DISTINCT = (
-    *("aria_text", "bart", "beam", "cohere", "deepseek_v4", "diffllama", "doge", "ernie4_5"),
-    *("falcon_mamba", "flint", "gemma3", "glm", "gpt-sw3", "gpt_oss", "granite_swa", "granitemoehybrid"),
-    *("helium", "hy_v4", "inkling2_text", "inkling_text", "jamba", "jetmoe", "lfm3", "llama4"),
-    *("longcat_flash", "mamba", "mimo_v2_flash", "minimax_m3_vl_text", "modernbert-decoder", "moshi"),
-    *("nanochat", "phi4_multimodal", "recurrent_gemma", "seed_oss", "xlstm", "zamba"),
+    *("aria_text", "beam", "cohere", "deepseek_v4", "diffllama", "doge", "ernie4_5", "falcon_mamba"),
+    *("gemma", "glm", "gpt_oss", "granitemoehybrid", "helium", "hy_v4", "inkling2_text", "inkling_text"),
+    *("jamba", "jetmoe", "lfm3", "llama4", "longcat_flash", "mamba", "minimax_m3_vl_text"),
+    *("modernbert-decoder", "moshi", "nanochat", "phi3", "recurrent_gemma", "seed_oss", "xlstm", "zamba"),
 )
+_NOT_COUNTED = ("attention", "cross_entropy_loss", "token_logprobs")
 Code = tuple[str, str, str]  # rule, variant, digest of the code
 
 
 def codes(model: nn.Module) -> frozenset[Code]:
     """The distinct code of the sites of ``model`` that are proven, by rule and variant.
 
-    Losses don't count: nearly each type writes its own head, and all are proven by one comparison of two losses.
+    Attention doesn't count, which stays eager where the types are bound. Nor do losses: nearly each type writes its own
+    head, and all are proven by one comparison of two losses.
     """
     found = set()
     for site in find_sites(model):
-        if site.variant is not None and site.op_name not in ("cross_entropy_loss", "token_logprobs"):
-            for functions, kind in _functions(model, site):
-                found.add((site.rule, site.variant, _digest(functions, kind)))
+        if site.variant is not None and site.op_name not in _NOT_COUNTED:
+            found.add((site.rule, site.variant, _digest(*_own_code(model, site))))
     return frozenset(found)
 
 
-def _functions(model: nn.Module, site: Site) -> Iterator[tuple[list[Any], type | None]]:
-    """What the site's own code calls: a named function, each eager attention function, or the module's forward."""
+def _own_code(model: nn.Module, site: Site) -> tuple[Any, type | None]:
+    """The function that the site names, or its module's forward and the class whose methods that calls."""
     kind = type(model.get_submodule(site.path))
     if "function" in site.detail:
-        yield [dict(global_functions(kind.forward))[site.detail["function"]]], None
-    elif site.op_name == "attention":
-        for reader in filter(reads_interface, model.modules()):
-            functions = global_functions(type(reader).forward)
-            yield [function for name, function in functions if name.endswith("eager_attention_forward")], None
-    else:
-        yield [kind.forward], kind
+        return dict(global_functions(kind.forward))[site.detail["function"]], None
+    return kind.forward, kind
 
 
 def cover(codes_by_type: Mapping[str, frozenset[Code]]) -> list[str]:
@@ -66,11 +60,11 @@ def cover(codes_by_type: Mapping[str, frozenset[Code]]) -> list[str]:
     return sorted(chosen)
 
 
-def _digest(functions: list[Any], kind: type | None) -> str:
+def _digest(function: Any, kind: type | None) -> str:
     texts = sorted(
-        repr(list(_content(function.__code__)))
-        for function in reached_functions(functions, kind)
-        if not is_library(function)
+        repr(list(_content(reached.__code__)))
+        for reached in reached_functions([function], kind)
+        if not is_library(reached)
     )
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
 

@@ -32,6 +32,7 @@ def planned(registry, hardware, op, variant, value):
     return decision
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("hardware", HARDWARE)
 def test_it_says_of_every_kernel_what_a_plan_decides(registry, hardware):
     seen = set()

@@ -90,6 +90,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return Installation(tmp_path_factory.mktemp("wheels"))
 
 
+@pytest.mark.thorough
 def test_the_same_installation_gives_the_same_bytes(installation: Installation) -> None:
     installation.accepted()
     again = installation.folder / "again.lock"

@@ -125,6 +125,7 @@ def test_boundaries_of_one_row_are_refused_for_a_batch_of_two():
         convolution(torch.zeros(1, 16, 64), seq_idx=torch.zeros(1, 15, dtype=torch.int32))
 
 
+@pytest.mark.thorough
 def test_verified_and_undone():
     model, ids = hybrid("lfm2"), tokens(1, 9)
     before = {path: dict(vars(module)) for path, module in model.named_modules()}

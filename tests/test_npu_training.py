@@ -92,6 +92,7 @@ def distance(gradients, wanted):
     return torch.cat([(gradients[name].double() - exact).flatten() for name, exact in wanted.items()]).norm()
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adamw_goes_the_same_way(family, checkpointing, job, registry):

@@ -24,6 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.thorough
 def test_its_own_message_names_neither_cann_nor_what_to_do():
     done = run("-c", "import torch")
     assert done.returncode != 0

@@ -34,7 +34,12 @@ FILES = {
         def test_function(function, backend): pass
 
         @pytest.mark.thorough(one_per=[])
-        @pytest.mark.parametrize("machine", ["a", "b", pytest.param("c", marks=pytest.mark.skip(reason="not here"))])
+        @pytest.mark.parametrize("machine", [
+            "a",
+            "b",
+            pytest.param("c", marks=pytest.mark.skip(reason="not here")),
+            *(pytest.param(f"dear {number}", marks=pytest.mark.thorough) for number in range(20)),
+        ])
         def test_machine(machine): pass
 
         @pytest.mark.docs(one_per=[])
@@ -92,7 +97,9 @@ def test_the_default_suite_leaves_out_what_is_marked_and_keeps_the_samples(folde
     assert functions == {"test_function[one", "test_function[two", "test_function[three"}, "values without a text"
     assert len([name for name in names if name.startswith("test_function")]) == 3
     machines = {name for name in names if name.startswith("test_machine")}
-    assert len(machines) == 1 and machines < {"test_machine[a]", "test_machine[b]"}, "one that can run here"
+    assert len(machines) == 1 and machines < {"test_machine[a]", "test_machine[b]"}, (
+        "one that can run here, and is not marked itself"
+    )
     assert len({name for name in names if name.startswith("test_page")}) == 1
     others = {
         name for name in names if not name.startswith(("test_kernel", "test_function", "test_machine", "test_page"))
@@ -108,7 +115,7 @@ def test_the_docs_suite_runs_what_is_marked_docs(folder):
 
 def test_without_an_option_everything_that_is_named_runs_and_parts_are_the_whole(folder):
     everything = selected(folder)
-    assert len(everything) == 1 + 1 + 1 + 36 + 6 + 3 + 2 + 2 + 1 + 1
+    assert len(everything) == 1 + 1 + 1 + 36 + 6 + 23 + 2 + 2 + 1 + 1
     parts = [selected(folder, "--part", f"{which}/3") for which in (1, 2, 3)]
     assert sum(map(len, parts)) == len(everything) and set().union(*parts) == everything
 

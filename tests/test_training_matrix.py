@@ -174,7 +174,7 @@ def _preferences(model, folder: Path):
     return trl.DPOTrainer(model, reference, config, train_dataset=rows, processing_class=_tokenizer())
 
 
-@pytest.mark.thorough(one_per=["trainer"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer", [_supervised, _preferences], ids=["SFT", "DPO"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_trl_trains_a_bound_model_as_the_eager_one(family, trainer, tmp_path):

@@ -81,6 +81,7 @@ def experts_sites(model, registry):
     return [site for site in find_sites(model, registry) if site.op_name == "moe_experts"]
 
 
+@pytest.mark.thorough
 def test_experts_in_a_layout_of_a_plugin_are_proven_and_bound(registry):
     model, own = model_with(), model_with()
     assert {site.variant for site in experts_sites(model_with(), registry)} == {"standard"}

@@ -214,6 +214,7 @@ def test_require_is_checked_as_other_settings():
         OpsConfig.from_dict({"preset": "auto", "require": "verifed"}, REGISTRY, environ={})
 
 
+@pytest.mark.thorough
 def test_the_command_certifies_and_list_and_plan_show_it(veomni, install, tmp_path, monkeypatch):
     monkeypatch.setenv("VEOMNI_CACHE", str(tmp_path / "cache"))
     install(

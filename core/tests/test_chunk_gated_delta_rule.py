@@ -35,7 +35,7 @@ def test_a_bound_model_equals_its_own_code(name, dtype, allowed):
     assert torch.equal(step(model, ids)[0], loss)  # its own code again
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_linear_layer_calls_the_kernel_once(name):
     model = family(name)

@@ -123,6 +123,7 @@ def test_doctor_describes_versions():
     assert "torch 2.9.0 (CUDA 12.8), transformers 5.2.0, GPU driver 570.86.10" in describe_versions(gpu)
 
 
+@pytest.mark.thorough
 def test_doctor_goes_on_without_torch_and_says_what_is_wrong_with_it(veomni, tmp_path):
     broken = tmp_path / "site-packages" / "torch"  # where the command looks first
     broken.mkdir(parents=True)

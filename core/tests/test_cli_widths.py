@@ -114,6 +114,7 @@ def test_verify(monkeypatch, capsys):
     check(show, monkeypatch, *(text for row in rows for text in (row.kernel, row.result, *row.detail)))
 
 
+@pytest.mark.thorough
 def test_coverage(monkeypatch, capsys):
     models = [*cover([types for types in model_types("causal") if types[1] in ("llama", "mixtral")], discover())]
 

@@ -48,6 +48,7 @@ def ignores_adapters(*args, gate_up_lora=None, down_lora=None):
     return moe_experts.standard(*args)
 
 
+@pytest.mark.thorough
 def test_it_ends_too_where_a_kernel_computes_what_it_must_refuse():
     (failure,) = failures_of(ignores_adapters, op="moe_experts", fail_fast=True)
     assert "does not declare lora, but computes something" in failure

@@ -194,7 +194,7 @@ WRONG_FAKES = (
 )
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", WRONG_FAKES)
 def test_an_operator_whose_fake_implementation_is_wrong_is_caught_and_named(kernel):
     failures = [failure for failure in failures_of(kernel) if failure.startswith("sample 'custom operators'")]

@@ -15,6 +15,7 @@ def _named(kernel, op="swiglu_mlp", variant="standard"):
     return KernelSpec("parted", op, variant, f"{__name__}:{kernel.__name__}", dtypes=("float32",))
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 def test_parts_together_are_the_whole(count):
     spec = _named(right)

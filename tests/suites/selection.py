@@ -72,9 +72,10 @@ def _sampled(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     groups: dict[tuple[str, ...], list[pytest.Item]] = {}
     numbers: dict[tuple[str, str], dict[int, int]] = {}
     for item in items:
-        mark = next(filter(None, map(item.get_closest_marker, _PLACES)), None)
-        if mark is None or (names := mark.kwargs.get("one_per")) is None:
+        marks = [mark for place in _PLACES for mark in item.iter_markers(place)]
+        if not marks or any(mark.kwargs.get("one_per") is None for mark in marks):
             continue
+        names = marks[0].kwargs["one_per"]
         function = item.nodeid.partition("[")[0]
         texts = [_text(_parameter(item, name), numbers.setdefault((function, name), {})) for name in names]
         groups.setdefault((function, *texts), []).append(item)

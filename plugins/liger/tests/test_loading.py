@@ -73,6 +73,7 @@ def test_a_library_that_is_missing_too_old_or_too_new_is_refused_before_anything
     assert all(f"needs liger-kernel>=0.8.5,<0.9, {why_not}. Usable: eager." in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_the_plugin_describes_itself_without_the_library_and_says_what_to_do_when_it_is_half_installed():
     printed = run(
         """

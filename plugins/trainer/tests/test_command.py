@@ -57,6 +57,7 @@ print(bitsandbytes.nn is sys.modules["bitsandbytes.nn"], bitsandbytes.__version_
 """
 
 
+@pytest.mark.thorough
 def test_a_command_imports_only_what_its_job_needs(job_data: dict[str, Any], write_job: WriteJob) -> None:
     job_data["train"] |= {"steps": 1, "save_every": "never"}
     command = [sys.executable, "-c", _IMPORTS, str(write_job(job_data))]

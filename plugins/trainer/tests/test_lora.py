@@ -124,6 +124,7 @@ def test_an_adapter_is_not_resumed_from_whole_weights(lora_data: dict[str, Any],
         train(lora_data, "train.steps=6", resume=True)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("fixture", ["lora_data", "experts_data"])
 def test_a_merged_run_is_a_plain_model_that_computes_the_same(
     request: pytest.FixtureRequest, train: Train, run: Path, tmp_path: Path, fixture: str
@@ -142,6 +143,7 @@ def test_a_merged_run_is_a_plain_model_that_computes_the_same(
     assert tokenizer.decode(merged.generate(ids[:1], max_new_tokens=2, do_sample=False)[0])
 
 
+@pytest.mark.thorough
 def test_an_export_is_the_adapter_unless_it_is_merged(lora_data: dict[str, Any], train: Train, run: Path) -> None:
     train(lora_data, "train.export=true")
     written = {path.name for path in (run / "model").iterdir()}

@@ -51,6 +51,7 @@ def mixed_data(job_data: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return job_data
 
 
+@pytest.mark.thorough
 def test_a_mixed_job_resumes_exactly_and_says_what_it_read(
     mixed_data: dict[str, Any], train: Train, losses: Losses, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

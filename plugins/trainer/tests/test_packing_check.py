@@ -210,6 +210,7 @@ def test_a_packed_job_trains_and_one_that_can_not_is_refused_before_its_first_st
     assert not Path(f"{run}-hybrid").exists()
 
 
+@pytest.mark.thorough
 def test_a_model_that_divides_by_itself_is_refused_where_not_every_token_is_learned(
     job_data: dict[str, Any], train: Callable[..., bool], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_compare_is_one_process_s_business(
         train(job_data, compare="eager")
 
 
+@pytest.mark.thorough
 def test_a_start_that_fails_leaves_earlier_results_alone(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

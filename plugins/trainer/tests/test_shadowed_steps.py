@@ -30,6 +30,7 @@ def planted(shadowed: dict[str, Any], plant: Callable[[], None]) -> dict[str, An
     return shadowed
 
 
+@pytest.mark.thorough
 def test_a_right_job_trains_as_without_and_says_what_was_compared(
     shadowed: dict[str, Any],
     train: Callable[..., bool],

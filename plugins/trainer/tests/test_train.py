@@ -23,6 +23,7 @@ Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
 
 
+@pytest.mark.thorough
 def test_float32_weights_train_under_autocast_with_the_kernels_planned_for_it(
     moe_data: dict[str, Any], train: Train, run: Path, losses: Losses, caplog: pytest.LogCaptureFixture
 ) -> None:

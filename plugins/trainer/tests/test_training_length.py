@@ -23,6 +23,7 @@ def test_a_job_needs_a_length(job_data: dict[str, Any]) -> None:
         parse_job(job_data)
 
 
+@pytest.mark.thorough
 def test_epochs_pass_over_the_sequences(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

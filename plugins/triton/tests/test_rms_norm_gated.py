@@ -111,6 +111,7 @@ def test_twenty_runs_give_the_same_bits(rows, width, group_size):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.thorough(one_per=["variant"])
 @pytest.mark.parametrize(
     "rows, width, group_size", [(3, 8192, None), (3, 8193, None), (2, 16400, 8200), (0, 8193, None)]
 )
