@@ -12,7 +12,8 @@ pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
-OTHERS = {"SC_PAGE_SIZE", "SC_PHYS_PAGES", "TRANSFORMER_BASED_WRAP"}  # of sysconf, and a policy of FSDP
+# Of sysconf, a policy of FSDP, and instructions of Python.
+OTHERS = {"SC_PAGE_SIZE", "SC_PHYS_PAGES", "TRANSFORMER_BASED_WRAP", "IMPORT_NAME", "EXTENDED_ARG"}
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK|COLUMNS")
 
 
