@@ -19,10 +19,11 @@ from veomni_core.sites.functions import global_functions
 from veomni_core.sites.proofs.reachable_code import is_library, reached_functions
 
 DISTINCT = (
-    *("aria_text", "beam", "cohere", "deepseek_v4", "diffllama", "doge", "ernie4_5", "falcon_mamba"),
-    *("gemma", "glm", "gpt_oss", "granitemoehybrid", "helium", "hy_v4", "inkling2_text", "inkling_text"),
-    *("jamba", "jetmoe", "lfm3", "llama4", "longcat_flash", "mamba", "minimax_m3_vl_text"),
-    *("modernbert-decoder", "moshi", "nanochat", "phi3", "recurrent_gemma", "seed_oss", "xlstm", "zamba"),
+    *("aria_text", "bailing_hybrid", "beam", "cohere", "deepseek_v4", "diffllama", "doge", "ernie4_5"),
+    *("falcon_mamba", "gemma", "glm", "gpt_oss", "granitemoehybrid", "helium", "hy_v4", "inkling2_text"),
+    *("inkling_text", "jamba", "jetmoe", "kimi_linear", "lfm3", "llama4", "longcat_flash", "mamba"),
+    *("minimax_m3_vl_text", "modernbert-decoder", "moshi", "nanochat", "olmo_hybrid", "phi3"),
+    *("qwen3_5_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "xlstm", "zamba"),
 )
 _NOT_COUNTED = ("attention", "cross_entropy_loss", "token_logprobs")
 Code = tuple[str, str, str]  # rule, variant, digest of the code
