@@ -94,6 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the keys of `trai
         {},
     ),
 }
+IN_MAKE_TEST = ("accumulation", "cosine and float32, as by default")
 
 
 def losses_by_hand(
@@ -116,8 +117,11 @@ def losses_by_hand(
     return hand.losses
 
 
-@pytest.mark.thorough(one_per=[])
-@pytest.mark.parametrize("case", CASES)
+def _marked(case: str) -> Any:
+    return pytest.param(case, marks=[] if case in IN_MAKE_TEST else [pytest.mark.thorough])
+
+
+@pytest.mark.parametrize("case", map(_marked, CASES))
 def test_a_job_has_the_losses_of_a_trainer_by_hand(
     job_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path, case: str
 ) -> None:
@@ -132,8 +136,7 @@ def test_a_job_has_the_losses_of_a_trainer_by_hand(
     assert dict(losses(run)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("precision", ["float32", "bf16_mixed"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bf16_mixed", marks=pytest.mark.thorough)])
 def test_a_lora_job_has_the_losses_of_peft_by_hand(
     lora_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path, precision: str
 ) -> None:
