@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
-.PHONY: help demo test test-all test-docs test-versions check check-form check-site check-types check-wheels format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference release clean
+.PHONY: help demo test test-all test-docs test-versions check check-form check-types check-wheels format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,8 +35,8 @@ test-docs: $(INSTALLED)  ## run the tests of pages, examples, pictures and gener
 test-versions: $(INSTALLED)  ## run the binding tests against other versions: TRANSFORMERS="5.2.0 5.9.0 5.17.0"
 	for version in $(TRANSFORMERS); do $(BIN)/python scripts/test_with_transformers.py $$version || exit 1; done
 
-check: $(INSTALLED)  ## format, lint, types, import layers, the documentation, and each wheel alone beside the core
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-form check-wheels check-site check-types
+check: $(INSTALLED)  ## format, lint, types, import layers, links of pages, and each wheel alone beside the core
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-types check-wheels check-form
 
 check-form: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -46,9 +46,6 @@ check-form: $(INSTALLED)
 
 check-types: $(INSTALLED)
 	$(BIN)/mypy
-
-check-site: $(INSTALLED)
-	$(BIN)/python scripts/build_site.py
 
 check-wheels: $(INSTALLED)
 	$(BIN)/python scripts/check_wheels.py
