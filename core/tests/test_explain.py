@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 
+
+@pytest.mark.thorough
 def test_explain_says_why_not_and_what_would_win(veomni, install, install_absent):
     install(
         "gpu-plugin",

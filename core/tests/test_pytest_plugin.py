@@ -90,6 +90,7 @@ def test_an_expected_failure_has_a_reason_and_must_fail(run_pytest, acme):
     assert f"{RIGHT}-float32 is expected to fail (known to be wrong), and passes: remove it" in text
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_was_seen_to_be_wrong_here_may_fail_or_pass(run_pytest, install):
     seen = 'suspicions=(Suspicion(HardwareRequirement(), "wrong here"),)'
     declared = KERNELS.replace("import HardwareRequirement", "import HardwareRequirement, Suspicion")
@@ -106,6 +107,7 @@ def test_attributes_choose_what_is_checked(run_pytest, acme):
     assert text.count("test_kernel[") == 1 and f"test_kernel[{RIGHT}-float32]" in text
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "attributes, message",
     [
@@ -131,6 +133,7 @@ def test_an_option_checks_a_plugin_without_a_test_file(run_pytest, acme):
     assert "collected 3 items" in text
 
 
+@pytest.mark.thorough
 def test_beside_a_path_the_option_adds_to_what_is_collected(run_pytest, acme):
     text = run_pytest(
         "--veomni-plugin", "acme", "-k", "right or other", "test_mine.py", test="def test_other():\n    pass\n", code=0

@@ -26,6 +26,7 @@ CONTRACTS = [*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACT
 WIDER = {("full", "partial"), ("pairwise", "pairwise_partial"), ("interleaved", "interleaved_partial")}
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "contracts", [rotary_pos_emb.CONTRACTS, rotary_pos_emb_vision.CONTRACTS], ids=["text", "vision"]

@@ -21,6 +21,7 @@ def forgets_weights_gradient(hidden, top_k_index, top_k_weights, experts, ranks)
     return exchanged(hidden, top_k_index, top_k_weights.detach(), experts, ranks)
 
 
+@pytest.mark.thorough
 def test_a_forgotten_gradient_of_the_routing_weights_is_found():
     failures = _failures(forgets_weights_gradient)
     assert "sample 'odd counts': rank 2: misses the gradient of top_k_weights" in failures

@@ -91,6 +91,7 @@ def half_registry():
     return build_registry([CORE, replace(record, kernels=kernels)], {})
 
 
+@pytest.mark.thorough
 def test_such_kernels_train_as_eager_code_does_under_autocast():
     model, eager = build("qwen3_moe"), build("qwen3_moe")
     binding = bind(model, {"preset": "auto"}, registry=half_registry(), autocast=torch.bfloat16, verify=True)

@@ -130,6 +130,7 @@ def test_equal_calls_are_measured_once():
     assert len({contenders(profile, site.kind.where)["cheap"].times for site in profile.sites if site.measured}) == 1
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
     registry = registry_of(*(norm("cheap"), norm("out_of_memory"), norm("broken"), norm("costly")), core=norms_and())
     certify(registry, "cheap", "out_of_memory", "broken")
@@ -142,6 +143,7 @@ def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
     assert found["costly"].why_not == "failed its check in float32: off"
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     ("calls", "why_not", "own"),
     [
@@ -226,6 +228,7 @@ def test_the_model_is_left_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 def test_as_few_layers_are_measured_as_have_every_kind_of_site():
     core = norms_and("gated norm modules", "attention interface")
     survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry_of(core=core), environ={}), CPU, None)

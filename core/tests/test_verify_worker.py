@@ -87,6 +87,7 @@ def test_what_a_kernel_changes_in_its_process_is_gone_in_the_next_one(check):
     assert (check("patches").result, check("finds").result) == (OK, OK)
 
 
+@pytest.mark.thorough
 def test_what_a_check_started_ends_with_it_and_the_next_one_runs(check, tmp_path):
     late = check("starts", timeout=6.0)
     assert late.result == FAILED and late.detail[0].startswith("did not end within 6 s")
@@ -111,6 +112,7 @@ def write_probe(tmp_path, monkeypatch):
     return lambda name, text: (folder / f"{name}.py").write_text(text)
 
 
+@pytest.mark.thorough
 def test_a_started_worker_that_a_check_takes_along_is_followed_by_another(write_probe, tmp_path):
     write_probe(
         "kill_probe", "import os, sys\ndef main(arguments): sys.exit(3) if arguments else os.kill(os.getppid(), 9)\n"
@@ -156,6 +158,7 @@ class _Sleeps:
         time.sleep(600)
 
 
+@pytest.mark.thorough
 def test_where_the_fork_has_lost_the_device_a_new_interpreter_checks(tmp_path, monkeypatch):
     """An import that used the GPU leaves forks without it. It is as if nothing had been imported then."""
     monkeypatch.setattr(verify_worker, "_device_is_lost", lambda: True)

@@ -97,6 +97,7 @@ def test_a_run_writes_everything_it_should(
     assert f"report: {run / 'report.html'}" in printed
 
 
+@pytest.mark.thorough
 def test_validation_takes_every_sequence(job_data: dict[str, Any], train: Train, run: Path) -> None:
     job_data["data"]["validation_fraction"] = 0.02  # three sequences, and batches of two
     values = []

@@ -32,7 +32,7 @@ MODELS = {
 }
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_step_is_as_eager(model_type):
     if model_type not in CONFIG_MAPPING:
