@@ -46,7 +46,7 @@ def test_a_bound_model_trains_as_the_eager_one(model_type):
     assert torch.equal(step(model, ids)[0], wanted[0])  # its own code again
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", TYPES)
 def test_in_bfloat16_it_is_as_accurate_as_the_eager_one(model_type):
     model, ids = hybrid(model_type, torch.bfloat16), tokens(2, 70)
@@ -106,7 +106,7 @@ def test_boundaries_that_a_scan_can_not_take_are_refused():
         model(tokens(1, 16), cu_seqlens=torch.tensor([0, 5, 16]), use_cache=False)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["falcon_h1", "mamba2", "zamba2"])
 def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type):
     """The second part starts from the first's states; single tokens go through the model's own function."""

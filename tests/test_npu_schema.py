@@ -19,7 +19,7 @@ import torch_npu_wheel
 from npu_sim import simulated_npu
 from npu_sim.operators import SCHEMAS
 
-pytestmark = [pytest.mark.npu_schema, pytest.mark.npu_simulated]
+pytestmark = [pytest.mark.npu_schema, pytest.mark.npu_simulated, pytest.mark.thorough]
 
 PLUGIN = Path(__file__).parents[1] / "plugins/ascend_npu/src/veomni_npu"
 CALLED = re.compile(r"\bnpu\.(npu_\w+)")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = {
     **{f"GIT_{who}_NAME": "A test" for who in ("AUTHOR", "COMMITTER")},

@@ -14,6 +14,8 @@ from test_hybrid_packing import KERNELS, POSITIONS, WAYS, assert_apart
 from veomni_core import bind, find_sites
 from veomni_core.errors import PackedSequencesError
 
+pytestmark = pytest.mark.thorough
+
 ROW = tokens(1, sum(LENGTHS))
 
 

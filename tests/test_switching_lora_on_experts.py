@@ -24,6 +24,8 @@ from adapted_experts import (
 )
 from veomni_core import bind
 
+pytestmark = pytest.mark.thorough
+
 
 def _two_adapters(model):
     second = peft.LoraConfig(

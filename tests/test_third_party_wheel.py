@@ -78,11 +78,13 @@ def test_it_is_found(environment):
     assert [kernel["name"] for kernel in op["variants"]["tanh"]] == ["fused"]
 
 
+@pytest.mark.thorough
 def test_it_is_checked_like_the_core_s_own(environment):
     results = json.loads(environment.run(*VEOMNI, "verify", "acme-gelu", "--json"))["results"]
     assert [(r["dtype"], r["result"]) for r in results] == [(d, "ok") for d in ("float32", "bfloat16", "float16")]
 
 
+@pytest.mark.thorough
 def test_it_is_planned_bound_and_trained(veomni, job, tmp_path):
     plan = json.loads(veomni("plan", str(job("gelu_implementation", "fused")), "--json"))
     (op,) = [op for op in plan["ops"] if op["op_name"] == "gelu"]

@@ -149,6 +149,7 @@ _SCRIPTS = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("body, lines", _SCRIPTS.values(), ids=_SCRIPTS)
 def test_ranks_get_the_gradients_of_one_process(body, lines):
     for output in run_ranks(_COMMON + body.format(families=FAMILIES)):

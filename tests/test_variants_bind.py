@@ -44,6 +44,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", VARIANTS)
 def test_bound_equals_eager_and_the_kernels_ran(model_type):
     model = tiny_model(model_type, torch.float32)

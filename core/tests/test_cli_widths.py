@@ -18,6 +18,8 @@ from veomni_core.cli.verify import show_results
 from veomni_core.cli.verify_processes import Checks
 from veomni_core.coverage import cover, model_types
 
+pytestmark = pytest.mark.thorough
+
 WIDTHS = (60, 80, 120, 200)
 JOB = """
 model:

@@ -64,6 +64,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kernel, words, options", FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
 def test_a_fault_that_only_a_generated_call_shows_is_caught_and_named(kernel, words, options):
     (failure,) = failures_of(kernel, **options)

@@ -10,6 +10,8 @@ from veomni_core import KernelSpec
 from veomni_core.ops.contract import Size
 from veomni_core.testing import check_kernel
 
+pytestmark = pytest.mark.thorough
+
 
 def _named(kernel, op="swiglu_mlp", variant="standard"):
     return KernelSpec("parted", op, variant, f"{__name__}:{kernel.__name__}", dtypes=("float32",))

@@ -33,7 +33,7 @@ def test_a_bound_model_equals_its_own_code(name):
     assert torch.equal(step(model, ids)[0], loss)  # its own code again
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_bfloat16_it_is_as_accurate_as_its_own_code(name):
     """Both beside float32: where rounding sends a token to another expert, two right runs differ too."""
@@ -46,7 +46,7 @@ def test_in_bfloat16_it_is_as_accurate_as_its_own_code(name):
     assert abs(float(found[0] - exact[0])) <= 2.0 * abs(float(wanted[0] - exact[0])) + 1e-2
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_linear_layer_calls_the_kernel_once(name):
     model = family(name)

@@ -103,6 +103,7 @@ def test_the_right_kernel_passes():
     assert failures_of(right, op="moe_experts", features=("lora",)) == ()
 
 
+@pytest.mark.thorough(one_per=["kernel"])
 @pytest.mark.parametrize("kernel", FAULTS, ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_planted_fault_is_caught(kernel, dtype):

@@ -71,7 +71,7 @@ MODELS = {
 }
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODELS.items()])
 def test_the_second_model_has_the_plan_of_the_first(make):
     without = make_plan(make(), AUTO)
@@ -101,6 +101,7 @@ def _counted(count, prove):
     return counted
 
 
+@pytest.mark.thorough
 def test_a_second_model_is_known_while_the_first_is_bound_and_after_a_step():
     first = qwen()
     binding = bind(first, AUTO)
@@ -173,6 +174,7 @@ CODE = {
 }
 
 
+@pytest.mark.thorough
 def test_a_change_of_code_is_seen(monkeypatch):
     find_sites(qwen())
     [(key, entry)] = proof_memory._remembered_sites.items()
@@ -196,6 +198,7 @@ def test_a_method_that_a_forward_calls_is_seen(monkeypatch):
     assert not is_known(build("gemma3_text"))
 
 
+@pytest.mark.thorough
 def test_a_closure_is_seen(monkeypatch):
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", forward := wrapped_forward())
     find_sites(qwen())
@@ -267,7 +270,7 @@ def _searched():
     return dict(proof_memory._remembered_sites)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [
@@ -286,6 +289,7 @@ def test_another_config_is_seen(settings, known):
     assert not is_known(qwen(**settings))
 
 
+@pytest.mark.thorough
 def test_settings_of_the_process_that_reach_into_proofs_are_seen(known):
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -347,6 +351,7 @@ def paths_of(sites):
     return [site.path for site in sites if site.rule == "acme rule"]
 
 
+@pytest.mark.thorough
 def test_a_plugin_s_rule_is_remembered_until_its_module_changes(plugin, monkeypatch):
     module, registry = plugin
     found = find_sites(build("llama"), registry)
@@ -357,6 +362,7 @@ def test_a_plugin_s_rule_is_remembered_until_its_module_changes(plugin, monkeypa
     assert paths_of(find_sites(build("llama"), registry)) != paths_of(found)
 
 
+@pytest.mark.thorough
 def test_a_rule_that_fails_is_not_remembered(plugin):
     module, registry = plugin
     module.PROBLEMS.append(SpecError("not today"))
@@ -368,7 +374,7 @@ def test_a_rule_that_fails_is_not_remembered(plugin):
     assert is_known(build("llama"), registry)
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", ["an object in its sites", "state in its locator"])
 def test_a_rule_that_keeps_an_object_is_not_remembered(kept, plugin, monkeypatch):
     module, registry = plugin
@@ -384,6 +390,7 @@ def test_a_rule_that_keeps_an_object_is_not_remembered(kept, plugin, monkeypatch
         assert {rule.name for rule in entry.sites} == {r.name for r in registry.site_rules} - {"acme rule"}
 
 
+@pytest.mark.thorough
 def test_code_that_changes_during_a_search_is_not_remembered(plugin):
     module, registry = plugin
     module.Locator.detail = lambda self, norm: module.PROBLEMS.append(norm) or {}
@@ -407,6 +414,7 @@ def test_models_are_not_kept_alive():
     assert [each() for each in gone] == [None] * len(gone)
 
 
+@pytest.mark.thorough
 def test_only_the_latest_models_are_remembered(monkeypatch):
     monkeypatch.setattr(proof_memory, "_MOST_MODELS", 2)
     rule = SiteRule("rule", "delta_rule_models:family")
@@ -417,6 +425,7 @@ def test_only_the_latest_models_are_remembered(monkeypatch):
     assert len(proof_memory._remembered_sites) == 2
 
 
+@pytest.mark.thorough
 def test_threads_may_search_at_once():
     wanted = find_sites(build("llama"))
     forget_proofs()
@@ -429,6 +438,7 @@ def test_threads_may_search_at_once():
     assert found == [wanted] * 3
 
 
+@pytest.mark.thorough
 def test_a_model_of_few_modules_is_proven_anew(monkeypatch):
     monkeypatch.setattr(proof_memory, "FEWEST_MODULES", 200)
     for layers, known in ((2, False), (18, True)):

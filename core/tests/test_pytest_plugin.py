@@ -82,6 +82,7 @@ def test_three_lines_test_every_kernel_of_a_plugin(run_pytest, acme):
     assert "1 failed, 2 passed, 1 skipped" in text
 
 
+@pytest.mark.thorough
 def test_an_expected_failure_has_a_reason_and_must_fail(run_pytest, acme):
     expected = {DOUBLED: "known: twice as large", f"{RIGHT}-float32": "known to be wrong"}
     test = f'class TestMyKernels(KernelConformance):\n    plugin = "acme"\n    expected_failures = {expected}\n'
@@ -101,6 +102,7 @@ def test_a_kernel_that_was_seen_to_be_wrong_here_may_fail_or_pass(run_pytest, in
     assert f"PASSED test_mine.py::TestMyKernels::test_kernel[{RIGHT}-float32]" in text
 
 
+@pytest.mark.thorough
 def test_attributes_choose_what_is_checked(run_pytest, acme):
     test = 'class TestMyKernels(KernelConformance):\n    plugin = "acme-kernels"\n    kernels = ("right",)\n'
     text = run_pytest("--collect-only", "-q", test=f'{test}    dtypes = ("float32",)\n    device = "cpu"\n', code=0)
@@ -125,6 +127,7 @@ def test_a_mistake_ends_the_collection_with_its_error(run_pytest, acme, attribut
     assert message in run_pytest(test=f"class TestMyKernels(KernelConformance):\n    {body}\n", code=2)
 
 
+@pytest.mark.thorough
 def test_an_option_checks_a_plugin_without_a_test_file(run_pytest, acme):
     other = "def test_other():\n    assert 0\n"
     text = run_pytest("--veomni-plugin", "acme", "--veomni-device", "cpu", test=other, code=1, fresh=True)
@@ -147,6 +150,7 @@ def test_an_option_that_is_wrong_is_a_usage_error(run_pytest, acme):
     assert "ERROR: --veomni-plugin acne: UnknownNameError: plugin 'acne' is not installed" in text
 
 
+@pytest.mark.thorough
 def test_a_description_that_imports_torch_fails(run_pytest, install):
     install("acme-kernels", f"import torch\n{KERNELS}", plugin="acme")
     test = 'class TestMyKernels(KernelConformance):\n    plugin = "acme"\n'

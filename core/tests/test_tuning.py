@@ -143,7 +143,7 @@ def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
     assert found["costly"].why_not == "failed its check in float32: off"
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("calls", "why_not", "own"),
     [

@@ -29,6 +29,7 @@ def outcomes(processes: int) -> dict[str, str]:
     return dict(ast.literal_eval(line) for line in outputs[0].splitlines() if line.startswith("("))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_on_several_processes(processes, name):

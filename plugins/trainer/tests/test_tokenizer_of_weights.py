@@ -20,6 +20,8 @@ from veomni_trainer.job.load import parse_job
 from veomni_trainer.run.check import check_job
 from veomni_trainer.setup.tokenizer import job_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,

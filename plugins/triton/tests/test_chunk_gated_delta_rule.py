@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_conformance(dtype):
     check_kernel(SPEC, DEVICE, dtype, **SAMPLES).raise_if_failed()

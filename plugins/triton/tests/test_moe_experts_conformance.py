@@ -19,6 +19,7 @@ SPECS = [spec for spec in veomni_kernels() if spec.op_name == "moe_experts"]
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_conformance(spec):
     check_kernel(spec, DEVICE, "float32", **SAMPLES).raise_if_failed()
