@@ -30,7 +30,6 @@ class Ended:
     output: str = ""
     test: str = ""
     when: str = ""
-    said: str = ""
 
     @property
     def shows_nothing(self) -> bool:
@@ -76,7 +75,7 @@ class SuiteRuns:
         found: dict[str, object] = {"result": result, "commit": self._tree.commit, "suite": " ".join(self._suite)}
         found |= {"seconds": round(time.monotonic() - began), "last_run": round(ended.seconds)}
         if ended.test:
-            found |= {"test": ended.test, "said": ended.said}
+            found["test"] = ended.test
         if result == NOT_CAUGHT:
             found["asked"] = "the whole suite" if self._workers else "the near files"
         if result in (BROKEN, HUNG):

@@ -17,18 +17,7 @@ _FILE = Path(os.environ["FAULTS_FIRST_FAILURE"])
 def _write(report: Any, when: str) -> None:
     # The workers of xdist send their reports to the first process, which writes them.
     if "PYTEST_XDIST_WORKER" not in os.environ and not _FILE.exists():
-        crash = getattr(report.longrepr, "reprcrash", None)
-        said = str(crash.message if crash else report.longrepr or "").strip().splitlines()
-        # Of what can't be imported, the last line is the error.
-        _FILE.write_text(
-            json.dumps(
-                {
-                    "test": report.nodeid,
-                    "when": when,
-                    "said": said[-1 if when == "collect" else 0][:300] if said else "",
-                }
-            )
-        )
+        _FILE.write_text(json.dumps({"test": report.nodeid, "when": when}))
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,9 @@ _SEED = 20  # arbitrary; it only has to give the same random inputs in every pro
 LOW_PRECISION = {torch.bfloat16: 1e-2, torch.float16: 1.3e-3}
 _LARGEST_COPIED = 65536  # elements; larger tensors among a module's attributes become empty ones on meta
 _GENERATOR: ContextVar[torch.Generator] = ContextVar("generator of the probes' random inputs")
+# What `seeded` sets belongs to the process: searches in several threads take turns. Probes nest, so it is reentrant.
+_LOCK = threading.RLock()
+_MOST_RUNS = 20  # of code that may draw, while another thread draws too
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
@@ -183,9 +187,10 @@ def seeded() -> Iterator[None]:
 
     Everything is restored on exit. Inputs come from a separate generator. Model code may draw from the CPU generators
     of torch, Python and NumPy, so their states are restored; ``torch.manual_seed`` is not used, since it would seed the
-    generators of all devices. Warnings that model code raises on tiny shapes are silenced.
+    generators of all devices. Warnings that model code raises on tiny shapes are silenced. One thread at a time.
     """
     with ExitStack() as stack:
+        stack.enter_context(_LOCK)
         stack.enter_context(quiet())
         stack.enter_context(_process_state_kept())
         stack.enter_context(torch.inference_mode(False))
@@ -217,10 +222,23 @@ def _process_state_kept() -> Iterator[None]:
 
 
 def draws_random_numbers(function: Callable[[], Any]) -> bool:
-    """Whether ``function`` advances the CPU's random state, as dropout does."""
-    before = torch.get_rng_state()
-    attempt(function)
-    return not torch.equal(before, torch.get_rng_state())
+    """Whether ``function`` advances the CPU's random state, as dropout does; to be called within :func:`seeded`.
+
+    Another thread may draw from the same generator, as where it makes a model. So an advance counts once a second run
+    from the same state ends in the same one.
+    """
+    ends: list[Tensor] = []
+    for _ in range(_MOST_RUNS):
+        torch.default_generator.manual_seed(_SEED)
+        before = torch.get_rng_state()
+        attempt(function)
+        after = torch.get_rng_state()
+        if torch.equal(before, after):
+            return False
+        if any(torch.equal(after, end) for end in ends):
+            return True
+        ends.append(after)
+    return True
 
 
 def largest_miss(a: Tensor, b: Tensor) -> float:
