@@ -76,6 +76,14 @@ def _snapshot():
     return seen
 
 
+def test_norms_of_one_class_keep_their_own_settings():
+    model, eager = build("llama"), build("llama")
+    for each in (model, eager):
+        each.model.norm.variance_epsilon = 0.5
+    bind(model, {"preset": "eager", "rms_norm_implementation": "one"}, registry=counting_registry("one"))
+    assert_equal_steps(step(model), step(eager))
+
+
 def test_binding_changes_nothing_of_transformers_or_torch():
     model, warm_up = build("qwen3_moe"), build("qwen3_moe")
     bind(warm_up, {**EVERY_KERNEL, "attn_implementation": "eager"}, registry=REGISTRY)

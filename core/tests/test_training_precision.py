@@ -70,6 +70,7 @@ def test_the_plan_tells_it_in_its_table_its_json_its_hash_and_its_diff():
     assert "under autocast to bfloat16" in with_it.table() and "bfloat16" not in without.table().splitlines()[0]
     assert Plan.from_json(with_it.to_json()) == with_it
     assert with_it.sha256 != without.sha256
+    assert replace(with_it, autocast=None).sha256 != with_it.sha256  # the kernels alone are not the plan
     assert without.diff(with_it) == (
         "autocast: off -> bfloat16",
         "moe_experts: eager -> lib at 1 site(s): mlp.experts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,68 +11,60 @@ import torch
 from jobs_on_ranks import Jobs, balance
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers shards models since 5.21")
-pytestmark = pytest.mark.thorough
 
 HELD_OUT = "data.validation_fraction=0.2"
 STREAM = ("data.streaming=true", "data.shuffle_buffer=8")
 SDPA = "model.ops_implementation={preset: eager, attn_implementation: sdpa}"
-
 PACKED = ("data.packing=true", "data.sequence_length=44", SDPA)  # 56 sequences, so an epoch has only whole steps
+# One process accumulates four micro-batches of one sequence. Two processes accumulate two where each has its own, and
+# four where they share each sequence.
+APART, SHARING = "train.gradient_accumulation=2", "train.gradient_accumulation=4"
+SP = ("train.sp_size=2", SHARING)
+CASES = {
+    "llama": {"ddp": (APART, HELD_OUT), "tp": ("train.tp_size=2", SHARING, HELD_OUT), "sp": (*SP, SDPA, HELD_OUT)},
+    "moe": {"ddp": (APART, balance(2)), "ep": (APART, balance(2), "train.fsdp_size=2", "train.ep_size=2")},
+    "stream": {"ddp": (APART, *STREAM), "sp": (*SP, SDPA, *STREAM)},
+    "packed": {"ddp": (APART, *PACKED), "sp": (*SP, *PACKED)},
+}
+ALONE = {"llama": (HELD_OUT,), "moe": (balance(1),), "stream": STREAM, "packed": PACKED}
 
 
-def _pairs(path: Path) -> Path:
+def _pairs(path: Path) -> None:
     """Pairs with completions of very different lengths; every fourth lies behind the cut and teaches nothing."""
     lines = []
     for number in range(100):
         prompt = "a prompt that is too long for the sequence" if number % 4 == 0 else f"say {number}:"
         lines.append(json.dumps({"prompt": prompt, "completion": " ha" * (1 + number * number % 7)}) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """One process that accumulates four micro-batches, and two that accumulate two, with batches of one sequence."""
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs = Jobs(tmp_path_factory.mktemp("pairs"))
-    data = (f"data.files={_pairs(jobs.root / 'pairs.jsonl')}", "train.batch_size=1")
+    _pairs(jobs.root / "pairs.jsonl")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = ("train.gradient_accumulation=4",)
-    jobs.alone("llama alone", "llama", *data, *alone, HELD_OUT)
-    jobs.alone("moe alone", "moe", *data, *alone, balance(1))
-    jobs.alone("stream alone", "llama", *data, *alone, *STREAM)
-    jobs.alone("packed alone", "llama", *data, *alone, *PACKED)
+    yield jobs
     torch.set_num_threads(threads)
-    two = (*data, "train.gradient_accumulation=2")
-    errors = jobs.together(
-        2,
-        [
-            jobs.case("llama, ddp", "llama", *two, HELD_OUT),
-            jobs.case("moe, ddp", "moe", *two, balance(2)),
-            jobs.case("moe, ep", "moe", *two, balance(2), "train.fsdp_size=2", "train.ep_size=2"),
-            jobs.case("llama, tp", "llama", *data, *alone, "train.tp_size=2", HELD_OUT),
-            jobs.case("llama, sp", "llama", *data, *alone, "train.sp_size=2", SDPA, HELD_OUT),
-            jobs.case("stream, ddp", "llama", *two, *STREAM),
-            jobs.case("stream, sp", "llama", *data, *alone, "train.sp_size=2", SDPA, *STREAM),
-            jobs.case("packed, ddp", "llama", *two, *PACKED),
-            jobs.case("packed, sp", "llama", *data, *alone, "train.sp_size=2", *PACKED),
-        ],
-    )
-    assert not errors
-    return jobs
 
 
-@pytest.mark.parametrize("data", ["llama", "moe", "stream", "packed"])
-def test_two_processes_learn_each_token_as_one_does(jobs: Jobs, data: str) -> None:
-    found = [path.name for path in (jobs.root / "runs").iterdir() if path.name.startswith(f"{data}, ")]
-    assert len(found) == {"llama": 3, "moe": 2, "stream": 2, "packed": 2}[data]
-    for name in found:
-        jobs.assert_same(name, f"{data} alone")
-        rows = jobs.rows(name)
-        assert len([row for row in rows if "validation_loss" in row]) == (data == "llama")
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("moe", "stream", "packed"))]
+)
+def test_two_processes_learn_each_token_as_one_does(jobs: Jobs, kind: str) -> None:
+    model = kind if kind == "moe" else "llama"
+    data = (f"data.files={jobs.root / 'pairs.jsonl'}", "train.batch_size=1")
+    jobs.alone(f"{kind} alone", model, *data, SHARING, *ALONE[kind])
+    cases = [jobs.case(f"{kind}, {way}", model, *data, *changes) for way, changes in CASES[kind].items()]
+    assert not jobs.together(2, cases)
+    for way in CASES[kind]:
+        jobs.assert_same(f"{kind}, {way}", f"{kind} alone")
+        rows = jobs.rows(f"{kind}, {way}")
+        assert len([row for row in rows if "validation_loss" in row]) == (kind == "llama")
         assert all(row["loss"] > 0 for row in rows if "loss" in row)
 
 
+@pytest.mark.thorough
 def test_a_step_without_a_learned_token_has_no_loss(jobs: Jobs) -> None:
     path = jobs.root / "prompts.jsonl"
     lines = [json.dumps({"prompt": "a prompt that is too long for it", "completion": f" {n}"}) for n in range(8)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ from veomni_core import Hardware
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError, HostError, VeOmniError
 from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.output.adapters import merge_adapter
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.run import start
 from veomni_trainer.run.check import check_job
@@ -159,6 +161,14 @@ def test_an_export_is_the_adapter_unless_it_is_merged(lora_data: dict[str, Any],
     with pytest.raises(CheckpointError, match="is an adapter over nowhere, and there is no such folder"):
         export_checkpoint(run / "checkpoint-4", run / "merged", merges_adapter=True)
     assert not (run / "merged").exists()
+
+
+def test_an_adapter_that_can_not_be_merged_says_why(pretrained: Path, tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(pretrained / "llama"), "target_modules": ["nowhere"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"can't be merged into .*Target modules .*nowhere.* not found"):
+        merge_adapter(tmp_path, tmp_path / "merged", trust_remote_code=False)
 
 
 @pytest.mark.thorough

@@ -32,7 +32,6 @@ def test_conformance_with_a_bound_on_its_rows():
     check_kernel(SPEC.configured("", {"max_tokens": 8}), "cpu", "bfloat16").raise_if_failed()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_model_and_layout_gives_the_engine_s_loss_and_gradients(processes, tmp_path):
     output = run_ranks(
