@@ -10,9 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from coverage_page import COMMAND, PAGE, coverage_page
 from veomni_core import SiteRule
+from veomni_core.cli.app import build_app
 from veomni_core.coverage import claims, cover, model_types
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
@@ -117,6 +119,14 @@ def test_a_probe_that_fails_is_told_from_a_model_that_computes_something_else(mo
 def test_an_unknown_selection_is_answered():
     with pytest.raises(UnknownNameError, match=r"'casual' is unknown\. Did you mean 'causal'"):
         model_types("casual")
+
+
+def test_the_command_counts_what_binds(monkeypatch):
+    monkeypatch.setattr("veomni_core.coverage.model_types", lambda selection: [("causal", "llama")])
+    shown = CliRunner().invoke(build_app(), ["coverage"])
+    assert shown.exit_code == 0 and "1 of 1 model types" in shown.stdout
+    (model,) = json.loads(CliRunner().invoke(build_app(), ["coverage", "--json"]).stdout)["models"]
+    assert model["model_type"] == "llama" and not model["problem"]
 
 
 @pytest.mark.thorough

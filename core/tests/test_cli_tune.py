@@ -65,7 +65,6 @@ def norms(text):
     return {(site["kernel"], site["reason"]) for site in op["sites"]}
 
 
-@pytest.mark.thorough
 def test_a_planted_slow_and_a_planted_wrong_kernel_are_not_chosen(run):
     assert {kernel for kernel, _ in norms(run("plan", "job.yaml", "--json"))} == {"wrong"}  # nobody has looked yet
     said = run("tune", "job.yaml", "--seconds", "0")

@@ -83,7 +83,6 @@ def test_runs_that_agree_have_no_cause(moe_data: dict[str, Any], write_job: Writ
     assert not run.exists()
 
 
-@pytest.mark.thorough
 def test_the_command_tells_programs_the_site_and_exits_with_1(planted: dict[str, Any], write_job: WriteJob) -> None:
     told = veomni("bisect", write_job(planted), "--steps", "1", "--json")
     assert told.returncode == 1, told.stderr

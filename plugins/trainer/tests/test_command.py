@@ -213,7 +213,6 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
     assert [step for step, _ in losses(run / "eager")] == list(range(1, 31))
 
 
-@pytest.mark.thorough
 def test_export_writes_a_runs_last_weights(
     moe_data: dict[str, Any], train: Callable[..., bool], run: Path, tmp_path: Path
 ) -> None:
