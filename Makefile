@@ -23,7 +23,7 @@ help:  ## list the targets
 demo: $(INSTALLED)  ## train a small Qwen3-MoE on real text, and compare it with everything eager
 	$(BIN)/veomni train examples/demo.yaml --compare eager --overwrite
 
-test: $(INSTALLED)  ## run the tests of every change: each kind of question once, in a quarter of an hour on two cores
+test: $(INSTALLED)  ## run the tests of every change: each kind of question once, in ten minutes on two cores
 	$(PYTEST) --suite test
 
 test-all: $(INSTALLED)  ## run all tests, or a part of them that takes twenty minutes: PART=3/8

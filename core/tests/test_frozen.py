@@ -194,7 +194,6 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job.yaml"
 
 
-@pytest.mark.thorough
 def test_the_command_locks_a_plan_and_refuses_another(
     plugin: str, job: Path, veomni: Callable[..., str], tmp_path: Path
 ) -> None:
