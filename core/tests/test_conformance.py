@@ -10,9 +10,9 @@ from torch.autograd import Function
 
 from veomni_core import KernelSpec
 from veomni_core.errors import ConformanceError, ContractError, KernelLoadError, SpecError
+from veomni_core.kernels import first_derivatives_only
 from veomni_core.ops import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_core.ops.contract import Size
-from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.testing import check_kernel
 
 _calls = itertools.count()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_core.ops.memory_layout import aligned, empty_like_aligned, is_aligned
+from veomni_core.kernels import aligned, empty_like_aligned, is_aligned
 
 
 def numbers(*shape, dtype=torch.bfloat16):

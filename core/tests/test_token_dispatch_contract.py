@@ -7,9 +7,9 @@ import torch
 from torch import distributed as dist
 
 from planted_faults import failures_of
+from veomni_core.kernels import ExpertRanks
 from veomni_core.ops.catalog import BUILTIN_OPS
 from veomni_core.ops.contract import Sample, contract_for
-from veomni_core.ops.expert_ranks import ExpertRanks
 from veomni_core.ops.token_dispatch import exchanged
 
 

@@ -15,11 +15,8 @@
 """
 
 from veomni_core.changes.change import AttributeChange, Change, ForwardChange
-from veomni_core.ops.autocast import autocast_dtype, product_operands
+from veomni_core.kernels import ExpertRanks, aligned, autocast_dtype, first_derivatives_only, product_operands
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
-from veomni_core.ops.expert_ranks import ExpertRanks
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.memory_layout import aligned
 from veomni_core.ops.rank_contract import RankContract, RankSample
 from veomni_core.sites.experts.locator import ExpertsModules
 from veomni_core.sites.forwards.expert_layouts import ExpertLayout

@@ -9,7 +9,7 @@ from cute_checks import check_matrix
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_quack.moe_experts import layer
 from veomni_quack.moe_experts.alignment import padded, readable
 

@@ -6,7 +6,7 @@ import torch
 from cute_checks import check, check_matrix
 from torch.nn import functional as F
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_quack.cross_entropy_loss import chunks
 
 

@@ -18,7 +18,7 @@ import torch
 
 from npu_sim.dispatch import run_on_host
 from npu_sim.operators import fusion_attention, grouped_matmul, moe_tokens, rms_norm, rotary_mul, swiglu
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 
 NAMESPACE = "npu"
 MODULES = (fusion_attention, grouped_matmul, moe_tokens, rms_norm, rotary_mul, swiglu)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from veomni_core.binding.bind import binding_of
 from veomni_core.changes.bound_subclass import binding_in
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 from veomni_core.ops.token_logprobs import LOGPROBS, check_options
 from veomni_core.sites.forwards.logprobs_head import score
 

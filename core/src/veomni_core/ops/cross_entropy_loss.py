@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.kernels import IGNORED
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
-from veomni_core.ops.labels import IGNORED
 from veomni_core.ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
 
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from veomni_core.kernels import ExpertRanks, Experts
 from veomni_core.ops.contract import compute_dtype, no_samples
 from veomni_core.ops.dispatch_samples import call, rank_samples, whole
-from veomni_core.ops.expert_ranks import ExpertRanks, Experts
 from veomni_core.ops.moe_experts import GRADIENTS, VALUES
 from veomni_core.ops.rank_contract import RankContract
 

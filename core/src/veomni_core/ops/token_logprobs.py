@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_core.kernels import IGNORED
 from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
-from veomni_core.ops.labels import IGNORED
 
 LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES = "logprobs", "entropy", "top1", "mean_logit", "log_sum_squares"
 OUTPUTS = (LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES)

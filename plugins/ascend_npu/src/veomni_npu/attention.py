@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.kernels import cast_as_autocast
 from veomni_core.ops.attention import refuse
-from veomni_core.ops.autocast import cast_as_autocast
 from veomni_npu.operators import npu
 
 _TRIANGLE = 2048

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import product_operands
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
 
 # Bytes of float32 logits held at a time. Not tuned: no NPU was available.
 CHUNK_BYTES = 1 << 30

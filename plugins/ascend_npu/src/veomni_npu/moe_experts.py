@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.autocast import product_operands
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only, product_operands
 from veomni_npu.grouped_products import grouped_outer, grouped_product
 from veomni_npu.operators import npu
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import product_operands
-from veomni_core.ops.memory_layout import begins_aligned
+from veomni_core.kernels import begins_aligned, product_operands
 
 Call = Callable[..., tuple[Tensor, Tensor | None]]
 _EXACT = (torch.bfloat16, torch.float16)  # float32 would be multiplied as TF32

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import product_operands
+from veomni_core.kernels import product_operands
 from veomni_core.ops.mamba2_scan import UNLIMITED, check_call
 from veomni_fla.loading import of_library
 from veomni_fla.pinned import pinned

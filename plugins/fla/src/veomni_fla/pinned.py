@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 
 _Value = TypeVar("_Value")
 _DISPATCHER = "BackendRegistry.dispatch."  # how the qualified name of fla's dispatchers begins

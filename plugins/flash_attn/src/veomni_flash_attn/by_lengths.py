@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from veomni_core.kernels import cast_as_autocast
 from veomni_core.ops.attention import refuse
-from veomni_core.ops.autocast import cast_as_autocast
 from veomni_flash_attn.limits import MULTIPLE, WIDEST_HEAD
 from veomni_flash_attn.packing import packing
 

@@ -8,8 +8,7 @@ import torch
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.memory_layout import aligned
+from veomni_core.kernels import aligned, first_derivatives_only
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 

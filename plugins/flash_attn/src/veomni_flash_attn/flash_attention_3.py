@@ -13,8 +13,7 @@ import flash_attn_interface  # noqa: F401  registers torch.ops.flash_attn_3
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.memory_layout import aligned
+from veomni_core.kernels import aligned, first_derivatives_only
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 

@@ -17,8 +17,7 @@ import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor, library
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.memory_layout import aligned, empty_like_aligned
+from veomni_core.kernels import aligned, empty_like_aligned, first_derivatives_only
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
 
 

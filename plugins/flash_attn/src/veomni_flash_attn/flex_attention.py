@@ -12,8 +12,8 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from veomni_core.kernels import cast_as_autocast
 from veomni_core.ops.attention import refuse
-from veomni_core.ops.autocast import cast_as_autocast
 from veomni_flash_attn.packing import packing
 
 _MOST_VARIANTS = 256

@@ -20,9 +20,7 @@ import triton
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_core.ops.autocast import product_operands
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.loading import part
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 
 
 def first_derivative_of(function: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from veomni_core.ops.autocast import product_operands
+from veomni_core.kernels import product_operands
 from veomni_liger.functions import first_derivative_of
 from veomni_liger.pinned_experts import pinned_experts
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_liger.loading import part
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.memory_layout import ALIGNMENT, aligned
+from veomni_core.kernels import ALIGNMENT, aligned
 
 _LIBRARY = library.Library("veomni_quack", "FRAGMENT")
 

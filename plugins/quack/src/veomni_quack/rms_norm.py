@@ -17,7 +17,7 @@ import torch
 from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from torch import Tensor
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_quack.alignment import operator, readable
 from veomni_quack.compiling import check_target
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.kernels import first_derivatives_only
 from veomni_core.ops.causal_conv1d import check_arguments
 from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.first_derivatives import first_derivatives_only
 
 _CPU_TILE_BYTES = 2**18
 _TILE_BYTES = 2**27

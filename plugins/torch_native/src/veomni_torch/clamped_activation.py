@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.kernels import first_derivatives_only
 from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.first_derivatives import first_derivatives_only
 
 
 def clamped_activation(both: Tensor, alpha: float, limit: float, interleaved: bool, up_offset: float) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.memory_layout import aligned, is_aligned
+from veomni_core.kernels import aligned, first_derivatives_only, is_aligned
 
 
 def _has_grouped_mm(rows: Tensor) -> bool:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.autocast import as_softmax_takes, without_autocast
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import as_softmax_takes, first_derivatives_only, without_autocast
 
 
 def standard(

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import autocast_off, without_autocast
+from veomni_core.kernels import autocast_off, first_derivatives_only, without_autocast
 from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_core.ops.mamba2_scan import check_call
 from veomni_torch.scan_inside import CHUNK, scanned
 

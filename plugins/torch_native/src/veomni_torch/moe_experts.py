@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from veomni_core.ops.autocast import autocast_off, product_operands
+from veomni_core.kernels import autocast_off, product_operands
 from veomni_core.ops.contract import compute_dtype
 from veomni_torch.clamped_activation import clamped_activation
 from veomni_torch.grouped_products import grouped_linear

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from veomni_core.kernels import first_derivatives_only
 from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.first_derivatives import first_derivatives_only
 from veomni_torch.rms_norm import input_gradient, rounded
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_torch.grouped_products import grouped_outer, grouped_product
 from veomni_torch.low_rank import adapter_of, add_gradient_of_rows, add_low_rank, gradients_of_adapter, inner_gradient
 from veomni_torch.routes import combine, kept, sorted_routes

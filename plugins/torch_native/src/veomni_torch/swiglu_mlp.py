@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:

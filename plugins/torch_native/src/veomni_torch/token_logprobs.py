@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import product_operands, without_autocast
+from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands, without_autocast
 from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.labels import IGNORED
 from veomni_core.ops.token_logprobs import (
     ENTROPY,
     LOG_SUM_SQUARES,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_core.ops.autocast import as_softmax_takes
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import as_softmax_takes, first_derivatives_only
 from veomni_triton.gpu import multiprocessors, register_limit
 from veomni_triton.limits import MAX_EXPERTS
 from veomni_triton.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton.gated_kernels import backward_kernel, forward_kernel
 from veomni_triton.sizes import ceil_div
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from veomni_core.errors import ConfigError
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 from veomni_core.parallel.sequence.exchange import ranks_of
 from veomni_core.parallel.sequence.slicing import slice_input_tensor
 

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.autocast import autocast_dtype
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED, autocast_dtype, first_derivatives_only
 from veomni_core.sites.forwards.deferred_tensor import DeferredTensor
 from veomni_core.sites.forwards.head_call import HeadCall
 from veomni_core.sites.forwards.logit_steps import Step

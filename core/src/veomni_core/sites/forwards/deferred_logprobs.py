@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_core.ops.token_logprobs import DIFFERENTIABLE, ENTROPY, LOGPROBS
 from veomni_core.sites.forwards.deferred_logits import DeferredGradient, DeferredLogits
 from veomni_core.sites.forwards.logit_steps import Step

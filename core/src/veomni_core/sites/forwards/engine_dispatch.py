@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
+from veomni_core.kernels import ExpertRanks
 from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.expert_ranks import ExpertRanks
 from veomni_core.sites.forwards.expert_layouts import drops_choices
 from veomni_core.sites.site import Kernel
 

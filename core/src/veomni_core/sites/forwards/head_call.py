@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from veomni_core.errors import LogitsGoneError, ShardedLogitsError
-from veomni_core.ops.autocast import autocast_dtype
+from veomni_core.kernels import autocast_dtype
 from veomni_core.sites.forwards.gathered_weight import gathered, is_in_memory
 from veomni_core.sites.forwards.vocabulary_shard import VocabularyShard
 

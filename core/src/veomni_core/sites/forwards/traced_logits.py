@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 from veomni_core.sites.forwards.gathered_weight import outside_of_a_graph
 
 Kernel = Callable[..., Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 
 
 @dataclass(frozen=True)

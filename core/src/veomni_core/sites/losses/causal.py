@@ -22,8 +22,8 @@ from veomni_core.changes.instance_forward import InstanceForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout, parts
 from veomni_core.errors import BindingError
+from veomni_core.kernels import IGNORED
 from veomni_core.ops.cross_entropy_loss import CONTRACTS
-from veomni_core.ops.labels import IGNORED
 from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.forwards.fused_head import FusedHead, why_not_plain
 from veomni_core.sites.functions import current_forward

@@ -17,7 +17,7 @@ from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 from veomni_core.ops.token_logprobs import CONTRACTS, ENTROPY, LOGPROBS
 from veomni_core.sites.engine.layout import refused
 from veomni_core.sites.forwards.fused_head import why_not_plain

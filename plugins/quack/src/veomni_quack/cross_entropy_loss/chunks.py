@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.memory_layout import aligned
+from veomni_core.kernels import aligned
 
 # Memory of one chunk's logits. At V = 151936 this is 2048 tokens: the GEMMs are as fast as with larger chunks, and
 # the float32 dweight is read and written (8 bytes per entry) only T / 2048 times.

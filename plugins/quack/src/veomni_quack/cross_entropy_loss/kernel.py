@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from veomni_core.ops.autocast import product_operands
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED, product_operands
 from veomni_quack.compiling import check_dtypes
 from veomni_quack.cross_entropy_loss.operators import forward
 

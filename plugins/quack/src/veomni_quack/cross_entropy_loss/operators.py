@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
-from veomni_core.ops.memory_layout import aligned
+from veomni_core.kernels import aligned, first_derivatives_only
 from veomni_quack.cross_entropy_loss import chunks, quack_calls
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.memory_layout import aligned
+from veomni_core.kernels import aligned
 
 _UNIT = 8  # 16 bytes of 16-bit values
 

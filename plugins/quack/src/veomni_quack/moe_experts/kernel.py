@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_core.ops.autocast import product_operands
+from veomni_core.kernels import product_operands
 from veomni_quack.compiling import check_dtypes
 from veomni_quack.moe_experts.alignment import padded
 from veomni_quack.moe_experts.operators import forward

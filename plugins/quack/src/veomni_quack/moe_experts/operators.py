@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_quack.moe_experts import grouped_gemm, layer
 from veomni_quack.moe_experts.alignment import readable
 from veomni_quack.moe_experts.routing import Routing

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 
 
 class Batcher:

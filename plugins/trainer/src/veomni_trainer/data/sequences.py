@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 from veomni_trainer.data.packing import Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 

@@ -11,7 +11,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from veomni_core.errors import ConfigError
-from veomni_core.ops.labels import IGNORED
+from veomni_core.kernels import IGNORED
 from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.accumulation import gradients_apart

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.autocast import without_autocast
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only, without_autocast
 from veomni_triton.chunk_gated_delta_rule.operators import (
     chunk_gated_delta_rule_forward,
     chunk_gated_delta_rule_gradients,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton.rms_norm.operators import rms_norm_forward, rms_norm_gradients, rms_norm_input_gradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.operators import (
     rms_norm_gated_forward,

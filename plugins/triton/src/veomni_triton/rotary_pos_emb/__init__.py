@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton.rotary_pos_emb.form import Form
 from veomni_triton.rotary_pos_emb.operators import rotary_pos_emb
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton.rotary_pos_emb_vision.operators import rotary_pos_emb_vision
 
 

@@ -1,0 +1,35 @@
+"""What kernels share: casts as under autocast, aligned operands, refused second derivatives, the ignored label.
+
+A kernel package imports this module beside the specs. It needs torch alone.
+"""
+
+from veomni_core.kernels.autocast import (
+    as_softmax_takes,
+    autocast_dtype,
+    autocast_off,
+    cast_as_autocast,
+    product_operands,
+    without_autocast,
+)
+from veomni_core.kernels.expert_ranks import ExpertRanks, Experts
+from veomni_core.kernels.first_derivatives import first_derivatives_only
+from veomni_core.kernels.labels import IGNORED
+from veomni_core.kernels.memory_layout import ALIGNMENT, aligned, begins_aligned, empty_like_aligned, is_aligned
+
+__all__ = [
+    "ALIGNMENT",
+    "IGNORED",
+    "ExpertRanks",
+    "Experts",
+    "aligned",
+    "as_softmax_takes",
+    "autocast_dtype",
+    "autocast_off",
+    "begins_aligned",
+    "cast_as_autocast",
+    "empty_like_aligned",
+    "first_derivatives_only",
+    "is_aligned",
+    "product_operands",
+    "without_autocast",
+]
