@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from veomni_core.descriptions.kernel_spec import KernelSpec
     from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
     from veomni_core.descriptions.slot import OpSlot
-    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, SiteRule
+    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, ModelRule, ModelViewSpec, SiteRule
     from veomni_core.descriptions.suspicion import Suspicion
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
@@ -41,6 +41,8 @@ _HOME = {
     "JobConditions": "descriptions.spec",
     "KernelOption": "descriptions.kernel_option",
     "KernelSpec": "descriptions.kernel_spec",
+    "ModelRule": "descriptions.spec",
+    "ModelViewSpec": "descriptions.spec",
     "OpSlot": "descriptions.slot",
     "OpSpec": "descriptions.op_spec",
     "OpsConfig": "planning.config",
@@ -76,6 +78,8 @@ __all__ = [
     "JobConditions",
     "KernelOption",
     "KernelSpec",
+    "ModelRule",
+    "ModelViewSpec",
     "OpSlot",
     "OpSpec",
     "OpsConfig",

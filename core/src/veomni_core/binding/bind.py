@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from veomni_core.binding import hub_kernels
 from veomni_core.binding.evaluation import loaded
-from veomni_core.binding.packed_steps import packed_steps
+from veomni_core.binding.model_rules import ModelRules
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
-from veomni_core.binding.verification import refuse_unverified, verify_plan
+from veomni_core.binding.unverified import refuse_unverified
 from veomni_core.changes.bound_classes import run_eager
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import Transformation, transformations_of
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError
@@ -30,6 +30,7 @@ from veomni_core.planning.planner import make_plan
 from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
+_VERIFY_PLAN = "veomni_core.binding.verification:verify_plan"
 
 
 class Binding(Transformation):
@@ -198,7 +199,7 @@ def bind(
     ops = refused_on_all(lambda: OpsConfig.of(config, registry), agree=agree, group=group, timeout=agreement_timeout)
     settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
-    _make_ready(model)
+    _make_ready(model, ops.registry)
 
     def make() -> Plan:
         hardware = None if device_type is None else ops.registry.detect_hardware(device_type)
@@ -253,9 +254,10 @@ def apply_plan(
     if not isinstance(plan, Plan):
         raise BindingError(f"apply_plan needs a Plan, not a {type(plan).__name__}; to plan from a config, call bind")
     settings = _settings(on_change, training_logits)
-    _make_ready(model)
+    registry = registry or discover()
+    _make_ready(model, registry)
     plan = agree_on_plan(lambda: plan, agree=agree, group=group, timeout=agreement_timeout)
-    return _apply(model, plan, registry or discover(), verify, settings)
+    return _apply(model, plan, registry, verify, settings)
 
 
 def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
@@ -267,31 +269,39 @@ def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, setti
     if verify:
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
-        verification = verify_plan(model, plan, registry, kernels)
+        verification = _verify_plan()(model, plan, registry, kernels)
     binding = Binding(model, plan, ChangeSet(*settings), verification)
     binding.apply(_changes(model, plan, registry, kernels))
     _warn_of_sites_left_eager(plan)
     return binding
 
 
+def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verification]:
+    """The checks of ``verify=True``, imported when they are wanted: they are a third of what ``bind`` would load."""
+    return load_attribute(_VERIFY_PLAN)  # type: ignore[no-any-return]
+
+
 def _changes(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Iterator[tuple[str, str, Change]]:
     """All changes of a binding, each with its module path and its owner."""
-    for refusal in hub_kernels.kept_out_of(model):
-        yield "", "", refusal
+    rules = ModelRules(registry)
+    yield from rules.before_sites(model, plan, registry)
     for note in placement_notes(model, plan):
         yield "", "", note
     yield from site_changes(model, plan, registry, kernels)
-    yield from packed_steps(model, plan, registry)
+    yield from rules.after_sites(model, plan, registry)
 
 
 def _settings(on_change: str, training_logits: str) -> tuple[str, str]:
     return one_of("on_change", on_change, ON_CHANGE), one_of("training_logits", training_logits, TRAINING_LOGITS)
 
 
-def _make_ready(model: nn.Module) -> None:
+def _make_ready(model: nn.Module, registry: Registry) -> None:
     """Raise if the model can't be bound. Unbind modules that were copied into it from another bound model."""
     _refuse_unbindable(model)
+    rules = ModelRules(registry)
+    rules.refuse(model)
     _release_copies(model)
+    rules.release(model)
 
 
 def _refuse_unbindable(model: nn.Module) -> None:
@@ -304,7 +314,6 @@ def _refuse_unbindable(model: nn.Module) -> None:
                 f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
                 "first"
             )
-    hub_kernels.refuse_model_with(model)
 
 
 def _release_copies(model: nn.Module) -> None:
@@ -312,7 +321,6 @@ def _release_copies(model: nn.Module) -> None:
     for _, module in named_modules(model):
         if any(bindings_in(module)):
             run_eager(module)
-    hub_kernels.admit_again(model)
 
 
 def _warn_of_an_idle_accelerator(plan: Plan, registry: Registry) -> None:

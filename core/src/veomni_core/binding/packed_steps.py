@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
+from veomni_core.binding.model_rules import WholeModelRule
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.discovery.registry import Registry
 from veomni_core.planning.packed_sequences import links_without_boundaries, mask_functions, mixing_layers, named
@@ -21,12 +22,17 @@ from veomni_core.sites.forwards.handed_boundaries import handing_on, receiving
 from veomni_core.sites.functions import current_forward
 from veomni_core.sites.handed_on import takes_boundaries
 
-OWNER = "packed steps"
+
+class PackedSteps(WholeModelRule):
+    """Changes nothing in a model without layers that mix positions."""
+
+    def changes(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, Change]]:
+        """The forwards that find the boundaries of packed sequences, and pass them to the layers that need them."""
+        yield from _handed_on(model, plan, registry)
+        yield from _boundaries_found(model, plan, registry)
 
 
-def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
-    """The changes, each as ``(module path, owner, change)``; none for a model without layers that mix positions."""
-    yield from _handed_on(model, plan, registry)
+def _boundaries_found(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, Change]]:
     for inner, mixing in mixing_layers(model, plan.ops, registry).items():
         yield _change(model, inner, mixing)
         for path, module in model.named_modules():
@@ -43,7 +49,7 @@ def packed_steps(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[t
                 yield _change(model, path, why)
 
 
-def _handed_on(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
+def _handed_on(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, Change]]:
     """The changes by which bound layers are told of boundaries that the layers around them keep."""
     reading = [op for op in plan.ops if registry.op(op.op_name).reads_boundaries]
     bound = {decision.site.path for op in reading for decision in op.sites if decision.bound}
@@ -58,13 +64,13 @@ def _handed_on(model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tup
         for name in names:
             inner = outer.get_submodule(name)
             forward = receiving(current_forward(inner), takes_boundaries(inner))
-            yield f"{layer}.{name}".strip("."), OWNER, ForwardChange(inner, forward)
-        yield layer, OWNER, ForwardChange(outer, handing_on(current_forward(outer), names))
+            yield f"{layer}.{name}".strip("."), ForwardChange(inner, forward)
+        yield layer, ForwardChange(outer, handing_on(current_forward(outer), names))
 
 
-def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, str, Change]:
+def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, Change]:
     module = model.get_submodule(path)
-    return path, OWNER, ForwardChange(module, with_boundaries(current_forward(module), mixing))
+    return path, ForwardChange(module, with_boundaries(current_forward(module), mixing))
 
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:

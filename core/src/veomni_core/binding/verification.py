@@ -16,42 +16,13 @@ from veomni_core.binding.site_comparison import Run, autocast_on, compare
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import ConformanceError, KernelUnavailableError
+from veomni_core.errors import ConformanceError
 from veomni_core.ops.contract import Contract, contract_for, dtype_name
-from veomni_core.planning.certificates import Certificates
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.planning.plan import Plan
-from veomni_core.planning.selection import not_certified
-from veomni_core.planning.this_machine import ThisMachine
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import RequestedSiteLocator, SiteLocator
 from veomni_core.testing import check_kernel
-
-
-def refuse_unverified(plan: Plan, registry: Registry) -> None:
-    """Raise if a kernel that must pass ``veomni verify`` before it is used has not passed it here.
-
-    A plan for this machine has such kernels only where they passed. One for named hardware, or from another machine,
-    does not know.
-
-    Raises:
-        KernelUnavailableError: a kernel has not passed; the message says how to check it.
-    """
-    if not any(planned.spec.digest or planned.spec.suspicions for planned in plan.kernels):
-        return
-    hardware = registry.detect_hardware(plan.hardware.torch_device_type)
-    in_question = [(each, reason) for each in plan.kernels if (reason := each.spec.must_pass_first(hardware))]
-    if not in_question:
-        return
-    certificates = Certificates(ThisMachine(hardware))
-    reasons = []
-    for planned, reason in in_question:
-        decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
-        dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
-        why = not_certified(certificates, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)
-        reasons += [f"{planned.spec} {why}"] if why else []
-    if reasons:
-        raise KernelUnavailableError("; ".join(reasons))
 
 
 def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Verification:

@@ -8,10 +8,11 @@ import pluggy
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, SiteRule
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
 
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"
+DEFINITIONS_GROUP = "veomni.definitions"  # plugins without kernels: VEOMNI_PLUGINS chooses among kernels, not these
 PLUGIN_API_VERSIONS = range(1, 2)  # those that this core supports
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -40,7 +41,17 @@ def veomni_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def veomni_sites() -> Iterable[SiteRule]:  # type: ignore[empty-body]
-    """Rules that find sites of an op in models, besides the core's own rules."""
+    """Rules that find sites of an op in models."""
+
+
+@hookspec
+def veomni_model_rules() -> Iterable[ModelRule]:  # type: ignore[empty-body]
+    """Rules that change a model besides its sites, when it is bound."""
+
+
+@hookspec
+def veomni_model_views() -> Iterable[ModelViewSpec]:  # type: ignore[empty-body]
+    """How models are read that are divided over ranks."""
 
 
 @hookspec
@@ -55,5 +66,7 @@ DESCRIPTIONS: dict[str, type] = {
     "veomni_kernels": KernelSpec,
     "veomni_devices": DeviceSpec,
     "veomni_sites": SiteRule,
+    "veomni_model_rules": ModelRule,
+    "veomni_model_views": ModelViewSpec,
     "veomni_commands": CommandSpec,
 }

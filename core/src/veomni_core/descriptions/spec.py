@@ -67,6 +67,8 @@ class SiteRule:
         installs_eager: whether ``eager`` must be installed too, because the model may be set to something else.
         reads_parameters: whether the rule looks at parameters. A rule that doesn't also runs on models whose parameters
             FSDP1 has flattened.
+        proves: whether each site with a variant was compared by value with the variant's reference, as ``probe`` and
+            ``ModuleLocator`` do. Sites of other rules are declared: plan and receipt say that nothing proved them.
 
     Example:
         >>> SiteRule("GELU modules", "acme_gelu.sites:GeluModules").reads_parameters
@@ -83,6 +85,7 @@ class SiteRule:
     order: int = 50
     installs_eager: bool = False
     reads_parameters: bool = True
+    proves: bool = False
 
     def __post_init__(self) -> None:
         owner = f"SiteRule {self.name!r}"
@@ -91,6 +94,60 @@ class SiteRule:
         require_integer(owner, "order", self.order)
         require_boolean(owner, "installs_eager", self.installs_eager)
         require_boolean(owner, "reads_parameters", self.reads_parameters)
+        require_boolean(owner, "proves", self.proves)
+
+
+@dataclass(frozen=True)
+class ModelRule:
+    """What a binding changes in a model besides its sites, such as how packed sequences reach its layers.
+
+    Args:
+        name: the rule's name, which owns its changes.
+        rule: ``"module:attribute"`` of a class without constructor parameters that has the methods of
+            :class:`veomni_core.binding.model_rules.WholeModelRule`.
+        order: rules with a low order change the model first; those below 0 before its sites are bound.
+
+    Example:
+        >>> ModelRule("no second binding", "acme.rules:KeepOut", order=-10).order
+        -10
+    """
+
+    name: str
+    rule: str
+    order: int = 50
+
+    def __post_init__(self) -> None:
+        owner = f"ModelRule {self.name!r}"
+        require_name(owner, "name", self.name)
+        require_reference(owner, "rule", self.rule)
+        require_integer(owner, "order", self.order)
+
+
+@dataclass(frozen=True)
+class ModelViewSpec:
+    """How models are read that are divided over ranks, or known already.
+
+    Args:
+        name: the view's name, for messages.
+        view: ``"module:attribute"`` of a function that takes a model and the ``distributed_config`` of
+            :func:`veomni_core.make_plan`, and returns a :class:`veomni_core.sites.model_view.ModelView`, or ``None``
+            for a model that it does not know.
+        order: of several views, the one with the lowest order that knows a model reads it.
+
+    Example:
+        >>> ModelViewSpec("pipelines", "acme.pipelines:stage_of").order
+        50
+    """
+
+    name: str
+    view: str
+    order: int = 50
+
+    def __post_init__(self) -> None:
+        owner = f"ModelViewSpec {self.name!r}"
+        require_name(owner, "name", self.name)
+        require_reference(owner, "view", self.view)
+        require_integer(owner, "order", self.order)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ CORE = PluginRecord(
     module=core_plugin.__name__,
     ops=_DESCRIBED["ops"],
     site_rules=_DESCRIBED["site_rules"],
+    model_rules=_DESCRIBED["model_rules"],
+    model_views=_DESCRIBED["model_views"],
+    defines=True,
 )
 
 
@@ -56,6 +59,8 @@ _MUST_BE_UNIQUE = (
     ("config field", "ops", "config_field"),
     ("device type", "devices", "device_type"),
     ("site rule", "site_rules", "name"),
+    ("model rule", "model_rules", "name"),
+    ("model view", "model_views", "name"),
     ("command", "commands", "name"),
 )
 

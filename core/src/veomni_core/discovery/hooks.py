@@ -17,6 +17,8 @@ _FIELDS = {
     "veomni_kernels": "kernels",
     "veomni_devices": "devices",
     "veomni_sites": "site_rules",
+    "veomni_model_rules": "model_rules",
+    "veomni_model_views": "model_views",
     "veomni_commands": "commands",
 }
 

@@ -6,16 +6,17 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, SiteRule
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
 from veomni_core.discovery.detection import detect
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
 Status = Literal["loaded", "failed", "blocked"]
+_Rule = TypeVar("_Rule", SiteRule, ModelRule, ModelViewSpec)
 
 _DIGEST_SHOWN = 16  # 64 bits: enough to tell one content from another
 
@@ -47,7 +48,9 @@ class PluginRecord:
         problem: why it failed, or what blocks it.
         traceback: the traceback of a plugin that raised.
         seconds: how long it took to load.
-        ops, variants, devices, site_rules, commands: what its hooks returned.
+        ops, variants, devices, site_rules, model_rules, model_views, commands: what its hooks returned.
+        defines: whether it is in the entry-point group ``veomni.definitions``: it has no kernels, ``VEOMNI_PLUGINS``
+            does not leave it out, and a rule of it that fails is an error.
         kernels: the kernels whose op and variant are known.
         skipped: the kernels whose op or variant is not known.
 
@@ -72,7 +75,10 @@ class PluginRecord:
     skipped: tuple[SkippedKernel, ...] = ()
     devices: tuple[DeviceSpec, ...] = ()
     site_rules: tuple[SiteRule, ...] = ()
+    model_rules: tuple[ModelRule, ...] = ()
+    model_views: tuple[ModelViewSpec, ...] = ()
     commands: tuple[CommandSpec, ...] = ()
+    defines: bool = False
 
     @property
     def healthy(self) -> bool:
@@ -99,7 +105,7 @@ class Registry:
     Attributes:
         plugins: a record of every installed plugin, also of those that failed or are blocked.
         ops, devices, commands: what the loaded plugins describe, by name.
-        site_rules: the rules that find sites, in the order in which they run.
+        site_rules, model_rules, model_views: each in the order in which they are used.
         conflicts: by op, variant and name, the plugins of each kernel that several describe. It is not registered.
 
     Example:
@@ -115,6 +121,8 @@ class Registry:
     plugins: tuple[PluginRecord, ...] = ()
     ops: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
     site_rules: tuple[SiteRule, ...] = ()
+    model_rules: tuple[ModelRule, ...] = ()
+    model_views: tuple[ModelViewSpec, ...] = ()
     devices: Mapping[str, DeviceSpec] = field(default_factory=lambda: MappingProxyType({}))
     commands: Mapping[str, CommandSpec] = field(default_factory=lambda: MappingProxyType({}))
     conflicts: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -289,14 +297,20 @@ def build_registry(
     for spec in sorted((spec for record in healthy for spec in record.kernels), key=lambda spec: spec.key):
         if spec.key in owners:
             by_op.setdefault(spec.op_name, []).append(spec)
-    rules = [rule for record in healthy for rule in record.site_rules]
     return Registry(
         plugins=plugins,
         ops=MappingProxyType(ops_of(healthy)),
-        site_rules=tuple(sorted(rules, key=lambda rule: (rule.order, rule.name))),
+        site_rules=_ordered(record.site_rules for record in healthy),
+        model_rules=_ordered(record.model_rules for record in healthy),
+        model_views=_ordered(record.model_views for record in healthy),
         devices=MappingProxyType({device.device_type: device for record in healthy for device in record.devices}),
         commands=MappingProxyType({command.name: command for record in healthy for command in record.commands}),
         conflicts=MappingProxyType(dict(conflicts)),
         _kernels=MappingProxyType({op: tuple(specs) for op, specs in by_op.items()}),
         _owners=MappingProxyType(owners),
     )
+
+
+def _ordered(described: Iterable[tuple[_Rule, ...]]) -> tuple[_Rule, ...]:
+    rules = [rule for each in described for rule in each]
+    return tuple(sorted(rules, key=lambda rule: (rule.order, rule.name)))

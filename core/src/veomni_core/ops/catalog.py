@@ -219,26 +219,47 @@ BUILTIN_OPS: tuple[OpSpec, ...] = (
 
 # Rules that clone a function have a lower order than rules that wrap it, so that none has to clone a wrapper.
 BUILTIN_SITE_RULES: tuple[SiteRule, ...] = (
-    SiteRule("norm modules", "veomni_core.sites.norms.rms_norm:NormModules", order=10),
-    SiteRule("gated norm modules", "veomni_core.sites.norms.rms_norm_gated:GatedNormModules", order=10),
-    SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps.locator:GatedMlpModules", order=10),
-    SiteRule("experts modules", "veomni_core.sites.experts.locator:ExpertsModules", order=10, installs_eager=True),
-    SiteRule("expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=10),
-    SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20),
-    SiteRule("load-balancing functions", "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions", order=20),
-    SiteRule("causal convolution functions", "veomni_core.sites.convolutions.locator:CausalConvolutions", order=20),
-    SiteRule("gated delta rules", "veomni_core.sites.delta_rules.locator:GatedDeltaRules", order=20),
-    SiteRule("Kimi delta attention", "veomni_core.sites.delta_rules.locator:KimiDeltaAttention", order=20),
-    SiteRule("Mamba 2 scans", "veomni_core.sites.mamba2_scans.locator:Mamba2Scans", order=20),
+    SiteRule("norm modules", "veomni_core.sites.norms.rms_norm:NormModules", order=10, proves=True),
+    SiteRule("gated norm modules", "veomni_core.sites.norms.rms_norm_gated:GatedNormModules", order=10, proves=True),
+    SiteRule("gated MLP modules", "veomni_core.sites.gated_mlps.locator:GatedMlpModules", order=10, proves=True),
+    SiteRule(
+        "experts modules",
+        "veomni_core.sites.experts.locator:ExpertsModules",
+        order=10,
+        proves=True,
+        installs_eager=True,
+    ),
+    SiteRule(
+        "expert-parallel experts", "veomni_core.sites.token_dispatch:ExpertParallelModules", order=10, proves=True
+    ),
+    SiteRule("rotary functions", "veomni_core.sites.rotary.locator:RotaryFunctions", order=20, proves=True),
+    SiteRule(
+        "load-balancing functions",
+        "veomni_core.sites.losses.load_balancing:LoadBalancingFunctions",
+        order=20,
+        proves=True,
+    ),
+    SiteRule(
+        "causal convolution functions",
+        "veomni_core.sites.convolutions.locator:CausalConvolutions",
+        order=20,
+        proves=True,
+    ),
+    SiteRule("gated delta rules", "veomni_core.sites.delta_rules.locator:GatedDeltaRules", order=20, proves=True),
+    SiteRule("Kimi delta attention", "veomni_core.sites.delta_rules.locator:KimiDeltaAttention", order=20, proves=True),
+    SiteRule("Mamba 2 scans", "veomni_core.sites.mamba2_scans.locator:Mamba2Scans", order=20, proves=True),
     SiteRule(
         "attention interface",
         "veomni_core.sites.attention.locator:AttentionInterface",
         order=30,
         installs_eager=True,
         reads_parameters=False,
+        proves=True,
     ),
-    SiteRule("causal losses", "veomni_core.sites.losses.causal:CausalLosses", order=40),
-    SiteRule("token log-probabilities", "veomni_core.sites.losses.token_logprobs:TokenLogprobs", order=40),
-    SiteRule("classification losses", "veomni_core.sites.losses.classification:ClassificationLosses", order=40),
-    SiteRule("op slots", "veomni_core.sites.slots:DeclaredSlots", order=10),
+    SiteRule("causal losses", "veomni_core.sites.losses.causal:CausalLosses", order=40, proves=True),
+    SiteRule("token log-probabilities", "veomni_core.sites.losses.token_logprobs:TokenLogprobs", order=40, proves=True),
+    SiteRule(
+        "classification losses", "veomni_core.sites.losses.classification:ClassificationLosses", order=40, proves=True
+    ),
+    SiteRule("op slots", "veomni_core.sites.slots:DeclaredSlots", order=10, proves=True),
 )

@@ -77,17 +77,15 @@ def make_plan(
     """
     if isinstance(model, (tuple, list)):
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
-    from veomni_core.sites.engine.layout import layout_for  # imports torch, as the next one does
-    from veomni_core.sites.find import search
+    from veomni_core.sites.find import search  # imports torch, as the next one does
     from veomni_core.sites.model_device import is_on_the_cpu
 
     config = OpsConfig.of(config, registry)
-    layout = None if distributed_config is None else layout_for(model, distributed_config)
-    found = search(model, config.registry, layout)
-    # The engine puts the parts of a whole model on the accelerator.
-    if hardware is None and layout is None and is_on_the_cpu(model):
+    found = search(model, config.registry, distributed_config)
+    # What divides a whole model puts its parts on the accelerator.
+    if hardware is None and distributed_config is None and is_on_the_cpu(model):
         hardware = config.registry.detect_hardware("cpu")
-    whole = layout is None and all(site.sharding == WHOLE for site in found.sites)
+    whole = distributed_config is None and all(site.sharding == WHOLE for site in found.sites)
     job = MeasuredJob.of(model, batch, _autocast_name(autocast)) if batch and whole else None
     return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, job)
 

@@ -12,19 +12,13 @@ from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.sharding import EngineLayout, Sharding
+from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
-from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError
-from veomni_core.ops.catalog import BUILTIN_SITE_RULES
 from veomni_core.sites.claims import settle_claims
-from veomni_core.sites.engine.layout import layout_of
-from veomni_core.sites.engine.whole_twin import whole_twin
-from veomni_core.sites.proof_memory import Recollection
-from veomni_core.sites.proofs.proof import Proof
-from veomni_core.sites.sharding import ModelSharding
+from veomni_core.sites.model_view import ModelView, view_of
 from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
 from veomni_core.sites.walk import named_modules
 
@@ -59,7 +53,8 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
 
     Raises:
         BindingError: ``model`` is not a module, or is bound.
-        SpecError: a rule of the core failed; the message names it.
+        SpecError: a rule of a plugin that defines what ops are (:class:`veomni_core.PluginRecord`) failed; the message
+            names it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,10 +74,13 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
     return search(model, registry).sites
 
 
-def search(model: nn.Module, registry: Registry | None = None, layout: EngineLayout | None = None) -> SearchResult:
+def search(model: nn.Module, registry: Registry | None = None, distributed_config: Any = None) -> SearchResult:
     """As :func:`find_sites`, together with the plugins' rules that failed.
 
-    With ``layout``, the sites are those of a whole ``model`` once transformers' engine has sharded it so.
+    With ``distributed_config``, the sites are those of a whole ``model`` once it is divided so.
+
+    Raises:
+        ConfigError: ``model`` can't be divided as ``distributed_config`` says.
     """
     if not isinstance(model, nn.Module):
         raise BindingError(f"find_sites needs a torch.nn.Module, not a {type(model).__name__}")
@@ -92,32 +90,29 @@ def search(model: nn.Module, registry: Registry | None = None, layout: EngineLay
             "search it again, call binding_of(model).undo() first"
         )
     registry = registry or discover()
-    if layout is None and (layout := layout_of(model)) is not None:
-        model = whole_twin(model)
-    sharding = ModelSharding(model)
+    view = view_of(model, registry, distributed_config)
     sites: list[Site] = []
     failed: list[str] = []
-    rules = [rule for rule in registry.site_rules if sharding.flattened is None or not rule.reads_parameters]
+    rules = [rule for rule in registry.site_rules if view.reads(rule)]
     locators = _locators(rules)
-    recollection = Recollection(model, locators)
+    view.start(locators)
     for rule in rules:
         try:
             locator = locators.get(rule) or locator_of(rule)  # a locator that can't be made raises here
-            found = _sites_of(rule, locator, model, registry, layout, recollection)
-            sites += found if layout else [_where_sharded(site, sharding) for site in found]
+            found = _sites_of(rule, locator, view, registry)
+            sites += found if view.layout else map(view.placed, found)
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
             failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
             failure += str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
-            if plugin is None or plugin.name == CORE.name:
+            if plugin is None or plugin.defines:
                 raise SpecError(failure) from error
             failed.append(
                 f"{failure}. {plugin} brings this rule; set VEOMNI_PLUGINS_BLOCK={plugin.name} to leave it out"
             )
             logger.warning("no site of this rule is bound: %s", failed[-1], exc_info=error)
-    recollection.keep()
-    if sharding.flattened is not None:
-        sites += _not_looked_for({*registry.ops} - {site.op_name for site in sites}, sharding)
+    view.finish()
+    sites += view.not_found({*registry.ops} - {site.op_name for site in sites})
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
     return SearchResult(settle_claims(ordered), tuple(failed))
 
@@ -131,21 +126,15 @@ def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
     return locators
 
 
-def _sites_of(
-    rule: SiteRule,
-    locator: SiteLocator,
-    model: nn.Module,
-    registry: Registry,
-    layout: EngineLayout | None,
-    recollection: Recollection,
-) -> list[Site]:
-    found = recollection.sites(rule, lambda: locator.find(model, rule.name))
+def _sites_of(rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry) -> list[Site]:
+    found = view.found(rule, lambda: locator.find(view.model, rule.name))
     sites = [_checked(site, rule, registry) for site in found]
-    if layout is None:
+    if view.layout is None:
         return sites
-    sites = [_under(site, layout, locator) for site in sites]
+    sites = [_under(site, view.layout, locator) for site in sites]
     if isinstance(locator, DividedSiteLocator):
-        sites += [_checked(site, rule, registry) for site in locator.find_divided(model, layout, rule.name)]
+        divided = locator.find_divided(view.model, view.layout, rule.name)
+        sites += [_checked(site, rule, registry) for site in divided]
     return sites
 
 
@@ -159,8 +148,7 @@ def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
         raise SpecError(f"it found {site!r} ({type(site).__name__}), which is not a Site")
     if site.op_name not in registry.ops:
         raise SpecError(f"it found a site of the unknown op {site.op_name!r}")
-    # Only the core's own rules are known to prove their sites. A plugin's may prove too, but nothing here can tell.
-    declared = site.declared or rule not in BUILTIN_SITE_RULES
+    declared = site.declared or not rule.proves
     variant = registry.canonical_variant(site.op_name, site.variant)
     same = variant == site.variant and declared == site.declared
     return site if same else replace(site, variant=variant, declared=declared)
@@ -175,20 +163,6 @@ def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
         return locator.sharded(site, layout)
     why_not = f"its parameters are divided ({site.sharding}), and the rule {site.rule!r} has no method sharded"
     return replace(site, variant=None, evidence=why_not, examined=False)
-
-
-def _where_sharded(site: Site, sharding: ModelSharding) -> Site:
-    found = sharding.of(site.path)
-    divided = Sharding(fsdp=found.ranks)
-    if found.why_not:
-        return replace(site, sharding=divided, variant=None, evidence=found.why_not)
-    return site if site.sharding == divided else replace(site, sharding=divided)
-
-
-def _not_looked_for(op_names: Iterable[str], sharding: ModelSharding) -> list[Site]:
-    path = sharding.flattened or ""
-    proof = Proof(None, sharding.of(path).why_not, examined=False)
-    return [proof.site(name, path, "flattened") for name in op_names]
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:

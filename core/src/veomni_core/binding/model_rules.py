@@ -1,0 +1,60 @@
+"""The rules that change a model besides its sites: before they are bound, or after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import nn
+
+from veomni_core.changes.change import Change
+from veomni_core.descriptions.references import load_attribute
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.plan import Plan
+
+
+class WholeModelRule(Protocol):
+    """The methods of the class that a :class:`veomni_core.ModelRule` names. Subclass it to leave some out."""
+
+    def refuse(self, model: nn.Module) -> None:
+        """Raise ``BindingError`` if ``model`` can't be bound."""
+
+    def release(self, model: nn.Module) -> None:
+        """Take out of ``model`` what this rule put into modules that were copied from another bound model."""
+
+    def changes(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, Change]]:
+        """The changes that bind ``model``, each with the path of its module."""
+        yield from ()
+
+
+class ModelRules:
+    """The registry's model rules. Each is loaded once."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._rules = [(described, load_attribute(described.rule)()) for described in registry.model_rules]
+
+    def refuse(self, model: nn.Module) -> None:
+        """Raise ``BindingError`` if a rule refuses ``model``."""
+        for _, rule in self._rules:
+            rule.refuse(model)
+
+    def release(self, model: nn.Module) -> None:
+        """Take out what modules that were copied from another bound model brought with them."""
+        for _, rule in self._rules:
+            rule.release(model)
+
+    def before_sites(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
+        """The changes of rules with an order below 0, each with its module path and the rule's name."""
+        yield from self._changes(model, plan, registry, before=True)
+
+    def after_sites(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
+        """The changes of the other rules."""
+        yield from self._changes(model, plan, registry, before=False)
+
+    def _changes(
+        self, model: nn.Module, plan: Plan, registry: Registry, before: bool
+    ) -> Iterator[tuple[str, str, Change]]:
+        for described, rule in self._rules:
+            if (described.order < 0) is before:
+                for path, change in rule.changes(model, plan, registry):
+                    yield path, described.name, change
