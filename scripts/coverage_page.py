@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from veomni_core import discover
-from veomni_core.coverage import ModelCoverage, OpCoverage, claims, cover, model_types, summarise
 from veomni_core.discovery.registry import Registry
+from veomni_transformers.coverage import ModelCoverage, OpCoverage, claims, cover, model_types, summarise
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "coverage.md"
 MODELS, PLUGIN = "causal", "veomni-torch"

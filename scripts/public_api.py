@@ -21,8 +21,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "veomni_core.authoring",
         "veomni_core.descriptions.hookspecs",
         "veomni_core.errors",
-        "veomni_core.parallel.sequence",
-        "veomni_core.testing",
+        "veomni_transformers.sequence",
+        "veomni_conformance",
     ),
     "veomni-bridges": (
         "veomni_bridges.axolotl",

@@ -15,8 +15,8 @@ from torch import nn
 
 from veomni_core import Site
 from veomni_core.sites.find import find_sites
-from veomni_core.sites.functions import global_functions
-from veomni_core.sites.proofs.reachable_code import is_library, reached_functions
+from veomni_transformers.proving.functions import global_functions
+from veomni_transformers.proving.reachable_code import is_library, reached_functions
 
 DISTINCT = (
     *("aria_text", "bailing_hybrid", "beam", "cohere", "deepseek_v4", "diffllama", "doge", "ernie4_5"),

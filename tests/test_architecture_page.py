@@ -122,7 +122,7 @@ def test_a_name_that_is_not_in_the_code_is_seen():
         "Plan",
         "Plan.autocast",
         "veomni_core.tables.render_table",
-        "veomni_core.sites.proofs.probe",
+        "veomni_transformers.proving.probe",
         "core/tests/lookalikes.py",
     }
     gone = {

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from forked_processes import Forked, finish
-from veomni_core.testing.triton_interpreter import mend_interpreter
+from veomni_conformance.triton_interpreter import mend_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"

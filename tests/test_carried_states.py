@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_models import hybrid
-from veomni_core.planning.carried_states import carries_inputs, carries_state, carrying_paths
+from veomni_transformers.packed.carried_states import carries_inputs, carries_state, carrying_paths
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "inkling_text"])

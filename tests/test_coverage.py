@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from coverage_page import COMMAND, PAGE, coverage_page
 from veomni_core import SiteRule
 from veomni_core.cli.app import build_app
-from veomni_core.coverage import claims, cover, model_types
-from veomni_core.discovery.conflicts import CORE
-from veomni_core.discovery.discover import discover
+from veomni_core.discovery.discover import definitions, discover
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import UnknownNameError
+from veomni_transformers.coverage import claims, cover, model_types
 
 SETTLED = "with RMS norms: every norm, rotary embedding and gated MLP proven or refused"
 
@@ -59,7 +58,7 @@ def test_what_it_must_reach(models):
 def test_finding_sites_takes_little_memory():
     source = """
 import resource
-from veomni_core.coverage import cover, model_types
+from veomni_transformers.coverage import cover, model_types
 from veomni_core.discovery.discover import discover
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CONFIG_MAPPING
 import torch
@@ -84,7 +83,7 @@ print(max(grown(name, AutoModelForImageTextToText) for name in ("cohere2_vision"
 
 SITES = """
     from veomni_core import SiteRule, hookimpl
-    from veomni_core.sites.proofs import probe
+    from veomni_transformers.proving import probe
     from veomni_core.sites.site import Site
 
     VEOMNI_PLUGIN_API_VERSION = 1
@@ -104,7 +103,7 @@ def test_a_probe_that_fails_is_told_from_a_model_that_computes_something_else(mo
     exec(textwrap.dedent(SITES), vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     rule = SiteRule("probing", "veomni_probing:Locator")
-    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.0", "p", site_rules=(rule,))], {})
+    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.0", "p", site_rules=(rule,))], {})
     (model,) = cover([("causal", "llama")], registry)
     op = model.op("rms_norm_gated")
     assert (op.found, op.refused) == (3, 1)
@@ -122,7 +121,7 @@ def test_an_unknown_selection_is_answered():
 
 
 def test_the_command_counts_what_binds(monkeypatch):
-    monkeypatch.setattr("veomni_core.coverage.model_types", lambda selection: [("causal", "llama")])
+    monkeypatch.setattr("veomni_transformers.coverage.model_types", lambda selection: [("causal", "llama")])
     shown = CliRunner().invoke(build_app(), ["coverage"])
     assert shown.exit_code == 0 and "1 of 1 model types" in shown.stdout
     (model,) = json.loads(CliRunner().invoke(build_app(), ["coverage", "--json"]).stdout)["models"]

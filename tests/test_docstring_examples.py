@@ -15,12 +15,12 @@ import torch
 from torch import distributed
 
 import veomni_core
-import veomni_core.ops
+import veomni_ops
 
 # Where users and plugins import from. What stands in `__all__` of the first is public; so is what the modules of the
 # second define under a name without an underscore.
-NAMESPACES = ("veomni_core", "veomni_core.authoring", "veomni_core.parallel.sequence", "veomni_core.testing")
-PACKAGES = (veomni_core.ops,)
+NAMESPACES = ("veomni_core", "veomni_core.authoring", "veomni_transformers.sequence", "veomni_conformance")
+PACKAGES = (veomni_ops,)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -84,13 +84,13 @@ def test_what_is_public_has_an_example(name):
 
 def test_the_list_holds_what_users_and_plugins_import():
     assert {
-        "veomni_core.build.build_foundation_model",
+        "veomni_transformers.build.build_foundation_model",
         "veomni_core.changes.change.Change",
         "veomni_core.descriptions.kernel_spec.KernelSpec",
-        "veomni_core.ops.rms_norm.standard",
-        "veomni_core.parallel.sequence.ulysses.apply_ulysses",
-        "veomni_core.sites.proofs.probe",
-        "veomni_core.testing.conformance.check_kernel",
+        "veomni_ops.rms_norm.standard",
+        "veomni_transformers.sequence.ulysses.apply_ulysses",
+        "veomni_transformers.proving.probe",
+        "veomni_conformance.conformance.check_kernel",
     } <= PUBLIC.keys()
 
 

@@ -15,7 +15,7 @@ import torch
 from documented_code import ROOT, blocks, pages, plugins
 from forked_workers import ForkedWorker
 from page_run import PageRun
-from veomni_core.cli import verify_processes
+from veomni_conformance.cli import verify_processes
 
 WITH_CODE = [page for page in pages() if any(True for _ in blocks(page))]
 RUN_HERE = [page for page in WITH_CODE if any(block.is_run for block in blocks(page))]

@@ -57,7 +57,7 @@ def environment(tmp_path_factory) -> FreshEnvironment:
 
 @pytest.fixture(scope="module")
 def forked(environment):
-    with environment.forks("transformers.models.llama.modeling_llama", "veomni_core.build") as run:
+    with environment.forks("transformers.models.llama.modeling_llama", "veomni_transformers.build") as run:
         yield run
 
 

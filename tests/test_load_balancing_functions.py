@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from veomni_core import find_sites
-from veomni_core.ops import load_balancing_loss as contract
-from veomni_core.sites.functions import with_globals
+from veomni_ops import load_balancing_loss as contract
 from veomni_torch import load_balancing_loss as veomni_torch
+from veomni_transformers.proving.functions import with_globals
 from veomni_triton import load_balancing_loss as veomni_triton
 
 NAME = "load_balancing_loss_func"

@@ -27,7 +27,7 @@ from adapted_experts import (
     step,
 )
 from veomni_core import Shadow, bind
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_torch.plugin import veomni_kernels
 
@@ -140,7 +140,7 @@ def test_autocast_with_adapters_in_float32(weights):
 
 def test_a_kernel_without_the_feature_runs_on_the_sum_and_the_receipt_says_so(caplog):
     without = tuple(replace(spec, features=()) for spec in veomni_kernels() if spec.op_name == "moe_experts")
-    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.0", "p", kernels=without)], {})
+    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.0", "p", kernels=without)], {})
     model = built("qwen3_moe")
     binding = bind(model, KERNEL, device="cpu", registry=registry)
     model = adapted(model)

@@ -11,12 +11,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import build, tokens
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelLoadError
-from veomni_core.ops.attention import MASK_FEATURES, standard
 from veomni_flash_attn import plugin as flash_attn
 from veomni_npu import plugin as npu
+from veomni_ops.attention import MASK_FEATURES, standard
 from veomni_torch import plugin as torch_native
 
 SPECS = [
@@ -55,7 +55,7 @@ OWN = KernelSpec(
 
 
 def registry(spec):
-    return build_registry([CORE, PluginRecord("acme", "veomni-acme", "1", "acme", kernels=(spec,))], {})
+    return build_registry([*definitions(), PluginRecord("acme", "veomni-acme", "1", "acme", kernels=(spec,))], {})
 
 
 def test_a_kernel_brings_the_function_that_builds_its_masks():

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from migrations import PAGES, SIZES, assert_same_losses, blocks, losses, names_of, save_my_llama
 from veomni_core import OpsConfig, binding_of, build_foundation_model, discover
-from veomni_core.ops.catalog import BUILTIN_OPS
+from veomni_ops.catalog import OPS
 
 pytestmark = pytest.mark.docs
 
@@ -93,7 +93,7 @@ def test_from_use_kernels(folder: Path) -> None:
 @pytest.mark.parametrize("page", ["from-liger.md", "from-use-kernels.md", "from-veomni.md"])
 def test_the_fields_that_a_page_names_are_there(page: str) -> None:
     named = {*re.findall(r"`(\w+_implementation)\b", (PAGES / page).read_text(encoding="utf-8"))}
-    assert named <= {"ops_implementation", *(op.config_field for op in BUILTIN_OPS)}
+    assert named <= {"ops_implementation", *(op.config_field for op in OPS)}
     assert len(named) >= 4
 
 
@@ -135,6 +135,6 @@ def test_veomni_s_section_is_read_as_it_is_and_means_the_preset() -> None:
         old = OpsConfig.from_dict(before, registry)
     assert len(warned) == 3
     new = OpsConfig.from_dict(after, registry)
-    for op in BUILTIN_OPS:
+    for op in OPS:
         if op.config_field in before["model"]["ops_implementation"]:
             assert old.choices[op.name].names == new.choices[op.name].names, op.config_field

@@ -18,7 +18,10 @@ UNSAFE = {
 # Each is said on docs/explanation/security.md, or reads what this process or its parent wrote.
 KNOWN = {
     ("core/src/veomni_core/jobs/jobfile.py", "yaml.load"),  # with a subclass of SafeLoader
-    ("core/src/veomni_core/testing/rank_process.py", "pickle.loads"),  # a task that the parent process wrote
+    (
+        "plugins/conformance/src/veomni_conformance/rank_process.py",
+        "pickle.loads",
+    ),  # a task that the parent process wrote
     ("plugins/trainer/src/veomni_trainer/output/unpickling.py", "pickle.Unpickler"),  # lets nothing in but an index
 }
 

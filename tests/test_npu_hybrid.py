@@ -10,9 +10,9 @@ import torch
 
 from models import step
 from tiny_models import tiny_model
+from veomni_conformance import check_kernel
 from veomni_core import bind, discover
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops.contract import Size
 from veomni_torch.plugin import veomni_kernels
 
 # A model type of each variant of the gated norm.

@@ -10,8 +10,8 @@ import transformers
 
 from tiny_models import tiny_model
 from veomni_core import bind
-from veomni_core.coverage import claims, cover, model_types
 from veomni_core.discovery.discover import discover
+from veomni_transformers.coverage import claims, cover, model_types
 
 FAMILIES = (
     "llama",

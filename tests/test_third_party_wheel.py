@@ -53,7 +53,7 @@ def environment(tmp_path_factory) -> FreshEnvironment:
 @pytest.fixture(scope="module")
 def veomni(environment):
     """Runs the command in forks of a process that has imported transformers and what trains."""
-    with environment.forks("veomni_core.build", "veomni_trainer.run.run_job") as run:
+    with environment.forks("veomni_transformers.build", "veomni_trainer.run.run_job") as run:
         yield lambda *arguments, **options: run(*VEOMNI, *arguments, **options)
 
 

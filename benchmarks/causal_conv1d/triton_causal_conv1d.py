@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops.causal_conv1d import numbered
-from veomni_core.ops.causal_conv1d import standard as reference
+from veomni_ops.causal_conv1d import numbered
+from veomni_ops.causal_conv1d import standard as reference
 from veomni_triton import causal_conv1d
 from veomni_triton.causal_conv1d import channels_adjacent, positions_adjacent
 from veomni_triton.causal_conv1d.launch import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared.measuring import drop_gradients
-from veomni_core.ops import moe_experts as contract
+from veomni_ops import moe_experts as contract
 
 
 @dataclass(frozen=True)

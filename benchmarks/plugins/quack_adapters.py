@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops import cross_entropy_loss, rms_norm, rotary_pos_emb
-from veomni_core.ops.contract import Contract
+from veomni_ops import cross_entropy_loss, rms_norm, rotary_pos_emb
+from veomni_ops.contract import Contract
 
 EPS = 1e-6
 TITLE = "veomni-quack beside QuACK's own functions, bf16"

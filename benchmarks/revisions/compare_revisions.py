@@ -25,7 +25,7 @@ from benchmarks.revisions.selection import GUARDED, Guarded, NothingOfThatName, 
 from benchmarks.revisions.turns import NotMeasured, OneProcess, in_turns
 from benchmarks.revisions.verdict import FEWEST_PAIRS, LIMIT
 from benchmarks.shared.results import ROOT, table
-from veomni_core.ops.catalog import BUILTIN_OPS
+from veomni_ops.catalog import OPS
 
 _LOSS, _NOT_MEASURED = 1, 2
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarde
         if options.only:
             chosen = asked_for(options.only, guarded, devices)
         else:
-            ops = [op.name for op in BUILTIN_OPS]
+            ops = [op.name for op in OPS]
             chosen = changed(changed_since(repository, base), guarded, devices, ops)
     except (NoSuchRevision, NothingOfThatName) as error:
         parser.error(str(error))

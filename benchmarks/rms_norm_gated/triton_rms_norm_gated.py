@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops import rms_norm_gated as references
+from veomni_ops import rms_norm_gated as references
 from veomni_triton import rms_norm_gated
 from veomni_triton.rms_norm_gated import whole_groups
 from veomni_triton.rms_norm_gated.form import Form

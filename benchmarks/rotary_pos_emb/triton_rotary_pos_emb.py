@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.rotary_pos_emb.cases import CASES, Case
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops.rotary_pos_emb import CONTRACTS
+from veomni_ops.rotary_pos_emb import CONTRACTS
 from veomni_triton import rotary_pos_emb
 from veomni_triton.rotary_pos_emb.form import Form
 from veomni_triton.rotary_pos_emb.launch import Launch, rotate, rotate_launch

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops.rotary_pos_emb_vision import CONTRACTS
+from veomni_ops.rotary_pos_emb_vision import CONTRACTS
 from veomni_triton import rotary_pos_emb_vision
 from veomni_triton.rotary_pos_emb_vision.launch import LAUNCH, Launch, rotate_patches
 

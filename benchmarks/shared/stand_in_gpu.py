@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from veomni_conformance.triton_targets import Target
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.testing.triton_targets import Target
 
 
 def _nothing(*_: Any) -> None:

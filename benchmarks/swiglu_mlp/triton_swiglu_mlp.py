@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops.swiglu_mlp import CONTRACTS
+from veomni_ops.swiglu_mlp import CONTRACTS
 from veomni_torch import swiglu_mlp as plain
 from veomni_triton import swiglu_mlp
 

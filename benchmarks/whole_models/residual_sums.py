@@ -37,7 +37,7 @@ from benchmarks.shared.results import machine, table, write_results
 from benchmarks.whole_models.contenders import AS_A_GRAPH, build
 from benchmarks.whole_models.train_step import step_of, token_ids
 from veomni_core import bind
-from veomni_core.ops.rms_norm import CONTRACTS
+from veomni_ops.rms_norm import CONTRACTS
 
 MODELS = ("llama-1b", "qwen3-0.6b")
 BATCH, ROWS, TURNS, EPS = "4x4096", 16384, 40, 1e-6

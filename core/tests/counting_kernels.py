@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from veomni_core import KernelSpec
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import contract_for
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import contract_for
 
 calls: Counter[tuple[str, str, str]] = Counter()
 
 
 def _counting(op_name: str, variant: str, name: str) -> Callable[..., Any]:
-    op = next(op for op in BUILTIN_OPS if op.name == op_name)
+    op = next(op for op in OPS if op.name == op_name)
     reference = contract_for(op, variant).reference
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -50,9 +50,9 @@ def counting_registry(*names: str, ops: tuple[str, ...] = ()) -> Registry:
             features=("lora",) if op.name == "moe_experts" else (),
         )
         for rank, name in enumerate(names)
-        for op in BUILTIN_OPS
+        for op in OPS
         for variant in op.variants
         if op.name != "attention" and (not ops or op.name in ops)
     ]
     record = PluginRecord("counting", "veomni-counting", "1.0", __name__, kernels=tuple(specs))
-    return build_registry([CORE, record], {})
+    return build_registry([*definitions(), record], {})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from veomni_core.ops import cross_entropy_loss
-from veomni_core.sites.forwards.deferred_logits import deferred_logits
-from veomni_core.sites.forwards.head_call import HeadCall
+from veomni_ops import cross_entropy_loss
+from veomni_transformers.forwards.deferred_logits import deferred_logits
+from veomni_transformers.forwards.head_call import HeadCall
 
 HIDDEN, VOCABULARY, IGNORED = 8, 11, -100
 

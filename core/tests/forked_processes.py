@@ -28,8 +28,8 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
         *("torch", "transformers", "transformers.trainer", "datasets"),
-        *("veomni_core.build", "veomni_trainer.run.run_job"),
-        *("torch._dynamo", "torch._inductor", "hypothesis", "veomni_core.cli.verify_probe"),
+        *("veomni_transformers.build", "veomni_trainer.run.run_job"),
+        *("torch._dynamo", "torch._inductor", "hypothesis", "veomni_conformance.cli.verify_probe"),
     ]
 )
 

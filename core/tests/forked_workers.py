@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forked_processes import FORKSERVER, run_and_end, run_veomni
-from veomni_core.cli import doctor_processes, verify_processes, verify_worker
+from veomni_conformance.cli import verify_processes, verify_worker
+from veomni_core.cli import doctor_processes
 
 _ONE_AT_A_TIME = threading.Lock()  # no fork holds the pipes of another one
 
@@ -62,7 +63,7 @@ class ForkedWorker(verify_processes._Worker):
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        if command[-1] == "veomni_core.cli.compile_probe":  # it sets what Triton reads when it is imported
+        if command[-1] == "veomni_conformance.cli.compile_probe":  # it sets what Triton reads when it is imported
             super().__init__(command, environment)
             return
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 NORMS = tuple(
@@ -19,7 +19,7 @@ def kernel(name, variant="standard", op="rms_norm", **options):
 
 
 def registry(*kernels):
-    return build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+    return build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
 
 
 HOPPER = HardwareRequirement("cuda", min_compute_capability=90)

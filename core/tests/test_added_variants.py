@@ -10,12 +10,12 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from models import build
+from veomni_conformance import check_kernel
 from veomni_core import VariantSpec, bind, discover, find_sites
-from veomni_core.authoring import NormModules
 from veomni_core.errors import ConformanceError, ContractError, SpecError
-from veomni_core.ops.contract import contract_for
-from veomni_core.ops.rms_norm import CONTRACTS
-from veomni_core.testing import check_kernel
+from veomni_ops.contract import contract_for
+from veomni_ops.rms_norm import CONTRACTS
+from veomni_transformers.authoring import NormModules
 
 PLUGIN = """
 from dataclasses import replace
@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from veomni_core import KernelSpec, SiteRule, VariantSpec, hookimpl
-from veomni_core.authoring import NormModules
+from veomni_transformers.authoring import NormModules
 from veomni_core.changes.change import ForwardChange
-from veomni_core.ops.rms_norm import CONTRACTS, standard
+from veomni_ops.rms_norm import CONTRACTS, standard
 from veomni_core.sites.site import Site
 
 VEOMNI_PLUGIN_API_VERSION = 1

@@ -27,9 +27,9 @@ from veomni_core import KernelSpec, bind
 from veomni_core.discovery.discover import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, KernelUnavailableError
-from veomni_core.ops.attention import MASK_FEATURES
-from veomni_core.sites.attention.locator import AttentionInterface
-from veomni_core.sites.functions import with_globals
+from veomni_ops.attention import MASK_FEATURES
+from veomni_transformers.attention.locator import AttentionInterface
+from veomni_transformers.proving.functions import with_globals
 
 SMALL = {
     "vocab_size": 96, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,

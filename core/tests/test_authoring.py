@@ -12,10 +12,10 @@ from torch import nn
 
 from models import build
 from veomni_core import KernelSpec, SiteRule, authoring, bind, find_sites
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import SpecError
-from veomni_core.ops import moe_experts
+from veomni_ops import moe_experts
 
 
 def up_first(kernel):
@@ -67,7 +67,7 @@ def registry(monkeypatch):
     spec = KernelSpec("acme", "moe_experts", "standard", "acme_experts:counted")
     rule = SiteRule("up-first experts", "acme_experts:UpFirstExperts")
     record = PluginRecord("acme", "veomni-acme", "1", "acme", kernels=(spec,), site_rules=(rule,))
-    return build_registry([CORE, record], {})
+    return build_registry([*definitions(), record], {})
 
 
 def model_with(**options):

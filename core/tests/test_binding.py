@@ -14,10 +14,10 @@ import counting_kernels
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, FAMILIES, assert_equal_steps, assert_same_bits, build, step
 from veomni_core import KernelSpec, OpsConfig, apply_plan, bind, binding_of, make_plan
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError, KernelLoadError, UnknownNameError
-from veomni_core.ops import rms_norm
+from veomni_ops import rms_norm
 
 REGISTRY = counting_registry("one")
 
@@ -131,7 +131,9 @@ ONES, TWOS = _filling(1.0), _filling(2.0)
 
 def test_two_attention_kernels_of_one_function_name_are_two():
     specs = tuple(KernelSpec(name, "attention", "standard", f"{__name__}:{name.upper()}") for name in ("ones", "twos"))
-    registry = build_registry([CORE, PluginRecord("filling", "veomni-filling", "1.0", __name__, kernels=specs)], {})
+    registry = build_registry(
+        [*definitions(), PluginRecord("filling", "veomni-filling", "1.0", __name__, kernels=specs)], {}
+    )
     models = {name: build("llama") for name in ("ones", "twos")}
     for name, model in models.items():
         bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry)
@@ -206,7 +208,7 @@ def test_verify_runs_the_kernels_on_this_device_first(install, monkeypatch):
 
 def test_a_kernel_that_does_not_load_leaves_the_model_as_it_was():
     spec = KernelSpec("broken", "rms_norm", "standard", "a_library_that_is_not_here:kernel")
-    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
+    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
     model = build("llama")
     with pytest.raises(
         KernelLoadError, match="rms_norm/standard:broken: a_library_that_is_not_here:kernel failed: Modu"

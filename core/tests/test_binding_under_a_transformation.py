@@ -10,7 +10,7 @@ from models import build, tokens
 from veomni_core import bind
 from veomni_core.changes.change import ForwardChange
 from veomni_core.changes.transformation import Transformation
-from veomni_core.sites.functions import current_forward
+from veomni_transformers.proving.functions import current_forward
 
 REGISTRY = counting_registry("one")
 LOSS_ALONE = {"preset": "eager", "cross_entropy_loss_implementation": "one"}

@@ -171,7 +171,7 @@ def test_config_kwargs_reach_a_config_of_the_hub(tmp_path):
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
     source = (
-        "from veomni_core.jobs.model_config import load_model_config\n"
+        "from veomni_transformers.jobs.model_config import load_model_config\n"
         "config = load_model_config('nobody/tiny', {'hidden_size': 64, 'head_dim': None, 'mine': 3})\n"
         "print(config.hidden_size, config.head_dim, config.mine, config.vocab_size)"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from models import build
 from veomni_core import KernelSpec, OpsConfig, Plan, Site, find_sites, plan_sites
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, SpecError
 
@@ -41,7 +41,7 @@ def plan(value, *sites, can_run="acme_limits:at_most_1024"):
         KernelSpec("acme", "rms_norm", "standard", "m:f", preference=90, can_run=can_run),
         KernelSpec("plain", "rms_norm", "standard", "m:f", preference=10),
     )
-    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value}, registry, environ={})
     return plan_sites(sites, config, hardware="h200", registry=registry)
 

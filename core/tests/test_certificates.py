@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from distributed import run_ranks
 from planned_norms import chosen, kernel, plan, reasons, registry
+from veomni_conformance.cli import verify as command
+from veomni_conformance.cli.verify_processes import FAILED, OK, Row
 from veomni_core import Hardware, OpsConfig, Plan, Site
-from veomni_core.cli import verify as command
-from veomni_core.cli.verify_processes import FAILED, OK, Row
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 from veomni_core.planning import certificates
 from veomni_core.planning.certificates import HERE, NEVER, Certificate, Certificates, read_certificates, store
@@ -221,7 +221,7 @@ def test_the_command_certifies_and_list_and_plan_show_it(veomni, install, tmp_pa
         "acme-right",
         """
         from veomni_core import KernelSpec, hookimpl
-        from veomni_core.ops.rms_norm import standard
+        from veomni_ops.rms_norm import standard
 
         VEOMNI_PLUGIN_API_VERSION = 1
 

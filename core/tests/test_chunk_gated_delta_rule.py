@@ -16,8 +16,8 @@ from counting_kernels import calls, counting_registry
 from delta_rule_models import ALONE, FAMILIES, OP, delta_sites, family
 from models import off_by, step, tokens
 from veomni_core import bind
-from veomni_core.ops.chunk_gated_delta_rule import standard
-from veomni_core.sites.forwards.delta_rule_call import delta_rule_call
+from veomni_ops.chunk_gated_delta_rule import standard
+from veomni_transformers.forwards.delta_rule_call import delta_rule_call
 
 
 @pytest.mark.thorough(one_per=["dtype"])

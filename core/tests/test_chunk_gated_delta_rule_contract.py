@@ -11,7 +11,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from delta_rule_models import OP
 from planted_faults import WrongGradient, assert_caught
-from veomni_core.ops.chunk_gated_delta_rule import check_call, standard
+from veomni_ops.chunk_gated_delta_rule import check_call, standard
 
 FILES = (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_olmo_hybrid)
 

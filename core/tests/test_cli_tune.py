@@ -19,7 +19,7 @@ PLANTED = """
         return x * weight
 
     def slow(x, weight, eps):
-        from veomni_core.ops.rms_norm import standard
+        from veomni_ops.rms_norm import standard
         if x.shape[-1] == 80:
             time.sleep(0.1)
         return standard(x, weight, eps)
@@ -29,7 +29,7 @@ PLANTED = """
         def spec(name, preference, factory="{module}:"):
             return KernelSpec(name, "rms_norm", "standard", factory + name, preference=preference, dtypes=("float32",))
 
-        return [spec("wrong", 99), spec("slow", 98), spec("standard", 20, "veomni_core.ops.rms_norm:")]
+        return [spec("wrong", 99), spec("slow", 98), spec("standard", 20, "veomni_ops.rms_norm:")]
 
     def steps(path, hardware, changes=()):
         steps = load_yaml(path)["steps"]

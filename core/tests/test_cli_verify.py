@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from veomni_conformance.cli.verify import failures, parts_of_check
+from veomni_conformance.cli.verify_processes import EXPECTED, FAILED, OK, Row
 from veomni_core import KernelSpec
-from veomni_core.cli.verify import failures, parts_of_check
-from veomni_core.cli.verify_processes import EXPECTED, FAILED, OK, Row
 
 
 def test_verify_exits_1_when_a_kernel_falls_short(veomni, install_healthy):
@@ -39,7 +39,7 @@ KERNELS_THAT_END_THEIR_PROCESS = """
 
         wrong = [spec(name, f"{module}:{name}") for name in ("exits", "raises_system_exit", "crashes")]
         absent = spec("absent", "a_library_that_is_not_here:kernel")
-        return [*wrong, absent, spec("right", "veomni_core.ops.rms_norm:offset")]
+        return [*wrong, absent, spec("right", "veomni_ops.rms_norm:offset")]
 """
 
 
@@ -90,13 +90,13 @@ CONTRACTS_THAT_FAIL = """
 
     def samples(device, dtype):
         import torch
-        from veomni_core.ops.contract import Sample
+        from veomni_ops.contract import Sample
         yield Sample("two numbers", (torch.ones(2, device=device, dtype=dtype, requires_grad=True),))
 
     def __getattr__(name):
         if name != "CONTRACTS":
             raise AttributeError(name)
-        from veomni_core.ops.contract import Contract, Tolerance
+        from veomni_ops.contract import Contract, Tolerance
         exact = {"float32": Tolerance(1e-6, 1e-6)}
         return {"standard": Contract("twice", "standard", reference, samples, exact, exact)}
 
@@ -149,7 +149,7 @@ SEEN_TO_BE_WRONG = """
 
         return [
             spec("wrong", f"{module}:wrong", suspicions=SEEN),
-            spec("right", "veomni_core.ops.rms_norm:offset", suspicions=SEEN),
+            spec("right", "veomni_ops.rms_norm:offset", suspicions=SEEN),
         ]
 """
 
@@ -175,7 +175,7 @@ SEARCHES = """
         arg_names, fn = ("x", "weight", "eps"), staticmethod(lambda x, weight, eps: None)
 
         def run(self, x, weight, eps, TILE, **launch):
-            from veomni_core.ops.rms_norm import offset
+            from veomni_ops.rms_norm import offset
             return offset(x, weight, eps) * (2 if TILE == 64 else 1)
 
     def searching(x, weight, eps):
@@ -223,7 +223,7 @@ PROCESSES = """
     import os
     from pathlib import Path
     from veomni_core import HardwareRequirement, KernelSpec, hookimpl
-    from veomni_core.ops import rms_norm
+    from veomni_ops import rms_norm
     VEOMNI_PLUGIN_API_VERSION = 1
 
     def offset(x, weight, eps):
@@ -283,7 +283,7 @@ SLOW = """
 
     @hookimpl
     def veomni_kernels():
-        factory = "veomni_core.ops.rms_norm:offset"
+        factory = "veomni_ops.rms_norm:offset"
         right = dict(op_name="rms_norm", variant="offset", factory=factory, dtypes=("float32",))
         return [KernelSpec("quick", **right), KernelSpec("slow", slow_check="it is compiled for each call", **right)]
 """

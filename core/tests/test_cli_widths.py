@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from models import build
+from veomni_conformance.cli.verify import show_results
+from veomni_conformance.cli.verify_processes import Checks
 from veomni_core import bind, discover
 from veomni_core.cli.app import build_app
-from veomni_core.cli.coverage import show_coverage
 from veomni_core.cli.doctor import examine, show_examination
-from veomni_core.cli.verify import show_results
-from veomni_core.cli.verify_processes import Checks
-from veomni_core.coverage import cover, model_types
+from veomni_transformers.cli.coverage import show_coverage
+from veomni_transformers.coverage import cover, model_types
 
 pytestmark = pytest.mark.thorough
 

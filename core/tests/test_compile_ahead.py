@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from veomni_conformance.triton_ahead import lacking
+from veomni_conformance.triton_targets import Target
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.testing.triton_ahead import lacking
-from veomni_core.testing.triton_targets import Target
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -7,7 +7,8 @@ import pytest
 from veomni_core import OpsConfig, OpsImplementationConfig
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, JobFileError, MissingOpsImplementationError, UnknownNameError
-from veomni_core.ops.catalog import BUILTIN_OPS
+from veomni_ops.catalog import OPS
+from veomni_transformers.veomni_jobs import warn_of_removed_variables
 
 GPU_DEFAULTS = {
     "attention": "flash_attention_2",
@@ -73,7 +74,7 @@ def test_a_preset_fills_what_is_not_written(preset):
 @pytest.mark.parametrize(
     "fields",
     [
-        {op.config_field: GPU_DEFAULTS[op.name] for op in BUILTIN_OPS if op.default != "eager"},
+        {op.config_field: GPU_DEFAULTS[op.name] for op in OPS if op.default != "eager"},
         {"moe_implementation": "fused"},
         {"attn_implementation": {"*": ["veomni_flash_attention_2_with_sp", "eager"]}},
     ],
@@ -95,7 +96,7 @@ def test_a_job_for_veomni_without_a_preset_is_told_which_line_to_write(fields, r
         {},
         {"moe_implementation": "fused_triton"},
         {"preset": "gpu", "moe_implementation": "fused"},
-        {op.config_field: "eager" for op in BUILTIN_OPS},
+        {op.config_field: "eager" for op in OPS},
     ],
 )
 def test_any_other_job_is_told_nothing_of_presets(fields, recwarn):
@@ -169,7 +170,7 @@ def test_attention_s_names_of_veomni_s_own_trainer_are_answered_by_the_kernel_s(
 )
 def test_a_removed_variable_is_answered_by_the_field(variable, field):
     with pytest.warns(FutureWarning, match=f"{variable} no longer has any effect; write .*{field}"):
-        OpsConfig.from_dict({}, environ={variable: "1"})
+        warn_of_removed_variables({variable: "1"})
 
 
 @pytest.mark.parametrize(

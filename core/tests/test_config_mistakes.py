@@ -13,9 +13,9 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from veomni_core import build_foundation_model
-from veomni_core.build import build_skeleton
 from veomni_core.errors import ConfigError
-from veomni_core.jobs.config_values import refuse_unfit_pairs, refuse_values
+from veomni_transformers.build import build_skeleton
+from veomni_transformers.jobs.config_values import refuse_unfit_pairs, refuse_values
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -121,9 +121,9 @@ def test_memory_that_is_missing_is_no_mistake_of_the_config(monkeypatch):
 
     config = CONFIG_MAPPING["llama"](**SMALL)
     skeleton = build_skeleton(config)
-    monkeypatch.setattr("veomni_core.build._skeleton", lambda *args: skeleton)
+    monkeypatch.setattr("veomni_transformers.build._skeleton", lambda *args: skeleton)
     monkeypatch.setattr("transformers.LlamaForCausalLM._from_config", out_of_memory)
-    monkeypatch.setattr("veomni_core.build.AutoModelForCausalLM.from_config", out_of_memory)
+    monkeypatch.setattr("veomni_transformers.build.AutoModelForCausalLM.from_config", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         build_foundation_model(config, ops_implementation={"preset": "eager"}, init_device="cpu", device="cpu")
 
@@ -153,7 +153,7 @@ def test_a_bug_in_code_that_comes_with_a_model_is_told_by_its_file_and_line(tmp_
                     self.half = size.halved()  # a bug
             """)
     )
-    asked = f"from veomni_core.build import build_skeleton; build_skeleton({str(tmp_path)!r}, trust_remote_code=True)"
+    asked = f"from veomni_transformers.build import build_skeleton; build_skeleton({str(tmp_path)!r}, trust_remote_code=True)"
     env = {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=env, check=False)
     last = done.stderr.strip().splitlines()[-1]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.autograd import Function
 
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
 from veomni_core.errors import ConformanceError, ContractError, KernelLoadError, SpecError
 from veomni_core.kernels import first_derivatives_only
-from veomni_core.ops import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
+from veomni_ops.contract import Size
 
 _calls = itertools.count()
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_checked_is_an_error():
 
 
 def test_a_report_says_how_close_each_sample_came():
-    report = check_kernel(KernelSpec("reference", "swiglu_mlp", "standard", "veomni_core.ops.swiglu_mlp:standard"))
+    report = check_kernel(KernelSpec("reference", "swiglu_mlp", "standard", "veomni_ops.swiglu_mlp:standard"))
     assert report.ok
     assert 0 < max(case.worst_value for case in report.cases) <= 1
     assert report.to_dict()["cases"][0]["sample"] == report.cases[0].sample

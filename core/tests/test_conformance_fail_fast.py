@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from planted_faults import failures_of, right
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
-from veomni_core.ops import moe_experts
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops import moe_experts
+from veomni_ops.contract import Size
 
 called: list[int] = []
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from planted_faults import failures_of, right
+from veomni_conformance import check_kernel
+from veomni_conformance.generated_samples import MISSING
+from veomni_conformance.sample_changes import MEMORY, VALUES, SampleChange
+from veomni_conformance.subject import Position, Subject
 from veomni_core import KernelSpec
-from veomni_core.ops import chunk_gated_delta_rule, kda, load_balancing_loss, rms_norm
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
-from veomni_core.testing.generated_samples import MISSING
-from veomni_core.testing.sample_changes import MEMORY, VALUES, SampleChange
-from veomni_core.testing.subject import Position, Subject
+from veomni_ops import chunk_gated_delta_rule, kda, load_balancing_loss, rms_norm
+from veomni_ops.contract import Size
 
 
 def wrong_past_32_rows(gate, up):
@@ -73,7 +73,7 @@ def test_a_fault_that_only_a_generated_call_shows_is_caught_and_named(kernel, wo
 
 
 def as_spec(contract):
-    return KernelSpec("reference", contract.op_name, contract.variant, f"veomni_core.ops.{contract.op_name}:standard")
+    return KernelSpec("reference", contract.op_name, contract.variant, f"veomni_ops.{contract.op_name}:standard")
 
 
 def test_the_same_calls_are_generated_every_time():

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from planted_faults import SwiGLU, assert_caught, failures_of, right
-from veomni_core.ops import (
+from veomni_ops import (
     attention,
     cross_entropy_loss,
     load_balancing_loss,
@@ -16,7 +16,7 @@ from veomni_core.ops import (
     rotary_pos_emb,
     swiglu_mlp,
 )
-from veomni_core.ops.contract import Size
+from veomni_ops.contract import Size
 
 
 def _as_if_contiguous(tensor):

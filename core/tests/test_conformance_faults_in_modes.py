@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional as F
 
 from planted_faults import SwiGLU, assert_caught, derivatives, failures_of, right
+from veomni_conformance.process_state import ProcessState, check_process_state
+from veomni_conformance.subject import Position, Subject
 from veomni_core import KernelSpec
-from veomni_core.ops import attention, rms_norm, swiglu_mlp
-from veomni_core.ops.contract import Size
-from veomni_core.testing.process_state import ProcessState, check_process_state
-from veomni_core.testing.subject import Position, Subject
+from veomni_ops import attention, rms_norm, swiglu_mlp
+from veomni_ops.contract import Size
 
 _state = threading.local()
 _state.factor = 1.0

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from planted_faults import assert_caught
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
-from veomni_core.ops import attention, cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops import attention, cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, swiglu_mlp
+from veomni_ops.contract import Size
 
 
 def _attention(change):

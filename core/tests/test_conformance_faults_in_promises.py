@@ -12,8 +12,8 @@ from torch._dynamo import config as dynamo_config
 from torch.library import custom_op
 
 from planted_faults import assert_caught, derivatives, failures_of, right
-from veomni_core.ops import cross_entropy_loss, swiglu_mlp
-from veomni_core.testing.custom_operators import _Recorder
+from veomni_conformance.custom_operators import _Recorder
+from veomni_ops import cross_entropy_loss, swiglu_mlp
 
 _kept: dict[str, Tensor] = {}
 _lock = threading.Lock()

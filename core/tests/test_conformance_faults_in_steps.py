@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from planted_faults import SwiGLU, assert_caught, derivatives, failures_of, right
-from veomni_core.ops import rms_norm
+from veomni_ops import rms_norm
 
 _last, _workspace, _results, _gradients, _by_id, _by_address, _by_shape, _held = {}, {}, {}, {}, {}, {}, {}, []
 _queue = []

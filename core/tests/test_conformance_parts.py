@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from planted_faults import right
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops.contract import Size
 
 pytestmark = pytest.mark.thorough
 

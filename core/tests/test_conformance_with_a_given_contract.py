@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec, OpSpec
 from veomni_core.errors import ContractError
-from veomni_core.ops.contract import Contract, Sample, Tolerance
-from veomni_core.testing import check_kernel
+from veomni_ops.contract import Contract, Sample, Tolerance
 
 
 def _twice(x):

@@ -14,7 +14,7 @@ from counting_kernels import calls, counting_registry
 from models import build
 from veomni_core import OpSlot, bind, find_sites
 from veomni_core.errors import ConformanceError
-from veomni_core.ops.rms_norm import standard
+from veomni_ops.rms_norm import standard
 
 REGISTRY = counting_registry("one", "two", ops=("rms_norm",))
 X = torch.randn(3, 8)
@@ -51,7 +51,7 @@ def shared(monkeypatch):
     source = """
 from torch import nn
 from veomni_core import OpSlot
-from veomni_core.ops.rms_norm import standard
+from veomni_ops.rms_norm import standard
 slot = OpSlot("rms_norm", "standard")
 
 class Model(nn.Module):

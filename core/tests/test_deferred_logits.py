@@ -12,7 +12,7 @@ import torch
 
 from deferred_head import VOCABULARY, Head, assert_like_eager, both
 from veomni_core.errors import LogitsGoneError
-from veomni_core.sites.forwards.deferred_logits import DeferredLogits
+from veomni_transformers.forwards.deferred_logits import DeferredLogits
 
 ALL = slice(None)
 

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from deferred_head import VOCABULARY, Head, assert_like_eager, backward
-from veomni_core.ops import cross_entropy_loss
-from veomni_core.sites.forwards.deferred_logits import deferred_logits
-from veomni_core.sites.forwards.head_call import HeadCall
+from veomni_ops import cross_entropy_loss
+from veomni_transformers.forwards.deferred_logits import deferred_logits
+from veomni_transformers.forwards.head_call import HeadCall
 
 
 def test_in_no_grad_they_want_no_gradient():

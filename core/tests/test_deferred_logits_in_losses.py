@@ -10,7 +10,7 @@ from deferred_head import VOCABULARY, Head, assert_like_eager, backward
 from fused_head import LOSS_ALONE, REGISTRY
 from models import build, tokens
 from veomni_core import bind
-from veomni_core.sites.forwards.head_call import HeadCall
+from veomni_transformers.forwards.head_call import HeadCall
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 3}], ids=str)

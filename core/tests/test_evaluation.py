@@ -10,10 +10,10 @@ import torch
 
 from models import build
 from veomni_core import KernelSpec, OpsConfig, Plan, apply_plan, bind, make_plan
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError
-from veomni_core.ops import rms_norm
+from veomni_ops import rms_norm
 
 REFERENCE = rms_norm.CONTRACTS["standard"].reference
 
@@ -28,7 +28,7 @@ def _kernels(monkeypatch):
 
 def config(value="acme", factory="acme_inference:norm"):
     spec = KernelSpec("acme", "rms_norm", "standard", factory, backward=False, preference=90)
-    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=(spec,))], {})
+    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=(spec,))], {})
     return OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value}, registry, environ={})
 
 

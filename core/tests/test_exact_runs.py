@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import build, tokens
-from veomni_core.binding.exact_runs import exact_run
-from veomni_core.binding.model_calls import RecordedCall, recorded_calls
-from veomni_core.binding.site_comparison import Run, compare
-from veomni_core.ops.contract import Contract
-from veomni_core.ops.rms_norm import CONTRACTS
+from veomni_conformance.bound_models.exact_runs import exact_run
+from veomni_conformance.bound_models.model_calls import RecordedCall, recorded_calls
+from veomni_conformance.bound_models.site_comparison import Run, compare
+from veomni_ops.contract import Contract
+from veomni_ops.rms_norm import CONTRACTS
 
 CONTRACT: Contract = CONTRACTS["standard"]
 CALL = RecordedCall((torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_(),), {})

@@ -12,10 +12,10 @@ import pytest
 
 from models import build
 from planned_norms import chosen, kernel, plan, reasons, registry
+from veomni_conformance.cli import verify as command
+from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row
 from veomni_core import Hardware, Plan, Site, bind, build_foundation_model
-from veomni_core.cli import verify as command
 from veomni_core.cli.explain import explain
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row
 from veomni_core.errors import ConformanceError, KernelUnavailableError
 from veomni_core.planning import failed_checks
 from veomni_core.planning.failed_checks import cache_file, remember

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from planned_norms import HOPPER, chosen, kernel, plan, reasons, registry
+from veomni_conformance.cli import verify as command
+from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, Row
 from veomni_core import Hardware, Site
 from veomni_core.cli import explain as explain_command
-from veomni_core.cli import verify as command
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, Row
 from veomni_core.errors import KernelUnavailableError, SpecError
 from veomni_core.planning.certificates import read_certificates, store
 from veomni_core.planning.failed_checks import failed_checks

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fuzzing import KEYS, TEXTS, VALUES, bounded, typed_errors
 from veomni_core.jobs.assignments import assigned, read_assignments
-from veomni_core.jobs.job_model import model_section_of
 from veomni_core.jobs.jobfile import load_yaml, parse_yaml
-from veomni_core.jobs.model_config import load_model_config
+from veomni_transformers.jobs.job_model import model_section_of
+from veomni_transformers.jobs.model_config import load_model_config
 
 # Pieces of YAML that its readers stumble over: tags, merges, anchors, dates, complex keys.
 PIECES = st.sampled_from(

@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from counting_kernels import calls, counting_registry
 from models import step, tokens
 from veomni_core import bind
-from veomni_core.sites.losses.head_twin import head_twin
-from veomni_core.sites.proofs import probe
+from veomni_transformers.losses.head_twin import head_twin
+from veomni_transformers.proving import probe
 
 REGISTRY = counting_registry("one")
 LOSS_ALONE = {"preset": "eager", "cross_entropy_loss_implementation": "one"}

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, FalconH1Config, JetMoeConfig
 
 from veomni_core import find_sites
-from veomni_core.sites.proofs.hollow_twin import BATCH, LENGTH, LinearsOfZeros, hollow_twin
+from veomni_transformers.proving.hollow_twin import BATCH, LENGTH, LinearsOfZeros, hollow_twin
 
 
 class CallsLinearItself(nn.Module):

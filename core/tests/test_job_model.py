@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from veomni_core.errors import JobFileError
-from veomni_core.jobs.job_model import ModelSection, ModelSectionError, model_section_of, read_model_section
+from veomni_transformers.jobs.job_model import ModelSection, ModelSectionError, model_section_of, read_model_section
 
 
 def test_what_is_not_written_has_its_default():
@@ -66,5 +66,5 @@ def test_a_section_that_cannot_be_read_names_the_job(job, message, tmp_path):
 
 
 def test_reading_loads_no_torch():
-    code = "import sys, veomni_core.jobs.job_model; print('torch' in sys.modules)"
+    code = "import sys, veomni_transformers.jobs.job_model; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

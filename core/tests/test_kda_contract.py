@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kda_models import FAMILIES, OP, needs_kda, own
 from planted_faults import WrongGradient, assert_caught
-from veomni_core.ops.kda import check_call, standard
+from veomni_ops.kda import check_call, standard
 
 pytestmark = needs_kda
 

@@ -11,10 +11,10 @@ import pytest
 
 from models import assert_equal_steps, build, step
 from veomni_core import KernelOption, KernelSpec, OpsConfig, Plan, bind, make_plan
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, KernelLoadError, KernelUnavailableError, SpecError, UnknownNameError
-from veomni_core.ops import attention, rms_norm
+from veomni_ops import attention, rms_norm
 
 FIELD = "rms_norm_implementation"
 ROWS = KernelOption("rows", 4, minimum=1)
@@ -40,7 +40,7 @@ def _kernels(monkeypatch):
 
 def registry(*more, options=(ROWS, EXACT, ORDER, SCALE), factory="acme_norms:factory"):
     acme = KernelSpec("acme", "rms_norm", "standard", factory, options=options)
-    return build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=(acme, *more))], {})
+    return build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=(acme, *more))], {})
 
 
 def config(value, known=None):
@@ -191,7 +191,7 @@ def test_an_attention_kernel_may_be_whatever_can_be_called(made_as, monkeypatch)
 
     monkeypatch.setattr(sys.modules["acme_norms"], "factory", factory)
     acme = KernelSpec("acme", "attention", "standard", "acme_norms:factory", options=(ROWS,))
-    known = build_registry([CORE, PluginRecord("p", "veomni-p", "1.2", "p", kernels=(acme,))], {})
+    known = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=(acme,))], {})
     chosen = {"preset": "eager", "attn_implementation": {"kernel": "acme", "options": {"rows": 8}}}
     model = build("llama")
     with bind(model, chosen, registry=known, device="cpu") as binding:

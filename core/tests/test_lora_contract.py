@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planted_faults import assert_caught, failures_of
-from veomni_core.ops import moe_experts
+from veomni_ops import moe_experts
 
 VARIANTS = ("standard", "clamped")
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, step, tokens
 from veomni_core import KernelSpec, bind, find_sites
-from veomni_core.ops import cross_entropy_loss
+from veomni_ops import cross_entropy_loss
 
 REGISTRY = counting_registry("one")
 

@@ -17,8 +17,8 @@ from transformers.models.zamba2 import modeling_zamba2
 
 from planted_faults import assert_caught
 from veomni_core import bind, find_sites
-from veomni_core.ops.mamba2_scan import standard
-from veomni_core.sites.mamba2_scans.proof import gives_nothing
+from veomni_ops.mamba2_scan import standard
+from veomni_transformers.mamba2_scans.proof import gives_nothing
 
 FILES = (
     *(modeling_bamba, modeling_falcon_h1, modeling_granitemoehybrid),

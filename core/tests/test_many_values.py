@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from veomni_core.ops.contract import Draw, other_values
-from veomni_core.ops.many_values import MANY, spread, table
-from veomni_core.testing.sample_tensors import upstream_of
+from veomni_conformance.sample_tensors import upstream_of
+from veomni_ops.contract import Draw, other_values
+from veomni_ops.many_values import MANY, spread, table
 
 CPU = torch.device("cpu")
 WIDTH = 2048

@@ -11,9 +11,9 @@ import tomllib
 import pytest
 
 from veomni_core.errors import ConfigError
-from veomni_core.scaffold.kinds import device_type, kernel_of, new_op, triton_kernel
-from veomni_core.scaffold.names import checked_names
-from veomni_core.scaffold.render import LICENCES, rendered, write
+from veomni_tools.scaffold.kinds import device_type, kernel_of, new_op, triton_kernel
+from veomni_tools.scaffold.names import checked_names
+from veomni_tools.scaffold.render import LICENCES, rendered, write
 
 KINDS = {
     "kernel": kernel_of("rms_norm"),

@@ -14,10 +14,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from delta_rule_models import family
 from veomni_core import find_sites
 from veomni_core.changes.forward_functions import captured_cell
-from veomni_core.sites.functions import within_layer
-from veomni_core.sites.package_functions import PACKAGES, leave_out_packages
-from veomni_core.sites.proofs import probe
-from veomni_core.sites.proofs.hollow_twin import hollow_twin
+from veomni_transformers.proving import probe
+from veomni_transformers.proving.functions import within_layer
+from veomni_transformers.proving.hollow_twin import hollow_twin
+from veomni_transformers.proving.package_functions import PACKAGES, leave_out_packages
 
 
 def hybrid() -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 
 from planned_norms import NORMS, UNPROVEN, kernel, plan, registry
 from veomni_core import Hardware, HardwareRequirement, Plan
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
 
@@ -66,7 +66,7 @@ def test_diff_says_what_runs_differently():
     assert plan("liger_kernel").diff(plan("torch")) == (
         "rms_norm: liger_kernel -> torch at 3 site(s): layers.0.norm, layers.1.norm, layers.2.norm",
     )
-    newer = build_registry([CORE, PluginRecord("p", "veomni-p", "2.0", "p", kernels=(kernel("torch"),))], {})
+    newer = build_registry([*definitions(), PluginRecord("p", "veomni-p", "2.0", "p", kernels=(kernel("torch"),))], {})
     (sentence,) = plan("torch", sites=NORMS[:2]).diff(plan("torch", sites=NORMS[:2], registry=newer))
     assert sentence == "rms_norm/standard:torch: m:f of veomni-p 1.2 -> m:f of veomni-p 2.0"
 

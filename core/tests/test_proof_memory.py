@@ -25,12 +25,12 @@ from models import build
 from veomni_core import SiteRule, bind, find_sites, make_plan
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import SpecError
-from veomni_core.ops import rms_norm
-from veomni_core.sites import proof_memory
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.norms import proof as norm_proof
-from veomni_core.sites.proof_memory import Recollection, forget_proofs
 from veomni_core.sites.site import Site
+from veomni_ops import rms_norm
+from veomni_transformers.norms import proof as norm_proof
+from veomni_transformers.proving import proof_memory
+from veomni_transformers.proving.proof_memory import Recollection, forget_proofs
 
 AUTO = {"preset": "auto"}
 
@@ -85,7 +85,7 @@ def test_the_second_model_has_the_plan_of_the_first(make):
 def test_a_known_model_runs_no_proof(monkeypatch):
     count, prove = itertools.count(), norm_proof.prove_norm
     monkeypatch.setattr(norm_proof, "prove_norm", counted := _counted(count, prove))
-    monkeypatch.setattr("veomni_core.sites.norms.rms_norm.prove_norm", counted)
+    monkeypatch.setattr("veomni_transformers.norms.rms_norm.prove_norm", counted)
     first = find_sites(build("llama"))
     proofs = next(count)
     assert proofs

@@ -51,8 +51,8 @@ def run_pytest(tmp_path):
 
     def run(*arguments, code, test=None, fresh=False):
         if test:
-            (folder / "test_mine.py").write_text(f"from veomni_core.testing import KernelConformance\n\n{test}")
-        options = ("-p", "veomni_core.pytest_plugin", "-p", "no:cacheprovider", "-rA", "--tb=short")
+            (folder / "test_mine.py").write_text(f"from veomni_conformance import KernelConformance\n\n{test}")
+        options = ("-p", "veomni_conformance.pytest_plugin", "-p", "no:cacheprovider", "-rA", "--tb=short")
         if fresh:
             command = [sys.executable, "-m", "pytest", *options, *arguments]
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
@@ -163,11 +163,11 @@ def test_unasked_the_plugin_imports_nothing(run_pytest, tmp_path):
         "import sys\n\ndef test_what_is_imported():\n"
         "    assert not {'torch', 'triton', 'transformers', 'yaml'} & set(sys.modules)\n"
         "    ours = {name for name in sys.modules if name.startswith('veomni_core.')}\n"
-        "    assert ours == {'veomni_core.pytest_plugin'}\n"
+        "    assert ours == {'veomni_conformance.pytest_plugin'}\n"
     )
     assert "1 passed" in run_pytest(code=0, fresh=True)
 
 
 def test_pytest_finds_the_plugin_by_its_entry_point():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["pytest11"] == {"veomni": "veomni_core.pytest_plugin"}
+    assert project["entry-points"]["pytest11"] == {"veomni": "veomni_conformance.pytest_plugin"}

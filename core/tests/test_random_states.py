@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
 from veomni_core.errors import KernelLoadError
 from veomni_core.random_states import random_states_kept
-from veomni_core.testing import check_kernel
 
 _DRAWS = """
 import random

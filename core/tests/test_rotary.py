@@ -14,11 +14,11 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from counting_kernels import calls, counting_registry
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec, bind, find_sites
-from veomni_core.ops import rotary_pos_emb, rotary_pos_emb_vision
-from veomni_core.ops.rotation import AngleLayout
-from veomni_core.sites.functions import with_globals
-from veomni_core.testing import check_kernel
+from veomni_ops import rotary_pos_emb, rotary_pos_emb_vision
+from veomni_ops.rotation import AngleLayout
+from veomni_transformers.proving.functions import with_globals
 
 REGISTRY = counting_registry("one")
 CONTRACTS = [*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values()]

@@ -11,10 +11,10 @@ from counting_kernels import counting_registry
 from distributed import run_ranks
 from models import EVERY_KERNEL, assert_same_bits, build, step, tokens
 from veomni_core import KernelSpec, Shadow, bind
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError
-from veomni_core.ops import rms_norm, swiglu_mlp
+from veomni_ops import rms_norm, swiglu_mlp
 
 ONE = counting_registry("one")
 TROUBLE = 10.0  # above any value that the tiny models norm
@@ -52,7 +52,9 @@ def wrong_swiglu(gate, up):
 
 def registry_of(*kernels, op="rms_norm"):
     specs = tuple(KernelSpec(each.__name__, op, "standard", f"{__name__}:{each.__name__}") for each in kernels)
-    return build_registry([CORE, PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=specs)], {})
+    return build_registry(
+        [*definitions(), PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=specs)], {}
+    )
 
 
 def bound_with(model, kernel, path="*", op="rms_norm"):
@@ -111,7 +113,7 @@ def test_a_kernel_of_a_multilayer_perceptron_that_is_wrong_is_named():
 
 @pytest.mark.parametrize("op", ["cross_entropy_loss", "attention"])
 def test_a_wrong_kernel_of_the_whole_model_is_named(op, monkeypatch):
-    from veomni_core.ops import attention, cross_entropy_loss
+    from veomni_ops import attention, cross_entropy_loss
 
     module, name = {"cross_entropy_loss": (cross_entropy_loss, "causal"), "attention": (attention, "standard")}[op]
     own = getattr(module, name)
@@ -122,7 +124,9 @@ def test_a_wrong_kernel_of_the_whole_model_is_named(op, monkeypatch):
     spec = KernelSpec(
         "planted", op, name, f"{module.__name__}:planted", features=("sdpa_mask",) if op == "attention" else ()
     )
-    registry = build_registry([CORE, PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=(spec,))], {})
+    registry = build_registry(
+        [*definitions(), PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=(spec,))], {}
+    )
     model = build("llama")
     field = registry.op(op).config_field
     bind(model, {"preset": "eager", field: "planted"}, registry=registry)
@@ -194,7 +198,7 @@ def test_a_site_that_other_code_took_over_is_not_called_equal():
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped by accelerate"])
 @pytest.mark.parametrize("wrong", ["cross_entropy_loss", "load_balancing_loss"])
 def test_of_two_sites_in_one_forward_the_wrong_one_is_found(wrong, wrapped, monkeypatch, bf16_accelerator):
-    from veomni_core.ops import cross_entropy_loss, load_balancing_loss
+    from veomni_ops import cross_entropy_loss, load_balancing_loss
 
     specs = []
     for module, name in ((cross_entropy_loss, "causal"), (load_balancing_loss, "standard")):
@@ -203,7 +207,7 @@ def test_of_two_sites_in_one_forward_the_wrong_one_is_found(wrong, wrapped, monk
         monkeypatch.setattr(module, "planted", lambda *a, f=factor, o=own, **k: o(*a, **k) * f, raising=False)
         specs.append(KernelSpec("planted", op, name, f"{module.__name__}:planted"))
     record = PluginRecord("planted", "veomni-planted", "1.0", __name__, kernels=tuple(specs))
-    registry = build_registry([CORE, record], {})
+    registry = build_registry([*definitions(), record], {})
     model = build("qwen3_moe")
     fields = {registry.op(spec.op_name).config_field: "planted" for spec in specs}
     bind(model, {"preset": "eager", **fields}, registry=registry)

@@ -13,10 +13,10 @@ from counting_kernels import counting_registry
 from models import EVERY_KERNEL, build
 from veomni_core import Plan, Site, SiteRule, make_plan
 from veomni_core.descriptions.sharding import EngineLayout, Sharding, parts
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, HostError, KernelUnavailableError, SpecError
-from veomni_core.sites.engine.layout import distributed_config_of
+from veomni_transformers.engine.layout import distributed_config_of
 
 pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has a distributed engine since 5.21"
@@ -65,9 +65,9 @@ def test_a_plan_shows_the_sharding_and_another_layout_is_another_plan():
 
 
 def test_a_kernel_that_does_not_declare_it_is_not_given_a_rank_s_experts():
-    [record] = [each for each in (CORE, *REGISTRY.plugins) if each.name == "counting"]
+    [record] = [each for each in (*definitions(), *REGISTRY.plugins) if each.name == "counting"]
     kernels = tuple(replace(spec, expert_parallel=False) for spec in record.kernels)
-    registry = build_registry([CORE, replace(record, kernels=kernels)], {})
+    registry = build_registry([*definitions(), replace(record, kernels=kernels)], {})
     assert {d.kernel for d in _decisions(plan_of("mixtral", registry=registry, tp_size=2), "moe_experts")} == {"one"}
     divided = plan_of("mixtral", registry=registry, fsdp_size=2, ep_size=2)
     reasons = {(d.kernel, d.reason) for d in _decisions(divided, "moe_experts")}

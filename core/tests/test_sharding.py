@@ -101,7 +101,7 @@ TENSOR_PARALLEL = """
     from counting_kernels import counting_registry
     from veomni_core import bind
     from veomni_core.errors import KernelUnavailableError
-    from veomni_core.sites.sharding import ModelSharding
+    from veomni_transformers.engine.sharding import ModelSharding
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     registry, ids = counting_registry("one"), tokens(2, 8)

@@ -25,7 +25,7 @@ from plugin_rules import (
 from veomni_core import Plan, bind, find_sites, make_plan
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError, NoSiteError, SpecError
-from veomni_core.sites.norms.rms_norm import NormModules
+from veomni_transformers.norms.rms_norm import NormModules
 
 PLUGIN = """
     from veomni_core import SiteRule, hookimpl

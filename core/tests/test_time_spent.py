@@ -10,10 +10,10 @@ import torch
 from torch._dynamo import lookup_backend
 
 from planted_faults import right
+from veomni_conformance import check_kernel, conformance
+from veomni_conformance.time_spent import COMPARING, COMPILING, KERNEL, OTHER, TimeSpent, compilers_counted
 from veomni_core import KernelSpec
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel, conformance
-from veomni_core.testing.time_spent import COMPARING, COMPILING, KERNEL, OTHER, TimeSpent, compilers_counted
+from veomni_ops.contract import Size
 
 
 class Clock:

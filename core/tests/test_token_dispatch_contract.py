@@ -8,9 +8,9 @@ from torch import distributed as dist
 
 from planted_faults import failures_of
 from veomni_core.kernels import ExpertRanks
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Sample, contract_for
-from veomni_core.ops.token_dispatch import exchanged
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import Sample, contract_for
+from veomni_ops.token_dispatch import exchanged
 
 
 def _failures(kernel, dtype="float32"):
@@ -94,7 +94,7 @@ def test_a_rank_that_raises_ends_the_check_with_its_message():
 
 
 def test_the_whole_computation_is_the_sum_over_all_ranks_experts():
-    (op,) = [op for op in BUILTIN_OPS if op.name == "token_dispatch"]
+    (op,) = [op for op in OPS if op.name == "token_dispatch"]
     contract = contract_for(op, "exchanged")
     eye = torch.eye(2).repeat(1, 1, 1)
     index = torch.tensor([[0, 1]])
@@ -113,7 +113,7 @@ def test_a_kernel_learns_its_place_among_the_ranks():
         def rank(self):
             return 5
 
-    (op,) = [op for op in BUILTIN_OPS if op.name == "token_dispatch"]
+    (op,) = [op for op in OPS if op.name == "token_dispatch"]
     group = Group()
     contract_for(op, "exchanged").call(lambda *args: seen.append(args[4]), sample, group)
     assert seen == [ExpertRanks(group, 8, 5, 4)]

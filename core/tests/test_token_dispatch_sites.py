@@ -15,10 +15,10 @@ from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import BindingError
 from veomni_core.planning.planner import plan_sites
-from veomni_core.sites.token_dispatch import ExpertParallelModules
+from veomni_transformers.experts.token_dispatch import ExpertParallelModules
 
 expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel")
-SPEC = KernelSpec("acme", "token_dispatch", "exchanged", factory="veomni_core.ops.token_dispatch:exchanged")
+SPEC = KernelSpec("acme", "token_dispatch", "exchanged", factory="veomni_ops.token_dispatch:exchanged")
 
 
 class OneRank(expert_parallel.EPImplementation):

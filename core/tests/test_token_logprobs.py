@@ -12,7 +12,7 @@ from counting_kernels import calls, counting_registry
 from models import build, tokens
 from own_logprobs import ALONE, FIELD, own_logprobs
 from veomni_core import bind, token_logprobs
-from veomni_core.ops.token_logprobs import ENTROPY, LOGPROBS, OUTPUTS
+from veomni_ops.token_logprobs import ENTROPY, LOGPROBS, OUTPUTS
 
 FAMILIES = {
     "llama": {},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planted_faults import assert_caught
-from veomni_core.ops.token_logprobs import ENTROPY, LOGPROBS, causal
+from veomni_ops.token_logprobs import ENTROPY, LOGPROBS, causal
 
 
 def entropy_of_unscaled_logits(hidden, weight, labels, temperature=1.0, outputs=(LOGPROBS,), **options):

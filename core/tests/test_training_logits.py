@@ -14,7 +14,7 @@ from fused_head import LOSS_ALONE, REGISTRY, bound_and_eager
 from models import assert_equal_steps, build, step, tokens
 from veomni_core import bind, binding_of
 from veomni_core.errors import BindingError, LogitsGoneError
-from veomni_core.sites.forwards.deferred_logits import DeferredLogits
+from veomni_transformers.forwards.deferred_logits import DeferredLogits
 
 
 def smoothed(logits, labels, vocab_size, **kwargs):

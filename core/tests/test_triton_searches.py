@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from veomni_core.testing.triton_searches import taking_launch
+from veomni_conformance.triton_searches import taking_launch
 
 pytest.importorskip("triton")
 from triton.runtime.autotuner import Autotuner, Config

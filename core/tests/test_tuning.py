@@ -13,20 +13,19 @@ import tuned_kernels
 from models import build
 from tuned_kernels import CountingClock
 from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
-from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.planning.certificates import Certificate, keep
 from veomni_core.planning.measured_choice import checked_dtypes
 from veomni_core.planning.measured_job import MeasuredJob
 from veomni_core.planning.profile_store import write_profile
 from veomni_core.planning.this_machine import ThisMachine
-from veomni_core.tuning.clock import Turns
-from veomni_core.tuning.measure import Tuning
-from veomni_core.tuning.picture import picture
-from veomni_core.tuning.report import outcomes, table
-from veomni_core.tuning.shallow import shallow_model
-from veomni_core.tuning.step_model import StepModel
-from veomni_core.tuning.survey import Survey
+from veomni_tools.tuning.clock import Turns
+from veomni_tools.tuning.measure import Tuning
+from veomni_tools.tuning.picture import picture
+from veomni_tools.tuning.report import outcomes, table
+from veomni_tools.tuning.shallow import shallow_model
+from veomni_tools.tuning.step_model import StepModel
+from veomni_tools.tuning.survey import Survey
 
 CPU, BATCH, TURNS = Hardware.cpu(), (2, 8), Turns(least=3, most=3)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}

@@ -9,9 +9,9 @@ import torch
 
 from veomni_core.planning.profile import Contender, MeasuredSite, Times, best
 from veomni_core.planning.site_kind import SiteKind
-from veomni_core.tuning.clock import Turns, times_in_turns
-from veomni_core.tuning.peak_memory import peak_bytes
-from veomni_core.tuning.report import Outcome
+from veomni_tools.tuning.clock import Turns, times_in_turns
+from veomni_tools.tuning.peak_memory import peak_bytes
+from veomni_tools.tuning.report import Outcome
 
 
 class _Script:

@@ -17,7 +17,7 @@ import ulysses_refusals
 from distributed import run_ranks
 from ulysses_ranks import CHECKS
 from veomni_core.errors import HostError
-from veomni_core.parallel.sequence import apply_ulysses
+from veomni_transformers.sequence import apply_ulysses
 
 MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals, ulysses_bound)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from forked_workers import ForkedWorker
-from veomni_core.cli import verify_processes, verify_worker
-from veomni_core.cli.verify_processes import CONTRACT, FAILED, OK, Checks, Row, joined
+from veomni_conformance.cli import verify_processes, verify_worker
+from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, Checks, Row, joined
 from veomni_core.discovery.discover import discover
 
 PLUGIN = """
@@ -26,13 +26,13 @@ PLUGIN = """
     def patches(x, weight, eps):
         import torch
         torch.patched_by_a_kernel = True
-        from veomni_core.ops import rms_norm
+        from veomni_ops import rms_norm
         return rms_norm.offset(x, weight, eps)
 
     def finds(x, weight, eps):
         import torch
         assert not hasattr(torch, "patched_by_a_kernel")
-        from veomni_core.ops import rms_norm
+        from veomni_ops import rms_norm
         return rms_norm.offset(x, weight, eps)
 
     def starts(x, weight, eps):
@@ -164,7 +164,7 @@ def test_where_the_fork_has_lost_the_device_a_new_interpreter_checks(tmp_path, m
     monkeypatch.setattr(verify_worker, "_device_is_lost", lambda: True)
     written = tmp_path / "rows"
     arguments = ["veomni-torch", "swiglu_mlp/gelu:torch", "cpu", "float32", "0/1", str(written)]
-    from veomni_core.cli import verify_probe
+    from veomni_conformance.cli import verify_probe
 
     code = verify_worker.run_forked(verify_probe, arguments, tmp_path / "errors", 300.0)
     assert code == 0 and '"result": "ok"' in written.read_text()

@@ -9,9 +9,9 @@ from torch import nn
 from distributed import run_ranks
 from models import build
 from veomni_core.errors import BindingError
-from veomni_core.sites.losses.causal import CausalLosses
-from veomni_core.sites.losses.sharded_head import why_not_sharded_by_words
 from veomni_core.sites.site import Site
+from veomni_transformers.losses.causal import CausalLosses
+from veomni_transformers.losses.sharded_head import why_not_sharded_by_words
 
 RANKS = """
     import logging, tempfile
@@ -24,8 +24,8 @@ RANKS = """
     from models import build
     from veomni_core.changes.change_set import ChangeSet
     from veomni_core.errors import ShardedLogitsError
-    from veomni_core.sites.forwards.deferred_tensor import DeferredTensor
-    from veomni_core.sites.losses.causal import CausalLosses
+    from veomni_transformers.forwards.deferred_tensor import DeferredTensor
+    from veomni_transformers.losses.causal import CausalLosses
     from veomni_core.sites.site import Site
 
     transformers.utils.logging.disable_progress_bar()
@@ -178,8 +178,8 @@ equal_one_process("gemma2", dict(fsdp_size=2, tp_size=2), final_logit_softcappin
 
 # Fewer words than ranks: the last has none, and takes part in what the others exchange.
 from torch.distributed.tensor import Shard, distribute_tensor
-from veomni_core.ops.cross_entropy_loss import causal
-from veomni_core.sites.forwards.vocabulary_shard import VocabularyShard
+from veomni_ops.cross_entropy_loss import causal
+from veomni_transformers.forwards.vocabulary_shard import VocabularyShard
 mesh = torch.distributed.init_device_mesh("cpu", (world,))
 torch.manual_seed(0)
 hidden, whole, bias = torch.randn(5, 8, requires_grad=True), torch.randn(3, 8), torch.randn(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from veomni_core.ops.rms_norm import standard
+from veomni_ops.rms_norm import standard
 
 spent: list[float] = []
 """What each call of a kernel costs beyond the model's own code, in the milliseconds of :class:`CountingClock`."""

@@ -14,9 +14,8 @@ from ulysses_ranks import check, raises, size
 from veomni_core import bind
 from veomni_core.changes.transformation import transformations_of
 from veomni_core.errors import BindingError, ConfigError
-from veomni_core.ops.load_balancing_loss import CONTRACTS
-from veomni_core.parallel import model_sites
-from veomni_core.parallel.sequence import apply_ulysses
+from veomni_ops.load_balancing_loss import CONTRACTS
+from veomni_transformers.sequence import apply_ulysses, model_sites
 
 OPS = {**EVERY_KERNEL, "attn_implementation": "sdpa"}
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from models import build
 from ulysses_models import KERNELS, LENGTH, causal_batch
 from ulysses_ranks import check, close, size
-from veomni_core.parallel.sequence import apply_ulysses
+from veomni_transformers.sequence import apply_ulysses
 
 
 def two_by_two(family: str, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:

@@ -12,10 +12,10 @@ from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
 from ulysses_ranks import check, close, size
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import Registry, build_registry
-from veomni_core.ops.attention import standard
-from veomni_core.parallel.sequence import (
+from veomni_ops.attention import standard
+from veomni_transformers.sequence import (
     apply_ulysses,
     gather_outputs,
 )
@@ -44,7 +44,7 @@ def registry() -> Registry:
     )
     counting = next(plugin for plugin in counting_registry("one").plugins if plugin.kernels)
     both = (*counting.kernels, *attention)
-    return build_registry([CORE, dataclasses.replace(counting, kernels=both)], {})
+    return build_registry([*definitions(), dataclasses.replace(counting, kernels=both)], {})
 
 
 def compare(

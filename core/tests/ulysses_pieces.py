@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ulysses_ranks import check, double, equal, raises, size
-from veomni_core.ops.attention import AttentionModule, standard
-from veomni_core.parallel.sequence import (
+from veomni_ops.attention import AttentionModule, standard
+from veomni_transformers.sequence import (
     gather_heads_scatter_seq,
     gather_outputs,
     gather_seq_scatter_heads,

@@ -14,7 +14,7 @@ from ulysses_ranks import check, raises, rank, size
 from veomni_core import bind, binding_of
 from veomni_core.changes.bound_subclass import NO_PICKLE
 from veomni_core.errors import BindingError, BoundModelPickleError, ConfigError, HostError
-from veomni_core.parallel.sequence import apply_ulysses
+from veomni_transformers.sequence import apply_ulysses
 
 
 @check

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from reference_pages.markdown import prose, table
 from reference_pages.repository import registry
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.ops.contract import Contract, contract_for
+from veomni_ops.contract import Contract, contract_for
 
 _HEAD = """# Ops and their contracts
 

@@ -16,21 +16,21 @@ from torch.nn.functional import silu
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from reference_pages.repository import registry
+from veomni_conformance import check_kernel
+from veomni_conformance.cli.verify import verify
 from veomni_core import KernelSpec, OpSlot, bind, discover, make_plan
-from veomni_core.build import check_weights
-from veomni_core.cli.lock import lock
-from veomni_core.cli.verify import verify
 from veomni_core.discovery.lock_file import read_lock
 from veomni_core.jobs.jobfile import load_yaml
-from veomni_core.ops.contract import contract_for
 from veomni_core.planning.config import OpsConfig
-from veomni_core.sites.forwards.head_call import HeadCall
-from veomni_core.sites.forwards.vocabulary_shard import VocabularyShard
-from veomni_core.testing import check_kernel
+from veomni_ops.contract import contract_for
+from veomni_tools.cli.lock import lock
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop.checkpoints import check_plan
 from veomni_trainer.run.run_job import run_job
 from veomni_trainer.setup.precision import check_precision
+from veomni_transformers.build import check_weights
+from veomni_transformers.forwards.head_call import HeadCall
+from veomni_transformers.forwards.vocabulary_shard import VocabularyShard
 
 
 def small_llama() -> LlamaForCausalLM:

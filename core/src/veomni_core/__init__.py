@@ -9,11 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from veomni_conformance.bound_models.shadow import Shadow
     from veomni_core.binding.bind import Binding, apply_plan, bind, binding_of
     from veomni_core.binding.receipt import Receipt
-    from veomni_core.binding.shadow import Shadow
-    from veomni_core.binding.token_logprobs import TokenLogprobs, token_logprobs
-    from veomni_core.build import build_foundation_model
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
     from veomni_core.descriptions.hookspecs import hookimpl
     from veomni_core.descriptions.kernel_option import KernelOption
@@ -28,9 +26,11 @@ if TYPE_CHECKING:
     from veomni_core.planning.config import OpsConfig as OpsImplementationConfig
     from veomni_core.planning.plan import Plan
     from veomni_core.planning.planner import make_plan, plan_sites
-    from veomni_core.sites.engine.parallel_plan import get_parallel_plan
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
+    from veomni_transformers.build import build_foundation_model
+    from veomni_transformers.engine.parallel_plan import get_parallel_plan
+    from veomni_transformers.token_logprobs import TokenLogprobs, token_logprobs
 
 _HOME = {
     "Binding": "binding.bind",
@@ -50,23 +50,27 @@ _HOME = {
     "PluginRecord": "discovery.registry",
     "Receipt": "binding.receipt",
     "Registry": "discovery.registry",
-    "Shadow": "binding.shadow",
     "Site": "sites.site",
     "SiteRule": "descriptions.spec",
     "Suspicion": "descriptions.suspicion",
-    "TokenLogprobs": "binding.token_logprobs",
     "VariantSpec": "descriptions.op_spec",
     "apply_plan": "binding.bind",
     "bind": "binding.bind",
     "binding_of": "binding.bind",
-    "build_foundation_model": "build",
     "discover": "discovery.discover",
     "find_sites": "sites.find",
-    "get_parallel_plan": "sites.engine.parallel_plan",
     "hookimpl": "descriptions.hookspecs",
     "make_plan": "planning.planner",
     "plan_sites": "planning.planner",
-    "token_logprobs": "binding.token_logprobs",
+}
+
+# Names that other distributions of the family bring.
+_ELSEWHERE = {
+    "Shadow": "veomni_conformance.bound_models.shadow",
+    "TokenLogprobs": "veomni_transformers.token_logprobs",
+    "build_foundation_model": "veomni_transformers.build",
+    "get_parallel_plan": "veomni_transformers.engine.parallel_plan",
+    "token_logprobs": "veomni_transformers.token_logprobs",
 }
 
 __all__ = [
@@ -111,9 +115,22 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "OpsImplementationConfig":
         return importlib.import_module("veomni_core.planning.config").OpsConfig
+    if name in _ELSEWHERE:
+        return getattr(_imported(name, _ELSEWHERE[name]), name)
     if name not in _HOME:
         raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
     return getattr(importlib.import_module(f"veomni_core.{_HOME[name]}"), name)
+
+
+def _imported(name: str, module: str) -> Any:
+    distribution = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != distribution:
+            raise
+        install = f"pip install {distribution.replace('_', '-')}"
+        raise ImportError(f"veomni_core.{name} is not installed: {install}", name=distribution) from error
 
 
 def __dir__() -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_core.ops.attention import AttentionModule
-from veomni_core.ops.attention import standard as reference
 from veomni_npu.attention import _triangle, standard
+from veomni_ops.attention import AttentionModule
+from veomni_ops.attention import standard as reference
 
 LENGTHS = (5, 1, 9)
 STARTS = torch.tensor([0, 5, 6, 15], dtype=torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 from veomni_npu.plugin import veomni_devices, veomni_kernels
@@ -13,7 +13,7 @@ from veomni_npu.plugin import veomni_devices, veomni_kernels
 GPU_ONLY = KernelSpec("liger_kernel", "rms_norm", "standard", "m:f", HardwareRequirement("cuda"), preference=90)
 REGISTRY = build_registry(
     [
-        CORE,
+        *definitions(),
         PluginRecord("gpu", "veomni-gpu", "1", "gpu", kernels=(GPU_ONLY,)),
         PluginRecord("npu", "veomni-npu", "1", "npu", kernels=tuple(veomni_kernels()), devices=tuple(veomni_devices())),
     ],

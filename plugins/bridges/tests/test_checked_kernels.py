@@ -15,11 +15,11 @@ def without_a_root(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def test_a_kernel_that_breaks_its_contract_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = KernelSpec("right", "rms_norm", "standard", "veomni_core.ops.rms_norm:standard")
+    spec = KernelSpec("right", "rms_norm", "standard", "veomni_ops.rms_norm:standard")
     assert checked(spec)(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()
-    monkeypatch.setattr("veomni_core.ops.rms_norm.cast_after", without_a_root)
+    monkeypatch.setattr("veomni_ops.rms_norm.cast_after", without_a_root)
     with pytest.raises(ConformanceError, match="rms_norm/standard:wrong on cpu in .* breaks its contract"):
-        checked(KernelSpec("wrong", "rms_norm", "standard", "veomni_core.ops.rms_norm:cast_after"))
+        checked(KernelSpec("wrong", "rms_norm", "standard", "veomni_ops.rms_norm:cast_after"))
 
 
 def test_auto_takes_the_highest_preference_that_can_run() -> None:

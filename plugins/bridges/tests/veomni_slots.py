@@ -17,8 +17,8 @@ from veomni.models.transformers.qwen3_moe.generated import patched_modeling_qwen
 from veomni.ops.kernel_registry import KERNEL_REGISTRY
 
 from veomni_bridges.veomni_registry import _SLOTS, kernel_specs
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import contract_for
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import contract_for
 
 Call = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def main() -> None:
         KERNEL_REGISTRY.register(spec)
     for key, held in before.items():
         assert {name: KERNEL_REGISTRY._specs[key][name] for name in held} == held
-    ops = {op.name: op for op in BUILTIN_OPS}
+    ops = {op.name: op for op in OPS}
     assert cases(torch.float32).keys() == _SLOTS.keys()
     # In bfloat16 VeOmni's balancing loss rounds at other places than transformers', whose value the contract has.
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):

@@ -10,8 +10,8 @@ import json
 import torch
 from in_the_interpreter import make_fla_interpretable
 
-from veomni_core.testing.triton_interpreter import interpret_triton
-from veomni_core.testing.triton_searches import taking_launch
+from veomni_conformance.triton_interpreter import interpret_triton
+from veomni_conformance.triton_searches import taking_launch
 
 
 class Launched(Exception):

@@ -11,7 +11,7 @@ import fla.ops.gated_delta_rule.chunk as chunk
 import torch
 from fla.backends import BaseBackend, register
 
-from veomni_core.testing.process_state import ProcessState
+from veomni_conformance.process_state import ProcessState
 from veomni_fla.chunk_gated_delta_rule import fla
 from veomni_fla.pinned import pinned
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from veomni_core.ops import kda
+from veomni_ops import kda
 
 CONTRACTS = {
     "standard": replace(

@@ -16,12 +16,12 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
-from veomni_core.testing.triton_interpreter import interpret_triton
-from veomni_core.testing.triton_searches import taking_launch
+from veomni_conformance import check_kernel
+from veomni_conformance.triton_interpreter import interpret_triton
+from veomni_conformance.triton_searches import taking_launch
 from veomni_fla.plugin import veomni_kernels
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import Size
 
 
 class LoopIndex(int):
@@ -56,7 +56,7 @@ def main(asked):
     found = {}
     for each in asked:
         kernel, _, dtype = each.rpartition("-")
-        op = next(op for op in BUILTIN_OPS if op.name == specs[kernel].op_name)
+        op = next(op for op in OPS if op.name == specs[kernel].op_name)
         if op.name == "kda":  # minutes of it
             op = replace(op, contract="few_samples:CONTRACTS")
         with taking_launch(0):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from veomni_core.ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
 from veomni_fla import causal_conv1d as conv_adapters
 from veomni_fla import mamba2_scan as scan_adapters
 from veomni_fla import rms_norm_gated as norm_adapters
 from veomni_fla.chunk_gated_delta_rule import any_call, multiple_of_16, one_tile
 from veomni_fla.delta_rules import adapted, even, of_aligned_memory
+from veomni_ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
 
 _FILLED = 32
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from veomni_core.ops.chunk_gated_delta_rule import check_call, standard
 from veomni_fla.delta_rules import adapted, even
+from veomni_ops.chunk_gated_delta_rule import check_call, standard
 
 
 class WrongGradient(torch.autograd.Function):

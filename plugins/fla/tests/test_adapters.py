@@ -8,10 +8,10 @@ import plain_libraries
 import pytest
 import torch
 
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
 from veomni_fla.causal_conv1d import _boundaries, _laid_out
 from veomni_fla.plugin import veomni_kernels
+from veomni_ops.contract import Size
 
 SPECS = {str(spec): spec for spec in veomni_kernels()}
 PLAIN = {

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from veomni_core.testing import KernelConformance
+from veomni_conformance import KernelConformance
 
 # Numbers below 1.2e-38, which float16 doesn't have.
 FLUSHED = "the package is compiled with --use_fast_math, which makes denormal numbers 0"

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from veomni_conformance import check_kernel
+from veomni_conformance.cli import verify as command
+from veomni_conformance.cli.verify_processes import FAILED, OK, Row
 from veomni_core import Hardware, OpsConfig, Site, plan_sites
-from veomni_core.cli import verify as command
-from veomni_core.cli.verify_processes import FAILED, OK, Row
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Size, contract_for
-from veomni_core.testing import check_kernel
 from veomni_fla.plugin import veomni_kernels
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import Size, contract_for
 
 SPECS = tuple(veomni_kernels())
-OPS = {op.name: op for op in BUILTIN_OPS}
+OPS = {op.name: op for op in OPS}
 DELTA = next(spec for spec in SPECS if str(spec) == "chunk_gated_delta_rule/standard:fla")
 KDA = next(spec for spec in SPECS if str(spec) == "kda/standard:fla")
 HEADS = {"key_heads": (16,), "value_heads": (32,), "key_width": (128,), "value_width": (128,)}
@@ -26,7 +26,7 @@ H200 = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
 
 
 def registry(*specs):
-    return build_registry([CORE, PluginRecord("fla", "veomni-fla", "1", "fla", kernels=specs or SPECS)], {})
+    return build_registry([*definitions(), PluginRecord("fla", "veomni-fla", "1", "fla", kernels=specs or SPECS)], {})
 
 
 def site(op_name, variant="standard", dtype="bfloat16", **sizes):

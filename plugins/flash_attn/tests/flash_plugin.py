@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from veomni_core import HardwareRequirement
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_flash_attn.plugin import veomni_kernels
 
@@ -20,7 +20,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the librarie
 def registry(anywhere: bool = False, conflicts=()):
     kernels = tuple(replace(spec, hardware=HardwareRequirement()) if anywhere else spec for spec in SPECS.values())
     ours = PluginRecord("flash", "veomni-flash-attn", "0", "veomni_flash_attn.plugin", kernels=kernels)
-    return build_registry([CORE, ours], dict(conflicts))
+    return build_registry([*definitions(), ours], dict(conflicts))
 
 
 def heads(batch=1, length=12, q_heads=4, k_heads=2, width=16, dtype=torch.bfloat16):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.attention import visible
-from veomni_core.testing.comparison import same
+from veomni_conformance.comparison import same
+from veomni_ops.attention import visible
 
 
 @dataclass

@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build, step, tokens
+from veomni_conformance import check_kernel
 from veomni_core import bind
-from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
-from veomni_core.testing import check_kernel
+from veomni_ops.attention import CONTRACTS, AttentionModule, standard
 
 CPU = torch.device("cpu")
 COMPUTED = {"padding_mask", "sliding_window", "packed", "softcap"}

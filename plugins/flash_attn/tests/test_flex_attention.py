@@ -16,8 +16,8 @@ from torch.nn.attention import flex_attention as torch_flex_attention
 
 from models import build, tokens
 from veomni_core import bind
-from veomni_core.ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_flash_attn import flex_attention
+from veomni_ops.attention import CONTRACTS, AttentionModule, standard
 
 
 @pytest.fixture

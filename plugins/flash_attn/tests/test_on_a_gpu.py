@@ -9,9 +9,9 @@ import torch
 from flash_plugin import SPECS, heads, registry
 
 from models import build, step, tokens
+from veomni_conformance import check_kernel
 from veomni_core import Hardware, bind
-from veomni_core.ops.attention import AttentionModule, standard
-from veomni_core.testing import check_kernel
+from veomni_ops.attention import AttentionModule, standard
 
 pytestmark = pytest.mark.gpu
 KERNELS = [(name, dtype) for name, spec in SPECS.items() for dtype in spec.dtypes]

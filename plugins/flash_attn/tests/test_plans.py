@@ -11,9 +11,9 @@ from flash_plugin import NAMES, SPECS, registry, without_gpu
 from transformers import T5Config, T5ForConditionalGeneration
 
 from models import build
+from veomni_conformance import check_kernel
 from veomni_core import Hardware, OpsConfig, find_sites, plan_sites
 from veomni_core.errors import KernelLoadError, KernelUnavailableError, SpecError
-from veomni_core.testing import check_kernel
 
 
 def plan(family, kernel, ours=None, hardware="h200", dtype=torch.bfloat16, autocast=None, **config):
@@ -149,7 +149,7 @@ sys.exit("torch" in sys.modules or "flash_attn" in sys.modules)
 
 
 def test_the_helpers_of_sequence_parallelism_have_their_names_here_too():
-    from veomni_core.parallel import sequence as home
     from veomni_flash_attn import sequence_parallel
+    from veomni_transformers import sequence as home
 
     assert all(getattr(sequence_parallel, name) is getattr(home, name) for name in sequence_parallel.__all__)

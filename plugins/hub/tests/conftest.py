@@ -11,7 +11,8 @@ import pytest
 from hub_folders import write_file, write_package
 
 import veomni_hub.plugin
-from veomni_core.discovery.conflicts import CORE, settle
+from veomni_core.discovery.conflicts import settle
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_hub import imported
@@ -56,6 +57,6 @@ def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Listed:
     def listed(folder: Path, /, *kernels: dict[str, Any], **entry: Any) -> Registry:
         monkeypatch.setenv(VARIABLE, str(write_file(tmp_path / "hub.yaml", folder, *kernels, **entry)))
         record = PluginRecord("veomni-hub", "veomni-hub", "0.1.0", "m", **described_by(veomni_hub.plugin))
-        return build_registry(settle([CORE, record]), {})
+        return build_registry(settle([*definitions(), record]), {})
 
     return listed

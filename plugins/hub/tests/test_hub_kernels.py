@@ -9,9 +9,9 @@ import torch
 from hub_folders import FUNCTION, LAYER, WRONG_GRADIENT, write_package
 from verified_kernels import CPU, verified
 
+from veomni_conformance.cli import verify as command
+from veomni_conformance.cli.verify_processes import FAILED, Row
 from veomni_core import OpsConfig, Plan, Site, apply_plan, bind, make_plan, plan_sites
-from veomni_core.cli import verify as command
-from veomni_core.cli.verify_processes import FAILED, Row
 from veomni_core.errors import KernelLoadError, KernelUnavailableError
 
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "float32")

@@ -10,8 +10,8 @@ import torch
 from hub_folders import FUNCTION, LAYER, RIGHT, write_package
 from verified_kernels import verified
 
+from veomni_conformance import check_kernel
 from veomni_core.errors import KernelLoadError
-from veomni_core.testing import check_kernel
 
 
 def test_a_changed_byte_is_refused_before_anything_is_imported(right, listed, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from hub_folders import LAYER, write_package
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from veomni_conformance import check_kernel
 from veomni_core.errors import KernelLoadError
-from veomni_core.testing import check_kernel
 from veomni_hub import located
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from veomni_conformance import check_kernel
+from veomni_conformance.cli import verify as command
+from veomni_conformance.cli.verify_processes import FAILED, OK, Row
 from veomni_core import Hardware
-from veomni_core.cli import verify as command
-from veomni_core.cli.verify_processes import FAILED, OK, Row
-from veomni_core.testing import check_kernel
 
 CPU = Hardware.cpu()
 

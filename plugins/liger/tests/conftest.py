@@ -8,7 +8,7 @@ import triton.language as tl
 from liger_kernel.ops import cross_entropy, geglu, rms_norm
 from triton.runtime.interpreter import TensorHandle
 
-from veomni_core.testing.triton_interpreter import mend_interpreter
+from veomni_conformance.triton_interpreter import mend_interpreter
 
 
 def _elementwise(function):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_core.ops import cross_entropy_loss as loss_reference
-from veomni_core.ops import moe_experts as experts_reference
-from veomni_core.ops import rotary_pos_emb as rotary_reference
 from veomni_liger import cross_entropy_loss, moe_experts, rotary_pos_emb
+from veomni_ops import cross_entropy_loss as loss_reference
+from veomni_ops import moe_experts as experts_reference
+from veomni_ops import rotary_pos_emb as rotary_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What each rounding of a value may cost, with room for a handful of them.

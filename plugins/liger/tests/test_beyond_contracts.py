@@ -6,10 +6,10 @@ import pytest
 import torch
 from small_inputs import DEVICE, labels_of, leaf
 
-from veomni_core.ops import rms_norm as norm_reference
-from veomni_core.ops import swiglu_mlp as mlp_reference
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_liger.functions import first_derivative_of
+from veomni_ops import rms_norm as norm_reference
+from veomni_ops import swiglu_mlp as mlp_reference
 
 
 def _rotated(rotation, width):

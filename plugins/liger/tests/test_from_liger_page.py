@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 import veomni_core
 from migrations import assert_same_losses, blocks, losses, names_of, save_my_llama
 from veomni_core import HardwareRequirement, binding_of
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import VeOmniError
 from veomni_liger.plugin import veomni_kernels
@@ -55,7 +55,7 @@ def bound_losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The losses of what the page shows after, with Liger's kernels usable in the interpreter."""
     kernels = tuple(replace(spec, hardware=HardwareRequirement()) for spec in veomni_kernels())
     record = PluginRecord("liger", "veomni-liger", "0", "veomni_liger.plugin", kernels=kernels)
-    on_the_cpu = functools.partial(veomni_core.bind, registry=build_registry([CORE, record], {}))
+    on_the_cpu = functools.partial(veomni_core.bind, registry=build_registry([*definitions(), record], {}))
     monkeypatch.setattr(veomni_core, "bind", on_the_cpu, raising=False)
     model = names_of(AFTER)["model"]
     asked = [op for op in binding_of(model).plan.ops if op.written]

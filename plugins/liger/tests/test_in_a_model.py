@@ -13,7 +13,7 @@ import torch
 
 from models import build, step, tokens
 from veomni_core import HardwareRequirement, bind
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_liger.plugin import veomni_kernels
 
@@ -31,7 +31,7 @@ def registry():
     """The plugin's kernels alone, usable in the interpreter, which is no GPU."""
     kernels = tuple(replace(spec, hardware=HardwareRequirement()) for spec in veomni_kernels())
     record = PluginRecord("liger", "veomni-liger", "0", "veomni_liger.plugin", kernels=kernels)
-    return build_registry([CORE, record], {})
+    return build_registry([*definitions(), record], {})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU rounds float32 products otherwise than the interpreter")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
 from veomni_liger.plugin import veomni_kernels
+from veomni_ops.contract import Size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = veomni_kernels()

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veomni_core import Hardware, OpsConfig, Site, plan_sites
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
 from veomni_liger.chunks import LOGITS_BYTES, chunk_multiple
 from veomni_liger.plugin import veomni_kernels
 
 RECORD = PluginRecord("liger", "veomni-liger", "0", "veomni_liger.plugin", kernels=tuple(veomni_kernels()))
-REGISTRY = build_registry([CORE, RECORD], {})
+REGISTRY = build_registry([*definitions(), RECORD], {})
 VARIANTS = {
     "rms_norm": "cast_after",
     "rotary_pos_emb": "full",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from small_inputs import DEVICE, leaf
 
-from veomni_core.ops import moe_experts as experts_reference
 from veomni_liger import moe_experts
+from veomni_ops import moe_experts as experts_reference
 
 
 @pytest.mark.gpu

@@ -10,15 +10,15 @@ import torch
 from cute_checks import check, lies_badly
 from quack_plugin import SPECS
 
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Size, contract_for
-from veomni_core.testing import check_kernel
-from veomni_core.testing.memory_layouts import check_memory_layouts
-from veomni_core.testing.subject import Subject
+from veomni_conformance import check_kernel
+from veomni_conformance.memory_layouts import check_memory_layouts
+from veomni_conformance.subject import Subject
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import Size, contract_for
 from veomni_quack.moe_experts import token_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU QuACK itself is called")
-OPS = {op.name: op for op in BUILTIN_OPS}
+OPS = {op.name: op for op in OPS}
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for dtype in spec.dtypes]
 ELEMENTWISE = [case for case in CASES if case.values[0].op_name in ("rms_norm", "rotary_pos_emb")]
 ELEMENTWISE_SPECS = [spec for spec in SPECS if spec.op_name in ("rms_norm", "rotary_pos_emb")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quack_plugin import SPECS, spec_of
 
-from veomni_core.ops import cross_entropy_loss, moe_experts, rms_norm
+from veomni_ops import cross_entropy_loss, moe_experts, rms_norm
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quack_plugin import SPECS, spec_of
 
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
-from veomni_core.ops import moe_experts as reference
-from veomni_core.testing import check_kernel
+from veomni_ops import moe_experts as reference
 from veomni_quack.moe_experts import token_sums
 from veomni_quack.moe_experts.routing import route
 

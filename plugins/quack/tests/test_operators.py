@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain_quack import adapter
 
-from veomni_core.ops import cross_entropy_loss, moe_experts
+from veomni_ops import cross_entropy_loss, moe_experts
 from veomni_quack.moe_experts import token_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run the operators themselves")

@@ -10,14 +10,14 @@ from quack_plugin import SPECS
 
 from veomni_core import OpsConfig, Site, plan_sites
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import contract_for
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import contract_for
 
-REGISTRY = build_registry([CORE, PluginRecord("quack", "veomni-quack", "1", "quack", kernels=SPECS)], {})
-OPS = {op.name: op for op in BUILTIN_OPS}
+REGISTRY = build_registry([*definitions(), PluginRecord("quack", "veomni-quack", "1", "quack", kernels=SPECS)], {})
+OPS = {op.name: op for op in OPS}
 HERE = Hardware("cuda", 90, name="NVIDIA H200", detected=True)
 
 

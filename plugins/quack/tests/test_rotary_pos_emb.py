@@ -6,14 +6,14 @@ import pytest
 import torch
 from quack_plugin import SPECS, spec_of
 
-from veomni_core.ops import rotary_pos_emb as reference
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import contract_for
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops import rotary_pos_emb as reference
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import contract_for
 
 pytestmark = pytest.mark.gpu
 ROTATIONS = [spec for spec in SPECS if spec.op_name == "rotary_pos_emb"]
-OP = next(op for op in BUILTIN_OPS if op.name == "rotary_pos_emb")
+OP = next(op for op in OPS if op.name == "rotary_pos_emb")
 
 
 @pytest.mark.parametrize("spec,dtype", [(spec, dtype) for spec in ROTATIONS for dtype in spec.dtypes], ids=str)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from quack_parameters import LIBRARIES
 
-from veomni_core.ops import cross_entropy_loss, moe_experts
+from veomni_ops import cross_entropy_loss, moe_experts
 from veomni_quack.cross_entropy_loss import chunks
 from veomni_quack.moe_experts import layer, token_sums
 from veomni_quack.moe_experts.alignment import padded, readable

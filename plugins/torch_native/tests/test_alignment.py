@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from veomni_core.ops.attention import AttentionModule
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Size, contract_for
-from veomni_core.testing.frozen_inputs import check_frozen_inputs
-from veomni_core.testing.memory_layouts import check_memory_layouts
-from veomni_core.testing.mixed_dtypes import check_autocast, check_mixed_dtypes
-from veomni_core.testing.subject import Subject
+from veomni_conformance.frozen_inputs import check_frozen_inputs
+from veomni_conformance.memory_layouts import check_memory_layouts
+from veomni_conformance.mixed_dtypes import check_autocast, check_mixed_dtypes
+from veomni_conformance.subject import Subject
+from veomni_ops.attention import AttentionModule
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import Size, contract_for
 from veomni_torch import attention, grouped_products
 from veomni_torch.plugin import veomni_kernels
 
-OPS = {op.name: op for op in BUILTIN_OPS}
+OPS = {op.name: op for op in OPS}
 SPECS = [spec for spec in veomni_kernels() if spec.op_name in ("attention", "moe_experts")]
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for dtype in spec.dtypes]
 

@@ -9,9 +9,9 @@ from transformers import CONFIG_MAPPING
 import veomni_torch.attention
 from models import build
 from veomni_core import OpsConfig, find_sites, plan_sites
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.ops.attention import AttentionModule
+from veomni_ops.attention import AttentionModule
 from veomni_torch.attention import sdpa
 from veomni_torch.plugin import veomni_kernels
 
@@ -66,7 +66,7 @@ def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
     with torch.device("meta"):
         model = build("deepseek_v32", num_key_value_heads=4)
     sdpa_of_torch = PluginRecord("veomni_torch", "veomni-torch", "0.1", "tests", kernels=tuple(veomni_kernels()))
-    registry = build_registry([CORE, sdpa_of_torch], {})
+    registry = build_registry([*definitions(), sdpa_of_torch], {})
     ops = OpsConfig.from_dict({"preset": "eager", "attn_implementation": "auto"}, registry)
     (attention,) = (op for op in plan_sites(find_sites(model, registry), ops).ops if op.op_name == "attention")
     (site,) = attention.sites

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from models import build, tokens
 from veomni_core import bind
-from veomni_core.ops import load_balancing_loss as balancing_reference
+from veomni_ops import load_balancing_loss as balancing_reference
 from veomni_torch import cross_entropy_loss, load_balancing_loss, moe_experts
 
 ALL_EXPERTS = {"num_experts_per_tok": 4, "experts_implementation": "eager"}

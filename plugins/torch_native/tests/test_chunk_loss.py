@@ -12,7 +12,7 @@ from leaves import leaf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from veomni_core.ops import cross_entropy_loss
+from veomni_ops import cross_entropy_loss
 from veomni_torch import cross_entropy_loss as chunked
 from veomni_torch import logit_chunks
 from veomni_torch import vocabulary_parallel_loss as sharded

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import leaf
 
-from veomni_core.ops import causal_conv1d, moe_experts, rms_norm
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops import causal_conv1d, moe_experts, rms_norm
 from veomni_torch import causal_conv1d as convolutions
 from veomni_torch import cross_entropy_loss as chunked
 from veomni_torch import load_balancing_loss as balancing

@@ -2,7 +2,7 @@
 
 PLUGIN = """
 from veomni_core import KernelSpec, hookimpl
-from veomni_core.ops.rms_norm import standard
+from veomni_ops.rms_norm import standard
 
 VEOMNI_PLUGIN_API_VERSION = 1
 

@@ -12,7 +12,6 @@ import torch
 from tiny_configs import LLAMA, QWEN3_MOE
 
 from veomni_core import build_foundation_model
-from veomni_core.build import build_skeleton
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.job.lora_section import LoraSection
@@ -22,6 +21,7 @@ from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import model_config, ops_config
 from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.step_memory import layers_of, step_memory
+from veomni_transformers.build import build_skeleton
 
 QWEN3_NEXT = {
     **QWEN3_MOE,

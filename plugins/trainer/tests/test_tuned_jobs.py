@@ -8,17 +8,17 @@ import pytest
 import yaml
 
 from veomni_core import Hardware, binding_of, discover
-from veomni_core.cli.job_plan import checked_job
 from veomni_core.planning.certificates import Certificate, keep
 from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
 from veomni_core.planning.profile import Contender, MeasuredSite, Profile, Times
 from veomni_core.planning.profile_store import write_profile
 from veomni_core.planning.this_machine import ThisMachine
-from veomni_core.tuning.survey import Survey
+from veomni_tools.tuning.survey import Survey
 from veomni_trainer.job.load import load_job
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
 from veomni_trainer.setup.model import build_skeleton, conditions, ops_config
 from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_transformers.cli.job_plan import checked_job
 
 CPU = Hardware.cpu()
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

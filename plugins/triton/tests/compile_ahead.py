@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_conformance.triton_ahead import compiling_for
+from veomni_conformance.triton_targets import Target
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.testing.triton_ahead import compiling_for
-from veomni_core.testing.triton_targets import Target
 from veomni_triton import (
     causal_conv1d,
     chunk_gated_delta_rule,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from veomni_core import HardwareRequirement
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_triton.plugin import veomni_kernels
 
@@ -18,4 +18,4 @@ def registry(anywhere: bool):
     """The plugin's kernels alone; ``anywhere`` lets the interpreter run them, which is no GPU."""
     kernels = tuple(replace(spec, hardware=HardwareRequirement()) if anywhere else spec for spec in veomni_kernels())
     record = PluginRecord("triton", "veomni-triton", "0", "veomni_triton.plugin", kernels=kernels)
-    return build_registry([CORE, record], {})
+    return build_registry([*definitions(), record], {})

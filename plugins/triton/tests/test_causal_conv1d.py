@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops.causal_conv1d import numbered
-from veomni_core.ops.causal_conv1d import standard as reference
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops.causal_conv1d import numbered
+from veomni_ops.causal_conv1d import standard as reference
+from veomni_ops.contract import Size
 from veomni_triton.causal_conv1d import launch, standard
 from veomni_triton.causal_conv1d.layout import adjacent_channels, adjacent_positions, has_adjacent_positions
 from veomni_triton.plugin import veomni_kernels

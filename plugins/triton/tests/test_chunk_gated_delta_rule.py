@@ -11,9 +11,9 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from veomni_conformance import check_kernel
 from veomni_core import Site
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops.contract import Size
 from veomni_triton import chunk_gated_delta_rule as kernels
 from veomni_triton.chunk_gated_delta_rule.call import token_rows
 from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops import rms_norm as reference
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops import rms_norm as reference
+from veomni_ops.contract import Size
 from veomni_triton import rms_norm
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.plugin import veomni_kernels

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops import rms_norm_gated as reference
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops import rms_norm_gated as reference
+from veomni_ops.contract import Size
 from veomni_triton import rms_norm_gated
 from veomni_triton.plugin import veomni_kernels
 from veomni_triton.rms_norm_gated.launch import WHOLE_GROUP, backward_launch, forward_launch

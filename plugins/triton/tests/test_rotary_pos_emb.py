@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops import rotary_pos_emb as reference
-from veomni_core.ops.contract import Size, as_tensors
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops import rotary_pos_emb as reference
+from veomni_ops.contract import Size, as_tensors
 from veomni_triton import rotary_pos_emb as kernels
 from veomni_triton.plugin import veomni_kernels
 from veomni_triton.rotary_pos_emb.form import Form

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops import swiglu_mlp as reference
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops import swiglu_mlp as reference
+from veomni_ops.contract import Size
 from veomni_triton import swiglu_mlp as kernels
 from veomni_triton.plugin import veomni_kernels
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops.contract import Size
-from veomni_core.ops.token_logprobs import OUTPUTS
-from veomni_core.ops.token_logprobs import causal as reference
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
+from veomni_ops.contract import Size
+from veomni_ops.token_logprobs import OUTPUTS
+from veomni_ops.token_logprobs import causal as reference
 from veomni_triton import token_logprobs as kernels
 from veomni_triton.plugin import veomni_kernels
 from veomni_triton.token_logprobs import launch, tiles

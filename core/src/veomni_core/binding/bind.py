@@ -30,7 +30,7 @@ from veomni_core.planning.planner import make_plan
 from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
-_VERIFY_PLAN = "veomni_core.binding.verification:verify_plan"
+_VERIFY_PLAN = "veomni_conformance.bound_models.verification:verify_plan"
 
 
 class Binding(Transformation):

@@ -22,15 +22,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
     CommandSpec("explain", "veomni_core.cli.explain:explain", "Why each kernel of an op would or would not run here."),
-    CommandSpec("plan", "veomni_core.cli.plan_job:plan_job", "Which kernel a job would run at each site, and why."),
-    CommandSpec("tune", "veomni_core.cli.tune:tune", "Measure a job's kernels at its model's shapes, for auto."),
-    CommandSpec("lock", "veomni_core.cli.lock:lock", "Write down what is installed and what jobs run, for --frozen."),
-    CommandSpec("coverage", "veomni_core.cli.coverage:coverage", "What binds in every model type of transformers."),
     CommandSpec("doctor", "veomni_core.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
-    CommandSpec("verify", "veomni_core.cli.verify:verify", "Run a plugin's kernels against their ops' contracts."),
-    CommandSpec(
-        "new-plugin", "veomni_core.cli.new_plugin:new_plugin", "Write a new plugin, with a kernel and its tests."
-    ),
 )
 
 

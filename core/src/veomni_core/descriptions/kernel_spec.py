@@ -51,7 +51,7 @@ class KernelSpec:
             experts' weights, and rows of other ranks' tokens: any number of them, also none, with one expert for each
             row or with some that are on other ranks, whose index is outside of ``[0, E)``.
         features: the optional parts of the contract that it computes (for attention, see
-            :mod:`veomni_core.ops.attention`). It must raise when a call needs one that it doesn't declare.
+            :mod:`veomni_ops.attention`). It must raise when a call needs one that it doesn't declare.
         can_run: ``"module:function"`` of a function from a :class:`~veomni_core.Site` to the reason why the kernel
             can't run there, or an empty string. It is asked when a plan is made, once for sites that agree in variant,
             dtype, features and ``sizes``, and may look at nothing else. Its module must not import torch.

@@ -26,7 +26,7 @@ class OpSpec:
         variants: the names of its variants. Each has exactly one mathematical definition.
         config_field: its key under the job's ``model.ops_implementation``.
         default: the value of that key under ``preset: gpu``.
-        contract: ``"module:attribute"`` of a mapping from variant to :class:`veomni_core.ops.contract.Contract`.
+        contract: ``"module:attribute"`` of a mapping from variant to :class:`veomni_ops.contract.Contract`.
             Imported only when a kernel is checked or a site is proven.
         description: one line for ``veomni list``.
         variant_aliases: other names of variants.
@@ -101,7 +101,7 @@ class VariantSpec:
     Args:
         op_name: the op.
         name: the variant's name among the op's.
-        contract: ``"module:attribute"`` of its :class:`veomni_core.ops.contract.Contract`, which has the call signature
+        contract: ``"module:attribute"`` of its :class:`veomni_ops.contract.Contract`, which has the call signature
             of the op's other contracts. Imported only when a kernel is checked or a site is compared.
 
     Example:

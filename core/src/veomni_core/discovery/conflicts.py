@@ -13,23 +13,11 @@ from dataclasses import replace
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.discovery import core_plugin
-from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.errors import did_you_mean
 
-_DESCRIBED = described_by(core_plugin)
-CORE = PluginRecord(
-    name="veomni-core",
-    distribution="veomni-core",
-    version="built in",
-    module=core_plugin.__name__,
-    ops=_DESCRIBED["ops"],
-    site_rules=_DESCRIBED["site_rules"],
-    model_rules=_DESCRIBED["model_rules"],
-    model_views=_DESCRIBED["model_views"],
-    defines=True,
-)
+# The core describes nothing itself. It has a record, so that lists and locks name it.
+CORE = PluginRecord("veomni-core", "veomni-core", "built in", "veomni_core", defines=True)
 
 
 def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
@@ -22,15 +23,17 @@ from veomni_core.discovery.locked import frozen_lock, refuse_changed_files, refu
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 
+_NO_KERNELS = f"which VEOMNI_PLUGINS does not leave out: declare it under {ENTRY_POINT_GROUP}"
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """Load the plugins that the environment variables allow, and return a registry of what they describe.
 
-    - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated);
+    - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated). Plugins of the entry-point group
+      ``veomni.definitions``, which say what ops are and where, and have no kernels, are loaded all the same;
     - ``VEOMNI_PLUGINS_BLOCK``: don't load these;
-    - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: load only those in ``VEOMNI_PLUGINS``, and none if it is empty;
+    - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: of the others load only those in ``VEOMNI_PLUGINS``, and none if it is empty;
     - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails;
     - ``VEOMNI_FROZEN``: a lock file. What is installed is compared with it before any plugin is imported, and then what
       plugins describe.
@@ -87,6 +90,17 @@ def describe(environ: Mapping[str, str]) -> list[PluginRecord]:
     return [CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))]
 
 
+def definitions() -> tuple[PluginRecord, ...]:
+    """The core's record and those of the installed ``veomni.definitions``: what a registry of given kernels needs.
+
+    Example:
+        >>> registry = build_registry(definitions(), {})
+        >>> registry.kernels("rms_norm"), registry.op("rms_norm").config_field
+        ((), 'rms_norm_implementation')
+    """
+    return CORE, *(_load(plugin) for plugin in _name_once(installed_plugins()) if plugin.defines)
+
+
 def read_switch(environ: Mapping[str, str], name: str) -> bool:
     """The boolean in the environment variable ``name``; False if it is unset."""
     value = environ.get(name, "").strip().lower()
@@ -98,7 +112,8 @@ def read_switch(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _record(plugin: InstalledPlugin, **changes: Any) -> PluginRecord:
-    return PluginRecord(plugin.name, plugin.distribution, plugin.version, plugin.module, **changes)
+    named = (plugin.name, plugin.distribution, plugin.version, plugin.module)
+    return PluginRecord(*named, defines=plugin.defines, **changes)
 
 
 def _failed(plugin: InstalledPlugin, problem: str, **changes: Any) -> PluginRecord:
@@ -141,7 +156,7 @@ class _Policy:
         names = {plugin.name, plugin.distribution}
         if names & self.blocked:
             return _record(plugin, status="blocked", problem="VEOMNI_PLUGINS_BLOCK names it")
-        if self.allowed is not None and not names & self.allowed:
+        if self.allowed is not None and not names & self.allowed and not plugin.defines:
             return _record(plugin, status="blocked", problem=self.allowed_by)
         return None
 
@@ -162,6 +177,8 @@ def _load(plugin: InstalledPlugin) -> PluginRecord:
     except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
         reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
         return _failed(plugin, reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
+    if plugin.defines and described["kernels"]:
+        return _failed(plugin, f"it has kernels, and is in the entry-point group {DEFINITIONS_GROUP}, {_NO_KERNELS}")
     return _record(plugin, seconds=time.perf_counter() - start, **described)
 
 

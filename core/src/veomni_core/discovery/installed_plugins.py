@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
 
-from veomni_core.descriptions.hookspecs import ENTRY_POINT_GROUP
+from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
 
 UNKNOWN = "unknown"
 _FILE = "entry_points.txt"
 # As every packager writes them. Parsing the metadata of 150 distributions, READMEs included, took 70 ms of each call.
 _FIRST_HEADERS = re.compile(r"Metadata-Version: \S+\nName: (?P<name>\S+)\nVersion: (?P<version>\S+)\n(?![ \t])")
-_OUR_GROUP = re.compile(rf"^\s*\[{re.escape(ENTRY_POINT_GROUP)}\]\s*$", re.MULTILINE)
+_GROUPS = (ENTRY_POINT_GROUP, DEFINITIONS_GROUP)
+_OUR_GROUP = re.compile(rf"^\s*\[({'|'.join(map(re.escape, _GROUPS))})\]\s*$", re.MULTILINE)
 _REINSTALL = "uninstall it, or install it again"
 
 
@@ -31,6 +32,7 @@ class InstalledPlugin:
         module: the module that it names.
         metadata: the distribution, for its files.
         problem: what is wrong with the metadata; empty if nothing is.
+        defines: whether the entry point is in the group ``veomni.definitions``.
     """
 
     name: str
@@ -39,6 +41,7 @@ class InstalledPlugin:
     module: str
     metadata: Distribution
     problem: str = ""
+    defines: bool = False
 
 
 def installed_plugins() -> list[InstalledPlugin]:
@@ -73,16 +76,18 @@ def _identity(metadata: Distribution) -> tuple[str, str, str]:
 
 def _declared(metadata: Distribution, name: str, version: str, problem: str) -> Iterator[InstalledPlugin]:
     try:
-        if ENTRY_POINT_GROUP not in (metadata.read_text(_FILE) or ""):
+        text = metadata.read_text(_FILE) or ""
+        if not any(group in text for group in _GROUPS):
             return  # as nearly all: parsing what the others declare took 20 ms
-        points: list[EntryPoint] = [*metadata.entry_points.select(group=ENTRY_POINT_GROUP)]
+        points: list[EntryPoint] = [point for point in metadata.entry_points if point.group in _GROUPS]
     except Exception as error:  # a line without "=", no UTF-8, ...
         if _may_be_ours(metadata):
             why = f"its {_FILE} can't be read ({type(error).__name__}: {error}); {_REINSTALL}"
             yield InstalledPlugin(name, name, version, UNKNOWN, metadata, why)
         return
     for point in points:
-        yield InstalledPlugin(point.name, name, version, point.value, metadata, problem)
+        defines = point.group == DEFINITIONS_GROUP
+        yield InstalledPlugin(point.name, name, version, point.value, metadata, problem, defines)
 
 
 def _may_be_ours(metadata: Distribution) -> bool:

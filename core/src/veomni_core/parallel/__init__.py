@@ -1,1 +1,1 @@
-"""Ways to run one bound model on several ranks; a package for each."""
+"""The former home of sequence parallelism, which is :mod:`veomni_transformers.sequence` now."""

@@ -14,7 +14,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
-from veomni_core.planning.veomni_jobs import warn_of_removed_variables, warn_without_preset
+from veomni_core.planning.unwritten_preset import warn_without_preset
 
 VERIFIED, NOTHING = "verified", "nothing"
 REQUIRE = (NOTHING, VERIFIED)
@@ -129,9 +129,8 @@ class OpsConfig:
             else preset_choice(op, preset, presets[preset][name])
             for name, op in sorted(by_field.items())
         }
-        warn_of_removed_variables(environ)
         if "preset" not in section:
-            warn_without_preset(choices.values())
+            warn_without_preset(choices.values(), registry.ops.values())
         return cls(
             preset=preset,
             choices=choices,

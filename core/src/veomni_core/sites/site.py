@@ -208,7 +208,7 @@ class RequestedSiteLocator(SiteLocator, Protocol):
     """The locator of an op that is on request (:class:`veomni_core.OpSpec`), which a forward alone doesn't call.
 
     Example:
-        >>> from veomni_core.sites.losses.token_logprobs import TokenLogprobs
+        >>> from veomni_transformers.losses.token_logprobs import TokenLogprobs
         >>> isinstance(TokenLogprobs(), RequestedSiteLocator)
         True
     """

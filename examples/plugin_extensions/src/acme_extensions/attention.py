@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from veomni_core.ops.attention import refuse, standard
+from veomni_ops.attention import refuse, standard
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.authoring import ExpertLayout, ExpertsModules, Kernel
-from veomni_core.ops.moe_experts import standard
+from veomni_core.authoring import Kernel
+from veomni_ops.moe_experts import standard
+from veomni_transformers.authoring import ExpertLayout, ExpertsModules
 
 
 def kernel(

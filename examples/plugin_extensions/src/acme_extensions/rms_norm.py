@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from veomni_conformance import compute_dtype
 from veomni_core import KernelSpec
-from veomni_core.authoring import Change, ForwardChange, Kernel, ModuleLocator, Proof, Site, compute_dtype, probe
-from veomni_core.ops.rms_norm import CONTRACTS
+from veomni_core.authoring import Change, ForwardChange, Kernel, Site
+from veomni_ops.rms_norm import CONTRACTS
+from veomni_transformers.authoring import ModuleLocator, Proof, probe
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

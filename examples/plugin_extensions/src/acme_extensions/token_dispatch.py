@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_core.authoring import ExpertRanks, Kernel
-from veomni_core.ops.token_dispatch import exchanged
+from veomni_core.authoring import Kernel
+from veomni_core.kernels import ExpertRanks
+from veomni_ops.token_dispatch import exchanged
 
 
 def kernel(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Kernel, ranks: ExpertRanks) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from veomni_core.ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
 
 def tanh(x: Tensor) -> Tensor:

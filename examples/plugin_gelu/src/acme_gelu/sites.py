@@ -10,7 +10,8 @@ from transformers.activations import GELUTanh, NewGELUActivation
 
 from acme_gelu.contract import tanh
 from veomni_core import KernelSpec
-from veomni_core.authoring import Change, ForwardChange, Kernel, ModuleLocator, Proof, Site, probe
+from veomni_core.authoring import Change, ForwardChange, Kernel, Site
+from veomni_transformers.authoring import ModuleLocator, Proof, probe
 
 
 class GeluModules(ModuleLocator):

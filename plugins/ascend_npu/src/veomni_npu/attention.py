@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from veomni_core.kernels import cast_as_autocast
-from veomni_core.ops.attention import refuse
 from veomni_npu.operators import npu
+from veomni_ops.attention import refuse
 
 _TRIANGLE = 2048
 # The operator's sparse_mode: a whole mask is given, or attention is causal and the last query is at the last key.

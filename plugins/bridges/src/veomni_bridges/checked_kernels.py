@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec, discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import KernelUnavailableError
 from veomni_core.planning.choice import AUTO
-from veomni_core.testing import check_kernel
 
 Kernel = Callable[..., Any]
 

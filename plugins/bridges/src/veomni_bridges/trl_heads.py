@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from veomni_conformance import Contract
+from veomni_conformance.bound_models.site_comparison import Run, compare
 from veomni_core import Binding, KernelSpec, discover
-from veomni_core.authoring import Contract, Kernel, with_globals
-from veomni_core.binding.site_comparison import Run, compare
+from veomni_core.authoring import Kernel
 from veomni_core.changes.captured_function_change import CapturedFunctionChange
 from veomni_core.changes.transformation import Transformation
 from veomni_core.errors import BindingError, ConformanceError
-from veomni_core.ops.contract import contract_for, dtype_name
-from veomni_core.ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, LOGPROBS, MEAN_LOGIT, TOP1
+from veomni_ops.contract import contract_for, dtype_name
+from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, LOGPROBS, MEAN_LOGIT, TOP1
+from veomni_transformers.authoring import with_globals
 
 _GLOBAL = "_ChunkedLogProbFunction"  # by which TRL's forward calls its function
 _PARAMETERS = (

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.causal_conv1d import check_arguments
 from veomni_fla.loading import of_fla, of_library
 from veomni_fla.pinned import pinned
+from veomni_ops.causal_conv1d import check_arguments
 
 Kernel = Callable[..., Tensor]
 Library = Callable[..., Any]

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_core.ops.chunk_gated_delta_rule import check_call
-from veomni_core.ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
 from veomni_fla.delta_rules import Call, adapted, even, of_aligned_memory
 from veomni_fla.loading import of_fla, of_library
 from veomni_fla.pinned import pinned
+from veomni_ops.chunk_gated_delta_rule import check_call
+from veomni_ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
 
 _MODULE, _NAME = "ops.gated_delta_rule.chunk", "chunk_gated_delta_rule"
 

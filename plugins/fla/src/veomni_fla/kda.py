@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from veomni_core.ops.kda import check_call
 from veomni_fla.delta_rules import Call, adapted, even
 from veomni_fla.loading import of_fla
 from veomni_fla.pinned import pinned
+from veomni_ops.kda import check_call
 
 _GRADIENTS = "chunk_kda_bwd_wy_dqkg_fused"
 

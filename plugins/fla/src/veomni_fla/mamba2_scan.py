@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import product_operands
-from veomni_core.ops.mamba2_scan import UNLIMITED, check_call
 from veomni_fla.loading import of_library
 from veomni_fla.pinned import pinned
+from veomni_ops.mamba2_scan import UNLIMITED, check_call
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 _CHUNK = 256  # what Mamba 2's configs have

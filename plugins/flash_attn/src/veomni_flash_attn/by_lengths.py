@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from veomni_core.kernels import cast_as_autocast
-from veomni_core.ops.attention import refuse
 from veomni_flash_attn.limits import MULTIPLE, WIDEST_HEAD
 from veomni_flash_attn.packing import packing
+from veomni_ops.attention import refuse
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def attend(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention op (:mod:`veomni_core.ops.attention`) with ``library``.
+    """Compute the attention op (:mod:`veomni_ops.attention`) with ``library``.
 
     Under autocast, queries, keys and values are cast to its dtype (a rotary embedding computed in float32 leaves them
     in float32). With ``cu_seq_lens_q`` and ``cu_seq_lens_k`` the host never waits for the device. Without them, each

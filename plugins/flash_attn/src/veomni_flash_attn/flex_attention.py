@@ -13,8 +13,8 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from veomni_core.kernels import cast_as_autocast
-from veomni_core.ops.attention import refuse
 from veomni_flash_attn.packing import packing
+from veomni_ops.attention import refuse
 
 _MOST_VARIANTS = 256
 # For fewer than 128 queries PyTorch would choose its decoding kernel, which takes over 400 s to compile for float32

@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism for any attention kernel; re-exported from veomni-core."""
 
-from veomni_core.parallel.sequence import (
+from veomni_transformers.sequence import (
     apply_ulysses,
     gather_heads_scatter_seq,
     gather_outputs,

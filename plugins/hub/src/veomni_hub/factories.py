@@ -7,11 +7,11 @@ from typing import Any
 
 from veomni_core import discover
 from veomni_core.errors import ConfigError
-from veomni_core.ops.contract import contract_for
 from veomni_hub.calls import call_of
 from veomni_hub.imported import imported
 from veomni_hub.kernel_file import VARIABLE, listed
 from veomni_hub.located import located
+from veomni_ops.contract import contract_for
 
 _PREFIX = "sha256_"
 

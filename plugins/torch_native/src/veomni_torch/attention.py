@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.kernels import ALIGNMENT, aligned, begins_aligned, cast_as_autocast
-from veomni_core.ops.attention import refuse
+from veomni_ops.attention import refuse
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
 _MOST_PAIRS = 2**32  # above it a fused kernel computes a mask row's offset in 32 bits, and wraps (pytorch issue 187227)

@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_core.ops.causal_conv1d import check_arguments
-from veomni_core.ops.contract import compute_dtype
+from veomni_ops.causal_conv1d import check_arguments
+from veomni_ops.contract import compute_dtype
 
 _CPU_TILE_BYTES = 2**18
 _TILE_BYTES = 2**27

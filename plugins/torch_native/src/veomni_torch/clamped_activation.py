@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_core.ops.contract import compute_dtype
+from veomni_ops.contract import compute_dtype
 
 
 def clamped_activation(both: Tensor, alpha: float, limit: float, interleaved: bool, up_offset: float) -> Tensor:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from veomni_core.ops.delta_recurrence import NORM_EPS
+from veomni_ops.delta_recurrence import NORM_EPS
 from veomni_torch.delta_chunks import Chunks
 from veomni_torch.delta_decays import ChannelDecays, Decays, TokenDecays, of_cumulated, of_sums_after
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only, without_autocast
-from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.delta_recurrence import Bounds
+from veomni_ops.contract import compute_dtype
+from veomni_ops.delta_recurrence import Bounds
 from veomni_torch.delta_chunks import Chunks, cut
 from veomni_torch.delta_inside import Inside, Options, solve
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_core.ops.kda import check_call
+from veomni_ops.kda import check_call
 from veomni_torch.delta_rule import in_chunks
 
 

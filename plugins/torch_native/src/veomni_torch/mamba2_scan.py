@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import autocast_off, first_derivatives_only, without_autocast
-from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.mamba2_scan import check_call
+from veomni_ops.contract import compute_dtype
+from veomni_ops.mamba2_scan import check_call
 from veomni_torch.scan_inside import CHUNK, scanned
 
 # Numbers in the decays between all tokens of a group's chunks. An accelerator needs more of them, to be busy.

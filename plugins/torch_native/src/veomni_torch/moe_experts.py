@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.kernels import autocast_off, product_operands
-from veomni_core.ops.contract import compute_dtype
+from veomni_ops.contract import compute_dtype
 from veomni_torch.clamped_activation import clamped_activation
 from veomni_torch.grouped_products import grouped_linear
 from veomni_torch.low_rank import Adapter, adapter_of, low_rank_linear

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_core.ops.contract import compute_dtype
+from veomni_ops.contract import compute_dtype
 from veomni_torch.rms_norm import input_gradient, rounded
 
 

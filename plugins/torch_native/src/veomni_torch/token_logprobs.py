@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands, without_autocast
-from veomni_core.ops.contract import compute_dtype
-from veomni_core.ops.token_logprobs import (
+from veomni_ops.contract import compute_dtype
+from veomni_ops.token_logprobs import (
     ENTROPY,
     LOG_SUM_SQUARES,
     LOGPROBS,

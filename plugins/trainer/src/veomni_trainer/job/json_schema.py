@@ -7,10 +7,10 @@ from typing import Any
 from veomni_core import discover
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
-from veomni_core.jobs.job_model import ALIASES, DTYPES
 from veomni_core.planning.choice import AUTO
 from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
 from veomni_trainer.job.schema import Job
+from veomni_transformers.jobs.job_model import ALIASES, DTYPES
 
 
 def job_schema(registry: Registry | None = None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from veomni_core.errors import JobFileError, did_you_mean, suggest
-from veomni_core.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 from veomni_core.jobs.jobfile import job_file_error, shown
+from veomni_transformers.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 
 _QUOTED = re.compile(r"'([^']*)'")
 _ELSEWHERE = {

@@ -9,12 +9,12 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from veomni_core.jobs.job_model import ModelSection, read_model_section
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.precision import check_dtype
 from veomni_trainer.job.section import Section
 from veomni_trainer.job.train_section import TrainSection
+from veomni_transformers.jobs.job_model import ModelSection, read_model_section
 
 _SHARDED_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch")  # None: the default, which is one of the others
 

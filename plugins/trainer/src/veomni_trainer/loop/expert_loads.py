@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from veomni_core import Binding
 from veomni_core.errors import ConfigError
-from veomni_core.ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout
+from veomni_ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout
 from veomni_trainer.job.train_section import TrainSection
 
 Gather = Callable[[Tensor], Tensor]

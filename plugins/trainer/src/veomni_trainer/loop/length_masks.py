@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.planning.packed_sequences import mask_functions
-from veomni_core.sites.functions import current_forward, global_functions, with_globals
+from veomni_transformers.packed.packed_sequences import mask_functions
+from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 
 Masks = list[Any]  # in the order in which a forward builds them; None is a mask too
 Function = Callable[..., Any]

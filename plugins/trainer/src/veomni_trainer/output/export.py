@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer
 
-from veomni_core.build import build_skeleton, check_weights
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
 from veomni_trainer.output.adapters import copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.files import publish_folder
 from veomni_trainer.output.shards import is_sharded, reason
+from veomni_transformers.build import build_skeleton, check_weights
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")
 _CONFIGS = ("config.json", "generation_config.json")

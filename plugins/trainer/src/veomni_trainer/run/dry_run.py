@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from veomni_core import Plan, discover
-from veomni_core.build import build_skeleton, check_weights
 from veomni_core.errors import ConfigError
 from veomni_core.planning.locked_plans import FrozenJob
 from veomni_core.planning.planner import make_plan
@@ -31,6 +30,7 @@ from veomni_trainer.setup.model import check_model, conditions, model_config, op
 from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.trl_arguments import check_method
+from veomni_transformers.build import build_skeleton, check_weights
 
 _PARTS = {
     "weights": "weights",

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from veomni_core import Binding, binding_of
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError
-from veomni_core.parallel.sequence import apply_ulysses
 from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
@@ -41,6 +40,7 @@ from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_trainer.setup.waiting import limit_waiting
+from veomni_transformers.sequence import apply_ulysses
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -11,10 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, Plan, build_foundation_model
-from veomni_core.build import build_skeleton as unbound_skeleton
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
@@ -22,6 +20,8 @@ from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
 from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
+from veomni_transformers.build import build_skeleton as unbound_skeleton
+from veomni_transformers.jobs.model_config import load_model_config
 
 _VOCABULARY_STEP = 64
 

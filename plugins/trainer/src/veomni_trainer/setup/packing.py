@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError, PackedSequencesError
-from veomni_core.parallel.sequence import gather_outputs
 from veomni_core.random_states import random_states_kept
 from veomni_trainer.setup.document_gradients import first_module_that_sees_others
+from veomni_transformers.sequence import gather_outputs
 
 _ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
 # The largest relative difference that rounding makes, with much to spare. A document that is seen where it should not

@@ -8,10 +8,10 @@ from transformers import TrainingArguments
 
 from veomni_core import OpsConfig
 from veomni_core.errors import HostError
-from veomni_core.parallel.sequence import apply_ulysses
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import build_skeleton
+from veomni_transformers.sequence import apply_ulysses
 
 
 def sequence_parallel_group(sp_size: int, arguments: TrainingArguments) -> ProcessGroup | None:

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError, HostError
-from veomni_core.sites.engine.layout import layout_for
 from veomni_trainer.job.train_section import TrainSection
+from veomni_transformers.engine.layout import layout_for
 
 
 def distributed_config(train: TrainSection) -> dict[str, Any] | None:

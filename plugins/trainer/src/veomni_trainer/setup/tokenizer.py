@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from veomni_core.errors import ConfigError
-from veomni_core.jobs.model_config import load_model_config
 from veomni_trainer.data.tokens import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import padded_vocabulary
+from veomni_transformers.jobs.model_config import load_model_config
 
 
 def job_tokenizer(job: Job) -> Tokenizer:

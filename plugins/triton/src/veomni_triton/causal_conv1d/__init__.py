@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_core.ops.causal_conv1d import check_arguments
+from veomni_ops.causal_conv1d import check_arguments
 from veomni_triton.causal_conv1d.operators import causal_conv1d, causal_conv1d_gradients
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.chunk_gated_delta_rule import check_call
+from veomni_ops.chunk_gated_delta_rule import check_call
 from veomni_triton.chunk_gated_delta_rule.backward import write_gradients
 from veomni_triton.chunk_gated_delta_rule.call import Call, token_rows
 from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows

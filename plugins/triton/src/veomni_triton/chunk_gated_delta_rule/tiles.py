@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_core.ops.delta_recurrence import NORM_EPS as _NORM_EPS
+from veomni_ops.delta_recurrence import NORM_EPS as _NORM_EPS
 
 NORM_EPS = tl.constexpr(_NORM_EPS)
 # Triton compiles a kernel anew for each alignment of a pointer, and for numbers that are 1 or multiples of 16. That

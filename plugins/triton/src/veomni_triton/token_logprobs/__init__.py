@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands, without_autocast
-from veomni_core.ops.token_logprobs import ENTROPY, LOGPROBS, check_options
+from veomni_ops.token_logprobs import ENTROPY, LOGPROBS, check_options
 from veomni_triton.token_logprobs.operators import token_logprobs_forward, token_logprobs_gradients
 
 

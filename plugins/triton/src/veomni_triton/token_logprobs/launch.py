@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from veomni_core.ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, MEAN_LOGIT, TOP1
+from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, MEAN_LOGIT, TOP1
 from veomni_triton.sizes import ceil_div
 from veomni_triton.token_logprobs.kernels import gradients_kernel, sums_kernel
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from veomni_core.ops.token_logprobs import ENTROPY
+from veomni_ops.token_logprobs import ENTROPY
 from veomni_triton.token_logprobs.launch import add_to_sums, write_gradient
 from veomni_triton.token_logprobs.products import add_product, project
 from veomni_triton.token_logprobs.statistics import Statistics, sums_of_nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from veomni_core.ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, LOGPROBS, MEAN_LOGIT
+from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, LOGPROBS, MEAN_LOGIT
 from veomni_triton.token_logprobs.kernels import (
     BEFORE_LABEL,
     LARGEST,

@@ -1,0 +1,98 @@
+"""Checks that calls don't interfere with each other between forward and backward.
+
+A model calls a kernel once per layer before any backward runs; gradient accumulation and pipelines interleave calls in
+other orders too. In between run a teacher's forwards without gradients, and forwards whose graph is dropped. If the
+next layer or an optimizer writes in place into a tensor that backward needs, the gradients must stay right or an error
+must be raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_conformance.sample_tensors import upstream_of
+from veomni_conformance.situations import first_of, reveal
+from veomni_conformance.subject import Outcome, Position, Subject
+from veomni_ops.contract import Sample
+
+# A call whose backward has not run: its position, whether it has the other values, its sample, its results.
+_Call = tuple[Position, bool, Sample, tuple[Tensor, ...]]
+
+
+def check_calls_in_flight(subject: Subject, position: Position, neighbour: Position) -> Iterator[str]:
+    """Run forwards of ``position`` with two sets of values, and of ``neighbour``, before any of their backwards."""
+    orders = [(", in that order", False), (", in the other order", True)] if subject.spec.backward else [("", False)]
+    yield from first_of(
+        sentence
+        for words, reverse in orders
+        for sentence in reveal(
+            f"where several forwards run before their backwards{words}",
+            lambda r=reverse: _several(subject, position, neighbour, r),  # type: ignore[misc]
+        )
+    )
+    if not subject.spec.backward:
+        return
+    yield from reveal(
+        "where the next layer writes into its result before backward",
+        lambda: _result_overwritten(subject, position),
+        may_refuse=True,
+    )
+    yield from first_of(
+        sentence
+        for name in subject.inputs(subject.sample(position))
+        for sentence in reveal(
+            f"where {name} is written in place between forward and backward, and nothing is raised",
+            lambda n=name: _input_overwritten(subject, position, n),  # type: ignore[misc]
+            may_refuse=True,
+        )
+    )
+
+
+def _several(subject: Subject, position: Position, neighbour: Position, reverse: bool) -> str | None:
+    wanted = [(position, False), (position, True), (neighbour, False), (position, False)]
+    calls: list[_Call] = []
+    for each, other in wanted:
+        sample = subject.draw(each, other)
+        calls.append((each, other, sample, subject.call(sample)))
+        if reverse:  # a forward without gradients, as a teacher's, and one whose graph is dropped
+            with torch.no_grad():
+                subject.call(subject.draw(each, not other))
+            subject.call(subject.draw(each, not other))
+    held = [(call, Outcome(tuple(result.detach() for result in call[3]))) for call in calls]
+    found: list[tuple[_Call, Outcome]] = []
+    for call in reversed(calls) if reverse else calls:
+        gradients = subject.gradients(call[3], call[2]) if subject.spec.backward else {}
+        found.append((call, Outcome(tuple(result.detach() for result in call[3]), gradients)))
+    # Compared only at the end, when a later call may have overwritten something.
+    for (each, other, *_), outcome in [*held, *found]:
+        if problem := subject.problem(outcome, subject.exact(each, other)):
+            return problem
+    return None
+
+
+def _result_overwritten(subject: Subject, position: Position) -> str | None:
+    sample = subject.draw(position)
+    doubled = tuple(result.mul_(2.0) if result.requires_grad else result for result in subject.call(sample))
+    gradients = subject.gradients(doubled, sample, lambda result: upstream_of(result) / 2)
+    return subject.problem(Outcome((), gradients), _gradients_of(subject.exact(position)))
+
+
+def _input_overwritten(subject: Subject, position: Position, name: str) -> str | None:
+    sample = subject.draw(position)
+    results = subject.call(sample)
+    tensor, replacement = subject.inputs(sample)[name], subject.inputs(subject.draw(position, other=True))[name]
+    kept: Any = tensor.detach().clone()
+    with torch.no_grad():
+        tensor.copy_(replacement)
+    gradients = subject.gradients(results, sample)
+    if torch.equal(kept, replacement):
+        return None
+    return subject.problem(Outcome((), gradients), _gradients_of(subject.exact(position)))
+
+
+def _gradients_of(outcome: Outcome) -> Outcome:
+    return Outcome((), outcome.gradients)

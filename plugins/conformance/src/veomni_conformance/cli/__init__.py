@@ -1,0 +1,1 @@
+"""``veomni verify``."""

@@ -1,0 +1,34 @@
+"""Runs a check in one situation of training, and puts its failure into one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from veomni_conformance.comparison import one_line
+from veomni_core.errors import ContractError
+
+Problem = Callable[[], str | None]
+
+
+def reveal(situation: str, problem: Problem, may_refuse: bool = False) -> Iterator[str]:
+    """Yield the sentence "``situation``, ``problem``" if ``problem()`` returns a problem or raises.
+
+    With ``may_refuse``, an exception with a message counts as success: the user of the kernel sees the error.
+    """
+    try:
+        found = problem()
+    except ContractError:
+        raise
+    except Exception as error:  # whatever a kernel raises on a legal call is a failure of the kernel
+        if not (may_refuse and str(error).strip()):
+            yield f"{situation}, it raises {one_line(error)}"
+        return
+    if found:
+        yield f"{situation}, {found}"
+
+
+def first_of(sentences: Iterator[str]) -> Iterator[str]:
+    """Only the first sentence, since similar situations usually fail for the same reason."""
+    sentence = next(sentences, None)
+    if sentence is not None:
+        yield sentence

@@ -1,0 +1,132 @@
+"""The first check: results and gradients of every sample are right, and nothing else is written.
+
+Results and gradients are compared with those of the oracle, the contract's reference on float64 copies. Also checked:
+inputs and incoming gradients are not written to; results share no memory with inputs or with each other; no gradient is
+missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; and two runs give the same
+bits, if the kernel promises determinism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from veomni_conformance.comparison import distance, plain, same, share_memory
+from veomni_conformance.report import CaseResult
+from veomni_conformance.sample_tensors import upstream_of
+from veomni_conformance.subject import Outcome, Position, Subject, result_name
+from veomni_ops.contract import Sample
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call with fresh inputs, its outcome, and the incoming gradients that it got."""
+
+    sample: Sample
+    outcome: Outcome
+    upstream: tuple[Tensor, ...]
+
+
+def check_values(subject: Subject, position: Position) -> CaseResult:
+    """Check one sample's values. The result has the failures, and the largest errors as shares of the tolerances."""
+    name = subject.sample(position).name
+    exact = subject.exact(position)
+    eager = subject.reference(subject.draw(position))
+    run = _run(subject, position)
+    failures = [*_form(subject, run, eager)]
+    if failures:
+        return CaseResult(name, tuple(failures))
+    failures += _damage(subject, run, subject.draw(position))
+    worst_value = worst_gradient = 0.0
+    found = run.outcome
+    for index, (result, wanted, rounded) in enumerate(zip(found.results, exact.results, eager.results, strict=True)):
+        what = result_name(index, len(found.results))
+        share, problem = distance(result, wanted, subject.contract.values[subject.dtype_name], what)
+        worst_value = max(worst_value, share)
+        problem = problem or _rounding(subject, result, rounded, what)
+        failures += [problem] if problem else []
+    for argument, gradient in found.gradients.items():
+        wanted_gradient = exact.gradients[argument]
+        if gradient is None:
+            failures += [f"the gradient of {argument} is missing"] if wanted_gradient is not None else []
+        elif wanted_gradient is not None:
+            allowed = subject.contract.gradients[subject.dtype_name]
+            share, problem = distance(gradient, wanted_gradient, allowed, f"the gradient of {argument}")
+            worst_gradient = max(worst_gradient, share)
+            failures += [problem] if problem else []
+    if subject.spec.deterministic:
+        failures += _differences(found, _run(subject, position).outcome)
+    return CaseResult(name, tuple(failures), worst_value, worst_gradient)
+
+
+def _run(subject: Subject, position: Position) -> _Run:
+    sample, sent = subject.draw(position), []
+
+    def remembered(result: Tensor) -> Tensor:
+        sent.append(upstream_of(result))
+        return sent[-1]
+
+    return _Run(sample, subject.outcome(sample, remembered), tuple(sent))
+
+
+def _form(subject: Subject, run: _Run, eager: Outcome) -> Iterator[str]:
+    results = run.outcome.results
+    if len(results) != len(eager.results):
+        yield f"gives {len(results)} tensors, expected {len(eager.results)}"
+        return
+    for result, expected in zip(results, eager.results, strict=True):
+        for aspect in ("dtype", "shape", "device"):
+            has, wanted = getattr(result, aspect), getattr(expected, aspect)
+            if has != wanted:
+                yield f"gives {aspect} {plain(has)}, expected {plain(wanted)}"
+    inputs = subject.inputs(run.sample)
+    for name, gradient in run.outcome.gradients.items():
+        if gradient is not None and gradient.shape != inputs[name].shape:
+            shapes = f"{plain(gradient.shape)}, expected {plain(inputs[name].shape)}"
+            yield f"the gradient of {name} has shape {shapes}"
+
+
+def _damage(subject: Subject, run: _Run, fresh: Sample) -> Iterator[str]:
+    results = run.outcome.results
+    yield from damage(subject, run.sample, fresh, results)
+    for index, result in enumerate(results):
+        if any(share_memory(result, other) for other in results[:index]):
+            yield "two of its results share memory"
+    for name, tensor in subject.inputs(run.sample).items():
+        for argument, gradient in run.outcome.gradients.items():
+            if gradient is not None and share_memory(gradient, tensor):
+                yield f"the gradient of {argument} shares memory with its input {name}"
+    for upstream in run.upstream:
+        if not same(upstream, upstream_of(upstream)):
+            yield "wrote into the incoming gradient"
+
+
+def damage(subject: Subject, sample: Sample, fresh: Sample, results: tuple[Tensor, ...]) -> Iterator[str]:
+    """Phrases about inputs that a call wrote into, and about results that share memory with an input."""
+    untouched = subject.inputs(fresh)
+    for name, tensor in subject.inputs(sample).items():
+        if not same(tensor.detach(), untouched[name].detach()):
+            yield f"wrote into its input {name}"
+        if any(share_memory(result, tensor) for result in results):
+            yield f"its result shares memory with its input {name}"
+
+
+def _rounding(subject: Subject, result: Tensor, eager: Tensor, what: str) -> str | None:
+    allowed = subject.contract.rounding.get(subject.dtype_name)
+    if allowed is None or not result.numel():
+        return None
+    share = float((result != eager).double().mean())
+    if share <= allowed:
+        return None
+    return f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"
+
+
+def _differences(first: Outcome, second: Outcome) -> Iterator[str]:
+    if not all(same(a, b) for a, b in zip(first.results, second.results, strict=True)):
+        yield "promises determinism, but two runs gave different results"
+    for name, gradient in first.gradients.items():
+        again = second.gradients[name]
+        if gradient is not None and again is not None and not same(gradient, again):
+            yield f"promises determinism, but two runs gave different gradients of {name}"

@@ -1,0 +1,243 @@
+"""attention: softmax attention with the signature of transformers' ``AttentionInterface``.
+
+``(module, query[B, Hq, S, D], key[B, Hk, L, D], value[B, Hk, L, Dv], attention_mask, scaling=None, dropout=0.0, ...)
+-> (output[B, S, Hq, Dv], weights or None)``. ``module`` has the attributes ``num_key_value_groups``, ``training`` and
+``is_causal``; an argument ``is_causal`` overrides the latter.
+
+Whatever not every kernel computes is a feature. A kernel declares the features that it computes in its spec, and raises
+for calls that need others:
+
+- ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (True is kept) or added to the scores;
+- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, the output of a query at padding is
+  zero;
+- ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, including its own;
+- ``packed``: varlen attention. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) delimit the
+  sequences in a batch of one;
+- ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
+- ``softcap_by_lengths``: a softcap with ``padding_mask`` or ``packed``;
+- ``sinks``: ``s_aux[Hq]`` is one more score in each row's softmax, whose weight is then dropped;
+- ``query_sinks``: the same with a score per query, ``sinks[B, Hq, S, 1]``;
+- ``position_bias``: ``position_bias[1 or B, Hq, S, L]`` is added to the scores, and gets a gradient (T5);
+- ``chosen_keys``: sparse attention. Of the keys that it may see, a query sees only ``indices[B, S, chosen]``, or the
+  blocks in ``block_indices``, whose size the module knows. The contract has no sample of ``block_indices``;
+- ``dropout``: dropout of the attention weights;
+- ``wide_heads``: a head dimension above 256; ``odd_heads``: a head dimension that is no multiple of 8.
+
+The kind of mask that transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask``
+(boolean; left out where ``is_causal`` says the same), ``flash_attention_mask`` (of padding, or none) or
+``flex_attention_mask`` (a ``BlockMask``). At a site where such masks don't express what the eager mask does, the plan
+refuses the kernels that take them.
+
+Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
+:func:`refuse`. A site's ``sizes``: every width of its heads, ``head_dim`` of queries and keys, ``value_head_dim`` of
+values; empty where neither a call nor a config shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_ops.attention_samples import AttentionModule as AttentionModule
+from veomni_ops.attention_samples import beyond_a_tile, large, samples
+from veomni_ops.contract import Contract, Tolerance, compute_dtype
+
+# By the attention interface of transformers whose masks the kernel takes.
+MASK_FEATURES = {
+    "sdpa": "sdpa_mask",
+    "flash_attention": "flash_attention_mask",
+    "flex_attention": "flex_attention_mask",
+}
+FEATURES_OF_OPTIONS = {
+    "position_bias": "position_bias",
+    "indices": "chosen_keys",
+    "block_indices": "chosen_keys",
+    "sinks": "query_sinks",
+}
+
+
+def standard(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``softmax(scaling * query @ key.T + mask) @ value``, with the softmax in float32.
+
+    Each key and value head is shared by ``module.num_key_value_groups`` query heads. A boolean mask keeps what is True;
+    any other mask is added. Without a dense mask, attention is causal if ``is_causal`` (or else the module's attribute)
+    is True; the causal mask is aligned at the bottom right, so the last query sees all keys.
+
+    Args:
+        module: the calling module, or :class:`AttentionModule`.
+        query: ``[B, Hq, S, D]``, of any floating dtype.
+        key: ``[B, Hk, L, D]``, in query's dtype.
+        value: ``[B, Hk, L, Dv]``, in query's dtype.
+        attention_mask: ``[B, 1 or Hq, S, L]``, boolean or added; or ``[B, L]``, False at padding.
+        scaling: multiplies the scores; ``D ** -0.5`` without it.
+        dropout: not computed here.
+        softcap: bounds the scores.
+        s_aux: a score per head ``[Hq]``, whose weight is dropped.
+        sliding_window: how many keys a query sees, its own included. Not read with a dense mask.
+        cu_seq_lens_q, cu_seq_lens_k: int32 ``[sequences + 1]``, the bounds of packed sequences.
+        is_causal: overrides the module's attribute.
+        position_bias: ``[1 or B, Hq, S, L]``, added to the scores.
+        indices: the keys that a query may see, int64 ``[B, S, chosen]``.
+        sinks: as ``s_aux``, with a score per query, ``[B, Hq, S, 1]``.
+        kwargs: what else transformers passes; not read.
+
+    Returns:
+        ``(output[B, S, Hq, Dv], None)``, the output in query's dtype.
+
+    Example:
+        >>> query = torch.zeros(1, 4, 3, 8)  # four heads, three positions; all scores are 0
+        >>> key = value = torch.tensor([0.0, 3.0, 6.0]).view(1, 1, 3, 1).expand(1, 2, 3, 8)  # two heads
+        >>> output, _ = standard(AttentionModule(num_key_value_groups=2), query, key, value, None)
+        >>> output.shape
+        torch.Size([1, 3, 4, 8])
+        >>> output[0, :, 0, 0]  # the means of what each position sees
+        tensor([0.0000, 1.5000, 3.0000])
+        >>> output, _ = standard(AttentionModule(2), query, key, value, None, sliding_window=2)
+        >>> output[0, :, 0, 0]
+        tensor([0.0000, 1.5000, 4.5000])
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.to(compute_dtype(query))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if indices is not None:
+        chosen = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, indices, True)
+        scores = scores.masked_fill(~chosen[:, None], float("-inf"))
+    padding = None
+    causal = module.is_causal if is_causal is None else is_causal
+    if attention_mask is None or attention_mask.dim() == 2:
+        padding = attention_mask
+        attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
+        if padding is not None:
+            kept = padding.bool()[:, None, None, :]
+            if causal:  # a query at padding may see no key, and its softmax would be NaN; its output is zeroed below
+                kept = kept | ~padding.bool()[:, None, -scores.shape[-2] :, None]
+            attention_mask = attention_mask & kept
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    else:
+        scores = scores + attention_mask.to(scores.dtype)
+    if s_aux is not None:
+        sinks = s_aux[None, :, None, None].expand(*scores.shape[:-1], 1)
+    if sinks is not None:
+        weights = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
+    else:
+        weights = scores.softmax(dim=-1).to(query.dtype)
+    output = (weights @ value).transpose(1, 2).contiguous()
+    if padding is not None and causal:
+        output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
+    return output, None
+
+
+def refuse(kernel: str, options: Mapping[str, Any]) -> None:
+    """Raise instead of silently ignoring options that the kernel does not compute.
+
+    Args:
+        kernel: the kernel's name, for the message.
+        options: the keyword arguments that the kernel does not compute; ``None`` counts as not given.
+
+    Raises:
+        ValueError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`; the message names ``kernel`` and the options.
+
+    Example:
+        >>> refuse("acme", {"position_bias": None, "output_attentions": False})
+        >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)})
+        Traceback (most recent call last):
+            ...
+        ValueError: acme does not compute `position_bias`; choose eager
+    """
+    if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
+        raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
+
+
+def visible(
+    scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
+) -> Tensor:
+    """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key.
+
+    Args:
+        scores: ``[..., S, L]``, of which only the shape and the device are read.
+        causal: whether a query sees no key after its own.
+        window: how many keys a query sees, its own included; ``None`` for all. If not causal, it reaches both ways.
+        query_bounds, key_bounds: the bounds of packed sequences, ``[sequences + 1]``; ``None`` for one sequence.
+
+    Returns:
+        Booleans ``[S, L]``.
+
+    Example:
+        >>> visible(torch.empty(2, 3), causal=True, window=None, query_bounds=None, key_bounds=None)
+        tensor([[ True,  True, False],
+                [ True,  True,  True]])
+        >>> bounds = torch.tensor([0, 1, 3])  # a sequence of one, and one of two
+        >>> visible(torch.empty(3, 3), True, None, bounds, bounds).int()
+        tensor([[1, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    ends = []
+    numbers = []
+    for length, bounds in zip(scores.shape[-2:], (query_bounds, key_bounds), strict=True):
+        positions = torch.arange(length, device=scores.device)
+        bounds = positions.new_tensor([0, length]) if bounds is None else bounds.long()
+        numbers.append(torch.bucketize(positions, bounds[1:], right=True))
+        ends.append(bounds[1:][numbers[-1]] - positions)
+    ahead = ends[0][:, None] - ends[1]
+    kept = numbers[0][:, None] == numbers[1]
+    kept = kept & (ahead <= 0) if causal else kept
+    return kept if window is None else kept & (ahead.abs() < window)
+
+
+VALUES = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
+    "float16": Tolerance(element=5e-3, norm=1.3e-3),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=4e-5, norm=1e-5),
+    "bfloat16": Tolerance(element=8e-2, norm=2e-2),
+    "float16": Tolerance(element=1e-2, norm=2.5e-3),
+}
+
+CONTRACTS = {
+    "standard": Contract(
+        op_name="attention",
+        variant="standard",
+        reference=standard,
+        samples=samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=beyond_a_tile,
+        large=large,
+        primary=lambda result: (result[0],),
+        # Queries and keys make logits of the factor's square. Backward computes probabilities again from logits in
+        # float32, whose rounding at a million changes them by some percent: FlashAttention 4 was off by 9 % there.
+        large_factor=1e2,
+        # PyTorch's own fused attention loses digits of them on an H200: errors of 6.6e-4 in float32.
+        denormal_inputs=False,
+    )
+}

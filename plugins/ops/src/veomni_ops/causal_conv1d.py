@@ -1,0 +1,223 @@
+"""causal_conv1d: a depthwise convolution over time that never looks ahead, and the activation after it.
+
+``(x[B, C, S], weight[C, W], bias[C] or None, activation=None, seq_idx=None) -> [B, C, S]`` in x's dtype. Mixers of
+linear-attention and state-space models run it before their recurrence (Qwen3-Next, Mamba 2), and LFM2 in place of
+attention. ``x`` mostly comes as a transposed ``[B, S, C]``, and a kernel takes it with any strides. The arguments are
+those of the ``causal-conv1d`` package, without its states: no model of transformers hands them over.
+
+Widths of two to four are those of the package. Any other, as LFM3's seven, is the feature ``any_width``.
+
+A site's ``sizes``: ``channels`` (C) and ``width`` (W). Its dtype is that of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+
+# "swish" is the package's other name of silu.
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def standard(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """``activation(bias + sum over j < W of weight[:, W - 1 - j] * x[:, :, t - j])`` at each position ``t``.
+
+    Positions before the first are zeros. With ``seq_idx``, so are positions of another sequence than that of ``t``. The
+    sum and the activation are in float32, rounded once at the end.
+
+    Args:
+        x: ``[B, C, S]``, of any floating dtype and strides.
+        weight: ``[C, W]``; the last column is that of the present position.
+        bias: ``[C]``.
+        activation: ``"silu"``, also called ``"swish"``, or ``None``.
+        seq_idx: integers ``[B, S]``, the number of the packed sequence that each position belongs to. They don't
+            decrease along a row. It has no gradient.
+
+    Returns:
+        ``[B, C, S]`` in x's dtype. Gradients reach ``x``, ``weight`` and ``bias``.
+
+    Raises:
+        ValueError: shapes that don't fit together, or another activation.
+
+    Example:
+        >>> x, weight = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.tensor([[10.0, 1.0]])
+        >>> standard(x, weight)  # each position, and ten times the one before it
+        tensor([[[ 1., 12., 23., 34.]]])
+        >>> standard(x, weight, seq_idx=torch.tensor([[0, 0, 1, 1]]))  # two sequences of two
+        tensor([[[ 1., 12.,  3., 34.]]])
+        >>> standard(x, weight, activation="relu")
+        Traceback (most recent call last):
+            ...
+        ValueError: causal_conv1d: the activation is 'relu', not None, 'silu' or 'swish'
+    """
+    check_arguments(x, weight, bias, activation, seq_idx)
+    dtype, length, width = compute_dtype(x), x.shape[-1], weight.shape[-1]
+    taps = weight.to(dtype)
+    total = x.to(dtype) * taps[:, -1:]
+    for back in range(1, min(width, length)):
+        earlier = x[..., : length - back].to(dtype) * taps[:, width - 1 - back, None]
+        if seq_idx is not None:
+            same = seq_idx[:, back:] == seq_idx[:, : length - back]
+            earlier = torch.where(same[:, None], earlier, 0.0)
+        total = total + F.pad(earlier, (back, 0))
+    if bias is not None:
+        total = total + bias.to(dtype)[:, None]
+    return (total if activation is None else F.silu(total)).to(x.dtype)
+
+
+def check_arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None
+) -> None:
+    """Refuse a call that no kernel of the op computes. It reads shapes and dtypes, and no values.
+
+    Takes what :func:`standard` does.
+
+    Raises:
+        ValueError: shapes that don't fit together, or another activation.
+
+    Example:
+        >>> check_arguments(torch.ones(2, 3, 5), torch.ones(4, 2), None, None, None)
+        Traceback (most recent call last):
+            ...
+        ValueError: causal_conv1d: x is [2, 3, 5] and weight [4, 2]; give x[B, C, S] and weight[C, W]
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"causal_conv1d: the activation is {activation!r}, not None, 'silu' or 'swish'")
+    if x.dim() != 3 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or not weight.shape[1]:
+        shapes = f"x is {list(x.shape)} and weight {list(weight.shape)}"
+        raise ValueError(f"causal_conv1d: {shapes}; give x[B, C, S] and weight[C, W]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"causal_conv1d: bias is {list(bias.shape)}; give one number for each of {len(weight)} channels"
+        )
+    if seq_idx is not None and (seq_idx.shape != (x.shape[0], x.shape[2]) or seq_idx.is_floating_point()):
+        given, wanted = f"{seq_idx.dtype} {list(seq_idx.shape)}", [x.shape[0], x.shape[2]]
+        raise ValueError(f"causal_conv1d: seq_idx is {given}; give integers {wanted}, one for each position of x")
+
+
+def numbered(lengths: list[int], device: torch.device) -> Tensor:
+    """``seq_idx`` ``[1, sum of lengths]`` of sequences of these lengths that are packed into one row.
+
+    Args:
+        lengths: how many positions each sequence has; a sequence of none has no number.
+        device: where the result is.
+
+    Example:
+        >>> numbered([2, 1, 3], torch.device("cpu"))
+        tensor([[0, 0, 1, 2, 2, 2]], dtype=torch.int32)
+    """
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return numbers[None].to(device)
+
+
+class _Problems:
+    """Draws the arguments of calls."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self._draw = device, Draw(device, dtype)
+
+    def call(
+        self, *shape: int, width: int = 4, bias: bool = False, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``x`` of ``shape`` as a transposed ``[B, S, C]``, a weight, and a bias or ``None``."""
+        batch, channels, length = shape
+        x = self._draw.normal(batch, length, channels, scale=scale).transpose(1, 2)
+        weight = leaf(self._draw.normal(channels, width, scale=width**-0.5))
+        return leaf(x), weight, leaf(self._draw.normal(channels, scale=0.5)) if bias else None
+
+    def packed(self, *rows: list[int]) -> Tensor:
+        """``seq_idx`` with one row for each list of lengths."""
+        return torch.cat([numbered(lengths, self.device) for lengths in rows])
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    problems = _Problems(device, dtype)
+    silu = {"activation": "silu"}
+    yield Sample("odd length", problems.call(3, 10, 37), silu)
+    yield Sample("a bias, no activation", problems.call(2, 7, 21, width=3, bias=True))
+    x, *others = problems.call(2, 12, 19, width=2, bias=True)
+    yield Sample("channels before positions", (leaf(x.detach().contiguous()), *others), silu)
+    packed = problems.packed([1, 9, 1, 1, 2, 15], [29], [13, 3, 13])
+    yield Sample("packed", problems.call(3, 6, 29), {**silu, "seq_idx": packed})
+    packed = problems.packed([2, 1, 4, 5])
+    yield Sample("packed, with a bias", problems.call(1, 6, 12, bias=True), {"seq_idx": packed})
+    x, weight, _ = problems.call(2, 3 * 8, 13, width=3)
+    part = slice(8, 16)
+    yield Sample("a part of the channels", (leaf(x.detach()[:, part]), leaf(weight.detach()[part])))
+    yield Sample("one token", problems.call(3, 8, 1, bias=True), silu)
+    yield Sample("shorter than the width", problems.call(2, 8, 2), silu)
+    yield Sample("no rows", problems.call(0, 8, 5), silu)
+    yield Sample("seven positions", problems.call(2, 8, 19, width=7), needs=("any_width",))
+    yield from _edges(problems)
+
+
+def _edges(problems: _Problems) -> Iterator[Sample]:
+    """Boundaries in every place, and both names of one activation."""
+    for name, lengths in (
+        ("a boundary at the second token", [1, 12]),
+        ("a boundary at the last token", [12, 1]),
+        ("every token a sequence", [1] * 13),
+        ("boundaries closer than the width", [3, 2, 3, 1, 1, 2, 1]),
+    ):
+        options = {"activation": "silu", "seq_idx": problems.packed(lengths)}
+        yield Sample(name, problems.call(1, 5, 13), options, values_only=True)
+    two = {"activation": "swish", "seq_idx": problems.packed([1, 1])}
+    yield Sample("two sequences of one token", problems.call(1, 5, 2, bias=True), two, values_only=True)
+    whole = {"activation": "silu", "seq_idx": problems.packed([9], [9]) + 3}
+    yield Sample("one sequence whose number is 3", problems.call(2, 5, 9), whole, values_only=True)
+    one = problems.call(2, 5, 9, width=1, bias=True)
+    yield Sample("one position", one, {"activation": "silu"}, needs=("any_width",), values_only=True)
+    yield Sample("large values", problems.call(2, 5, 9, scale=50.0), {"activation": "silu"}, values_only=True)
+
+
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    problems = _Problems(device, dtype)
+    packed = problems.packed([1, 700, 255, 1, 1, 1093])
+    yield Sample(
+        "past 2048 positions", problems.call(1, 66, 2051, bias=True), {"seq_idx": packed, "activation": "silu"}
+    )
+    yield Sample("past 1024 channels", problems.call(2, 1100, 67), {"activation": "silu"})
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    problems = _Problems(device, dtype)
+    packed = problems.packed([4099], [1, 2047, 2048, 3])
+    yield Sample("a model's mixer", problems.call(2, 8192, 4099), {"activation": "silu", "seq_idx": packed})
+
+
+VALUES = {
+    "float32": Tolerance(element=4e-6, norm=1e-6),
+    "bfloat16": Tolerance(element=2e-2, norm=6e-3),
+    "float16": Tolerance(element=2.5e-3, norm=8e-4),
+}
+# The gradients of weight and bias are sums over all positions.
+GRADIENTS = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
+    "float16": Tolerance(element=5e-3, norm=1.3e-3),
+}
+
+CONTRACTS = {
+    "standard": Contract(
+        op_name="causal_conv1d",
+        variant="standard",
+        reference=standard,
+        samples=_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_beyond_a_tile,
+        large=_large,
+        rows=("x", "seq_idx"),
+    )
+}

@@ -1,0 +1,224 @@
+"""cross_entropy_loss: the loss of a language model's head, or of a sequence classifier, as a float32 scalar.
+
+``causal`` takes hidden states and the output projection's weight, so that a kernel can avoid materialising all logits.
+A site's ``sizes`` are then ``hidden`` and ``vocabulary``. ``vocabulary_parallel`` is one rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.kernels import IGNORED
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
+
+
+def causal(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    num_items_in_batch: int | Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against ``labels[T]``. If all are ignored, it is 0.
+
+    Args:
+        hidden: hidden states ``[T, H]``.
+        weight: the output projection ``[V, H]``.
+        labels: int64 ``[T]``, already shifted.
+        bias: the projection's bias ``[V]``.
+        ignore_index: the label that doesn't count.
+        num_items_in_batch: divide the sum by this instead of by the number of labels that count.
+        softcap: bounds the logits, after ``scale``: ``softcap * tanh(logits / softcap)``.
+        scale: multiplies the logits.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> hidden, weight = torch.zeros(3, 8), torch.randn(16, 8)  # equal logits: each label costs log(16)
+        >>> labels = torch.tensor([5, 0, -100])
+        >>> causal(hidden, weight, labels)
+        tensor(2.7726)
+        >>> causal(hidden, weight, labels, num_items_in_batch=4)  # two more in the other micro-batch
+        tensor(1.3863)
+        >>> causal(hidden, weight, torch.full((3,), -100))
+        tensor(0.)
+    """
+    logits = F.linear(hidden, weight, bias)
+    if scale is not None:
+        logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
+    if num_items_in_batch is not None:
+        return total / num_items_in_batch
+    return total / (labels != ignore_index).sum().clamp_min(1)
+
+
+def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """Mean cross entropy of pooled ``logits[B, C]`` against ``labels[B]``; 0 if all labels are ignored.
+
+    Args:
+        logits: ``[B, C]``, of any floating dtype.
+        labels: int64 ``[B]``.
+        ignore_index: the label that doesn't count.
+
+    Returns:
+        A scalar, in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+        >>> seq_cls(logits, torch.tensor([0, 1, -100]))
+        tensor(0.1269)
+        >>> seq_cls(logits, torch.tensor([0, 1, 0]))
+        tensor(0.7936)
+    """
+    total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
+    return total / (labels != ignore_index).sum().clamp_min(1)
+
+
+def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def problem(tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0) -> tuple[Tensor, ...]:
+        labels = draw.integers(vocabulary, tokens)
+        labels[:ignored] = IGNORED
+        weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
+        return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
+
+    yield Sample("odd sizes", problem(37, 48, 101, ignored=5))
+    yield Sample("bias", (*problem(19, 32, 67), leaf(draw.normal(67))))
+    yield Sample("items counted over several batches", problem(16, 32, 64, ignored=3), {"num_items_in_batch": 29})
+    items = torch.tensor(29, device=device)
+    yield Sample("items counted in a tensor", problem(16, 32, 64, ignored=3), {"num_items_in_batch": items})
+    yield Sample("softcap and scale", problem(21, 32, 80, scale=4.0), {"softcap": 5.0, "scale": 0.5})
+    yield Sample("large logits", problem(12, 64, 96, scale=20.0))
+    yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7})
+    yield Sample("no label counts", problem(9, 32, 50, ignored=9))
+    yield Sample("many tokens", problem(300, 16, 40, ignored=11))
+    hidden, weight, labels = problem(24, 32, 50)
+    yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]))
+    yield from _causal_edges(device, dtype)
+
+
+def _causal_edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Options alone and combined, and extreme counts: no token, one token, all labels ignored."""
+    draw = Draw(device, dtype, seed=3)
+
+    def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
+        return Sample(name, problem, options, values_only=True)
+
+    def problem(tokens: int = 16, ignored: int = 3) -> tuple[Tensor, ...]:
+        return _problem(draw, tokens, 32, 64, ignored)
+
+    def biased(ignored: int = 3) -> tuple[Tensor, ...]:
+        return *problem(ignored=ignored), leaf(draw.normal(64))
+
+    # Shapes of earlier samples with another number of ignored labels: finds kernels that cache something by shape.
+    yield edge("softcap alone", problem(), softcap=2.0)
+    yield edge("scale alone", problem(ignored=7), scale=0.25)
+    yield edge("bias, ignored labels", biased())
+    yield edge("bias, softcap and scale", biased(), softcap=3.0, scale=0.5)
+    yield edge("bias, items counted", biased(), num_items_in_batch=29, softcap=3.0)
+    yield edge("fewer items than labels", problem(), num_items_in_batch=5)
+    yield edge("other items in a tensor", problem(), num_items_in_batch=torch.tensor(11, device=device))
+    yield edge("items in a tensor of floats", problem(), num_items_in_batch=torch.tensor(21.0, device=device))
+    yield edge("no label counts, items counted", problem(ignored=16), num_items_in_batch=29)
+    yield edge("one token", problem(tokens=1, ignored=0))
+    yield edge("no tokens", problem(tokens=0, ignored=0))
+    hidden, weight, labels, bias = biased(ignored=0)
+    labels[::3], labels[1], labels[-1] = 0, 63, 63
+    yield edge("the first word is ignored", (hidden, weight, labels, bias), ignore_index=0)
+    yield edge("the last word is ignored", (hidden, weight, labels), ignore_index=63, num_items_in_batch=29)
+    labels = labels.clone()
+    labels[::3] = -1
+    yield edge("ignored below zero", (hidden, weight, labels), ignore_index=-1)
+
+
+def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("past 4096 words", _problem(draw, tokens=70, hidden=72, vocabulary=5003, ignored=3))
+    options = {"softcap": 5.0, "scale": 0.5}
+    yield Sample("past 4096 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8209), options)
+
+
+def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    # In float16 a word's probability divided by the number of tokens underflows, so the gradient of the logits would
+    # keep only the labels' part. Training scales the loss up against that; here a small count does it.
+    few = {"num_items_in_batch": 4} if dtype == torch.float16 else {}
+    yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100), few)
+    yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936), few)
+    items = {"num_items_in_batch": 257}
+    yield Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9), items)
+
+
+def _problem(draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0) -> tuple[Tensor, ...]:
+    labels = draw.integers(vocabulary, tokens)
+    labels[:ignored] = IGNORED
+    return leaf(draw.normal(tokens, hidden)), leaf(draw.normal(vocabulary, hidden, scale=hidden**-0.5)), labels
+
+
+def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("odd sizes", (leaf(draw.normal(7, 5)), draw.integers(5, 7)))
+    labels = draw.integers(3, 9)
+    labels[2] = IGNORED
+    yield Sample("an ignored label", (leaf(draw.normal(9, 3, scale=10.0)), labels))
+    yield Sample("no label counts", (leaf(draw.normal(2, 3)), torch.full((2,), IGNORED, device=device)))
+    labels = draw.integers(4, 8)
+    labels[1::3] = 1
+    yield Sample("another ignore_index", (leaf(draw.normal(8, 4)), labels), {"ignore_index": 1}, values_only=True)
+    yield Sample("one row of two classes", (leaf(draw.normal(1, 2)), draw.integers(2, 1)), values_only=True)
+
+
+def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    yield Sample("past 4096 classes", (leaf(draw.normal(7, 5003)), draw.integers(5003, 7)))
+    yield Sample("many rows", (leaf(draw.normal(1031, 9)), draw.integers(9, 1031)))
+
+
+# The loss is one float32 number, but in low precision every logit is rounded first. In bf16 the rounding error of a
+# logit of 60 is up to an eighth, which changes probabilities, and so gradients, by about as much.
+VALUES = {
+    "float32": Tolerance(element=4e-6, norm=4e-6),
+    "bfloat16": Tolerance(element=1e-2, norm=1e-2),
+    "float16": Tolerance(element=2e-3, norm=2e-3),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=4e-5, norm=1e-5),
+    "bfloat16": Tolerance(element=1.6e-1, norm=4e-2),
+    "float16": Tolerance(element=2e-2, norm=5e-3),
+}
+
+CONTRACTS = {
+    "causal": Contract(
+        op_name="cross_entropy_loss",
+        variant="causal",
+        reference=causal,
+        samples=_causal_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_causal_beyond_a_tile,
+        large=_causal_large,
+    ),
+    "seq_cls": Contract(
+        op_name="cross_entropy_loss",
+        variant="seq_cls",
+        reference=seq_cls,
+        samples=_seq_cls_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_seq_cls_beyond_a_tile,
+    ),
+    "vocabulary_parallel": VOCABULARY_PARALLEL,
+}

@@ -1,0 +1,168 @@
+"""The calls on which kernels of delta rules are compared with the recurrence, and how closely.
+
+Both ops have the same ones. They differ in the decay: one number per token and head, or one per key channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
+
+# A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
+WIDE_HEADS, WIDEST_HEAD = "wide_heads", 128
+# A state that decays, and corrections that add up. With g above 0 or beta below it the state grows with every token, as
+# do the triangular systems of chunked kernels. What float32 rounds away is then a matter of the order of sums.
+RANGES = {"g": (-math.inf, 0.0), "beta": (0.0, math.inf)}
+_NORMED: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+
+
+@dataclass(frozen=True)
+class DeltaRuleSamples:
+    """The samples of one op.
+
+    Args:
+        per_channel: whether its decay has a number per key channel.
+
+    Example:
+        >>> sample = next(DeltaRuleSamples(per_channel=True).small(torch.device("cpu"), torch.float32))
+        >>> query, key, value, g, beta = sample.args
+        >>> sample.name, g.shape, beta.shape
+        ('odd sizes', torch.Size([2, 13, 3, 7]), torch.Size([2, 13, 3]))
+    """
+
+    per_channel: bool
+
+    def small(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        """Of all kinds, each with its gradients; then :meth:`_edges`."""
+        draw = Draw(device, dtype)
+        yield Sample("odd sizes", self._problem(draw, 2, 13, (3, 3), (7, 5)), _NORMED)
+        kept = {**_NORMED, "output_final_state": True}
+        yield Sample("both states", self._problem(draw, 2, 19), {"initial_state": _state(draw, 2), **kept})
+        packed = {"cu_seqlens": _bounds_at(device, 1, 9, 24), "initial_state": _state(draw, 3), **kept}
+        yield Sample("packed, both states", self._problem(draw, 1, 24), packed)
+        yield Sample("grouped heads", self._problem(draw, 2, 11, (2, 4), (8, 6)), _NORMED)
+        yield Sample("no l2 norm", self._problem(draw, 2, 17, key_scale=0.3), {"output_final_state": True})
+        yield Sample("past a chunk", self._problem(draw, 1, 67, (1, 1)), kept)
+        wide = [leaf(x.detach().repeat_interleave(2, dim=1)[:, ::2]) for x in self._problem(draw, 2, 10)]
+        yield Sample("every other token", tuple(wide), _NORMED)
+        transposed = [leaf(x.detach().transpose(1, 2).contiguous().transpose(1, 2)) for x in self._problem(draw, 2, 9)]
+        yield Sample("heads before tokens in memory", tuple(transposed), _NORMED)
+        yield from self._edges(device, dtype)
+
+    def _edges(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        """Lengths around chunks of 16, 32 and 64 tokens, boundaries on and beside them, and decays from none to all."""
+        draw = Draw(device, dtype, seed=3)
+
+        def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
+            return Sample(name, problem, {**_NORMED, **options}, values_only=True)
+
+        for length in (1, 2, 15, 16, 33, 63, 64, 65, 129):
+            state = _state(draw, 1)
+            name = "1 token" if length == 1 else f"{length} tokens"
+            yield edge(name, self._problem(draw, 1, length), initial_state=state, output_final_state=True)
+        yield edge("no tokens", self._problem(draw, 2, 0), initial_state=_state(draw, 2), output_final_state=True)
+        for ends in ((64, 128), (63, 64, 65, 131), (1, 2, 3, 70), (5, 5, 40, 40)):
+            bounds, states = _bounds_at(device, *ends), _state(draw, len(ends))
+            words = f"packed at {', '.join(map(str, ends))}"
+            problem = self._problem(draw, 1, ends[-1])
+            yield edge(words, problem, cu_seqlens=bounds, initial_state=states, output_final_state=True)
+        bounds = _bounds_at(device, 21, dtype=torch.int64)
+        yield edge("one packed sequence", self._problem(draw, 1, 21), cu_seqlens=bounds)
+        yield edge("packed without states", self._problem(draw, 1, 75), cu_seqlens=_bounds_at(device, 30, 75))
+        yield edge("packed, grouped heads", self._problem(draw, 1, 40, (1, 3)), cu_seqlens=_bounds_at(device, 7, 40))
+        kept: dict[str, Any] = {"initial_state": _state(draw, 2), "output_final_state": True}
+        yield edge("large decay", self._problem(draw, 2, 70, decay=30.0), **kept)
+        q, k, v, g, beta = self._problem(draw, 1, 70)
+        kept = {"initial_state": _state(draw, 1), "output_final_state": True}
+        sudden = g.detach().clone()
+        sudden[:, 5::9] = -500.0  # everything is forgotten here, and what comes after is as exact as ever
+        yield edge("forgets at once", (q, k, v, leaf(sudden), beta), **kept)
+        if self.per_channel:
+            some = g.detach().clone()
+            some[:, 5::9, :, ::2] = -500.0
+            some[..., 1] = 0.0
+            yield edge("some channels forget at once, and one nothing", (q, k, v, leaf(some), beta), **kept)
+        yield edge("no decay", (q, k, v, leaf(torch.zeros_like(g)), beta), output_final_state=True)
+        yield edge("beta up to 2", (q, k, v, g, leaf(beta.detach() * 2)), output_final_state=True)
+        yield edge("another scale", self._problem(draw, 2, 12), scale=0.7)
+        yield edge("values narrower than keys", self._problem(draw, 2, 20, widths=(12, 3)), output_final_state=True)
+        yield edge("values wider than keys", self._problem(draw, 2, 20, widths=(4, 24)), output_final_state=True)
+
+    def beyond_a_tile(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        """Wider than a tile of a kernel, and longer than a few chunks."""
+        draw = Draw(device, dtype)
+        kept = {**_NORMED, "output_final_state": True}
+        wide = self._problem(draw, 1, 35, (1, 2), (136, 144))
+        yield Sample("past 128 columns", wide, kept, needs=(WIDE_HEADS,))
+        bounds, states = _bounds_at(device, 3, 131, 150, 290), _state(draw, 4, 2, 24, 40)
+        problem = self._problem(draw, 1, 290, (2, 2), (24, 40), decay=0.05)
+        yield Sample("packed, five chunks", problem, {"cu_seqlens": bounds, "initial_state": states, **kept})
+
+    def large(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        """As a model has them."""
+        draw = Draw(device, dtype)
+        kept = {**_NORMED, "output_final_state": True}
+        yield Sample("a model's heads", self._problem(draw, 1, 1027, (2, 4), (128, 128), decay=0.05), kept)
+        problem = self._problem(draw, 1, 2051, (1, 2), (128, 128), decay=0.01)
+        yield Sample("packed, long", problem, {"cu_seqlens": _bounds_at(device, 17, 1400, 2051), **kept})
+
+    def _problem(
+        self,
+        draw: Draw,
+        batch: int,
+        length: int,
+        heads: tuple[int, int] = (2, 2),
+        widths: tuple[int, int] = (8, 8),
+        decay: float = 0.5,
+        key_scale: float = 1.0,
+    ) -> tuple[Tensor, ...]:
+        """Query, key, value, g and beta. Without l2 norm, keys longer than 1 make the state grow: see ``key_scale``."""
+        (key_heads, value_heads), (key_width, value_width) = heads, widths
+        q = draw.normal(batch, length, key_heads, key_width)
+        k = draw.normal(batch, length, key_heads, key_width, scale=key_scale)
+        v = draw.normal(batch, length, value_heads, value_width)
+        g = -draw.normal(batch, length, *self._of_decay(value_heads, key_width), scale=decay).abs().float()
+        beta = draw.normal(batch, length, value_heads).sigmoid()
+        return leaf(q), leaf(k), leaf(v), leaf(g), leaf(beta)
+
+    def _of_decay(self, heads: int, key_width: int) -> tuple[int, ...]:
+        return (heads, key_width) if self.per_channel else (heads,)
+
+
+def _state(draw: Draw, sequences: int, heads: int = 2, key_width: int = 8, value_width: int = 8) -> Tensor:
+    return leaf(draw.normal(sequences, heads, key_width, value_width).float())
+
+
+def _bounds_at(device: torch.device, *ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor((0, *ends), dtype=dtype, device=device)
+
+
+# In low precision kernels round queries, keys and corrections of the state to feed matrix units, which transformers'
+# own code does not.
+VALUES = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
+    "float16": Tolerance(element=6e-3, norm=1.5e-3),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=6e-5, norm=1e-5),
+    "bfloat16": Tolerance(element=1e-1, norm=2e-2),
+    "float16": Tolerance(element=1.5e-2, norm=3e-3),
+}
+
+
+def present(result: Any) -> tuple[Tensor, ...]:
+    """The tensors of a result that may lack final states.
+
+    Example:
+        >>> present((torch.zeros(1), None))
+        (tensor([0.]),)
+    """
+    return tuple(each for each in as_tensors(result) if each is not None)

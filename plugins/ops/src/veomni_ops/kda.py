@@ -1,0 +1,121 @@
+"""kda: Kimi's delta attention, a gated delta rule in which each key channel of the state forgets by its own gate.
+
+The call is that of flash-linear-attention's ``chunk_kda``, as transformers' models make it, which compute the gates
+themselves. A site's ``sizes``: ``key_heads``, ``value_heads``, ``key_width`` and ``value_width``, where the model
+states them. Tokens that are decoded one at a time go through the model's own recurrent function, which is not this op.
+
+Keys or values wider than 128 are the feature ``wide_heads``: a kernel may have room for a state of 128 by 128 alone.
+
+Shape suffixes: ``B`` batch, ``S`` sequence, ``H`` heads, ``K`` key width, ``V`` value width, ``N`` sequences.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from veomni_ops.contract import Contract
+from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
+from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, present
+
+
+def standard(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Reads and corrects a state ``S[K, V]`` of each head, token by token, in float32.
+
+    For token ``t``, with ``S'[i] = exp(g[t, i]) * S[i]`` for each key channel ``i``, the new state is
+    ``S = S' + key[t] (x) (beta[t] * (value[t] - key[t] @ S'))``, and the output is ``scale * query[t] @ S``.
+
+    Args:
+        query: ``[B, S, H, K]``. Its heads may divide the value's: each then serves that many neighbouring value heads.
+        key: of the query's shape.
+        value: ``[B, S, HV, V]``.
+        g: the logarithm of the decay of each key channel ``[B, S, HV, K]``, at most 0, mostly in float32.
+        beta: how much of the correction is written ``[B, S, HV]``, at least 0.
+        scale: multiplies the query; ``K ** -0.5`` by default.
+        initial_state: ``[N, HV, K, V]``, the state before the first token of each sequence; zeros by default.
+        output_final_state: whether the state after the last token of each sequence is returned.
+        use_qk_l2norm_in_kernel: whether queries and keys are divided by ``sqrt(sum of squares + 1e-6)`` first.
+        cu_seqlens: integers ``[N + 1]`` from 0 to S, where packed sequences begin and end in a batch of one. Sequences
+            may be empty. Without it, N is B.
+
+    Returns:
+        The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32, or ``None``
+        (both in float64 for float64 queries). Gradients of all floating-point inputs, from both.
+
+    Raises:
+        ValueError: shapes or boundaries don't fit together (:func:`check_call`).
+
+    Example:
+        >>> import torch
+        >>> key = torch.eye(2).view(1, 2, 1, 2)  # the second token reads what the first has not written
+        >>> value, g = torch.ones(1, 2, 1, 1), torch.tensor([[0.5, 0.25]]).log().expand(1, 2, 1, 2)
+        >>> output, state = standard(key, key, value, g, torch.ones(1, 2, 1), scale=1.0, output_final_state=True)
+        >>> output.flatten(), state.flatten()  # the first channel has decayed by 0.5 since
+        (tensor([1., 1.]), tensor([0.5000, 1.0000]))
+    """
+    bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
+    inputs = (query, key, value, g, beta)
+    output, finals = over_tokens(*inputs, scale, initial_state, use_qk_l2norm_in_kernel, bounds)
+    return output, finals if output_final_state else None
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Bounds | None:
+    """Check that the inputs of a call fit together. A kernel calls it first.
+
+    The boundaries are read, which waits for the device that has them.
+
+    Returns:
+        The first token of each packed sequence, and the one after its last; ``None`` where nothing is packed.
+
+    Raises:
+        ValueError: a shape doesn't fit to the others; a state is of another number of sequences; the boundaries are not
+            those of a batch of one, don't go from 0 to its length, or go back.
+
+    Example:
+        >>> import torch
+        >>> q, v, beta = torch.zeros(1, 7, 2, 8), torch.zeros(1, 7, 2, 16), torch.zeros(1, 7, 2)
+        >>> check_call(q, q, v, torch.zeros(1, 7, 2, 8), beta, cu_seqlens=torch.tensor([0, 3, 7]))
+        ((0, 3), (3, 7))
+        >>> check_call(q, q, v, beta, beta)
+        Traceback (most recent call last):
+            ...
+        ValueError: g is (1, 7, 2), expected (1, 7, 2, 8): one number per token, head and key channel
+    """
+    return check_inputs(query, key, value, g, beta, True, initial_state, cu_seqlens)
+
+
+SAMPLES = DeltaRuleSamples(per_channel=True)
+CONTRACTS = {
+    "standard": Contract(
+        op_name="kda",
+        variant="standard",
+        reference=standard,
+        samples=SAMPLES.small,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=SAMPLES.beyond_a_tile,
+        large=SAMPLES.large,
+        primary=present,
+        # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
+        rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
+        ranges=RANGES,
+    ),
+}

@@ -1,0 +1,146 @@
+"""rms_norm_gated: root-mean-square normalisation with a gate, as in state-space and linear-attention mixers.
+
+``(x[..., H], gate[..., H], weight[H], eps, group_size=None) -> [..., H]`` in x's dtype; statistics are in float32.
+With ``group_size``, each group of so many elements of a row is normalised on its own.
+A site's ``sizes``: ``width`` (H), if it has a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
+
+
+def _normalised(x: Tensor, eps: float, group_size: int | None) -> Tensor:
+    size = group_size or x.shape[-1]
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)  # [..., H / group_size, group_size]
+    return (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+
+
+def standard(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """``weight * (x / rms(x)) * silu(gate)``: rounded to x's dtype before the weight and at the end (Qwen3-Next).
+
+    Args:
+        x: the input ``[..., H]``, of any floating dtype.
+        gate: ``[..., H]``.
+        weight: ``[H]``.
+        eps: added to the mean square of a group.
+        group_size: the number of neighbouring elements that are normalised together; it divides H. ``None`` for H.
+
+    Returns:
+        ``[..., H]`` in x's dtype.
+
+    Example:
+        >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.ones(2)
+        >>> standard(x, gate=torch.tensor([[0.0, 1.0]]), weight=weight, eps=0.0)  # a gate of 0 is closed
+        tensor([[0.0000, 0.8271]])
+        >>> standard(x, torch.ones(1, 2), weight, eps=0.0, group_size=1)  # each element is its own rms
+        tensor([[0.7311, 0.7311]])
+    """
+    wide = compute_dtype(x)
+    return ((weight * _normalised(x.to(wide), eps, group_size).to(x.dtype)) * F.silu(gate.to(wide))).to(x.dtype)
+
+
+def sigmoid(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """``weight * (x / rms(x)) * sigmoid(gate)`` in float32, rounded once at the end (Kimi Linear).
+
+    Takes and returns what :func:`standard` does.
+
+    Example:
+        >>> sigmoid(torch.tensor([[3.0, 4.0]]), gate=torch.zeros(1, 2), weight=torch.ones(2), eps=0.0)  # half open
+        tensor([[0.4243, 0.5657]])
+    """
+    wide = compute_dtype(x)
+    return (weight.to(wide) * _normalised(x.to(wide), eps, group_size) * torch.sigmoid(gate.to(wide))).to(x.dtype)
+
+
+def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """``weight * (y / rms(y))`` of ``y = x * silu(gate)``, rounded before the weight (Mamba 2).
+
+    Takes and returns what :func:`standard` does.
+
+    Example:
+        >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.ones(2)
+        >>> gate_first(x, gate=torch.ones(1, 2), weight=weight, eps=0.0)  # the norm undoes a gate that all share
+        tensor([[0.8485, 1.1314]])
+        >>> standard(x, torch.ones(1, 2), weight, eps=0.0)
+        tensor([[0.6203, 0.8271]])
+    """
+    wide = compute_dtype(x)
+    gated = x.to(wide) * F.silu(gate.to(wide))
+    return weight * _normalised(gated, eps, group_size).to(x.dtype)
+
+
+def _samples(group_size: int | None) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        draw = Draw(device, dtype)
+
+        def problem(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, float]:
+            weight = leaf(draw.normal(shape[-1], scale=0.3, shift=1.0))
+            return leaf(draw.normal(*shape, scale=scale)), leaf(draw.normal(*shape)), weight, 1e-6
+
+        options = {"group_size": group_size}
+        yield Sample("odd rows", problem(3, 5, 96), options)
+        yield Sample("large values", problem(4, 128, scale=50.0), options)
+        yield Sample("no rows", problem(0, 64), options)
+        x, gate, weight, eps = problem(12, 64)
+        yield Sample("every other row", (leaf(x.detach()[::2]), leaf(gate.detach()[::2]), weight, eps), options)
+        name, other = ("one group", None) if group_size else ("groups of 32", 32)
+        yield Sample(name, problem(5, 96), {"group_size": other}, values_only=True)
+
+    return samples
+
+
+def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        draw = Draw(device, dtype)
+        for name, shape in shapes.items():
+            weight = leaf(draw.normal(shape[1], scale=0.3, shift=1.0))
+            x, gate = leaf(draw.normal(*shape)), leaf(draw.normal(*shape))
+            yield Sample(name, (x, gate, weight, 1e-6), {"group_size": group_size})
+
+    return samples
+
+
+_BEYOND_A_TILE = {"past 2048 columns": (5, 4128), "past 65535 rows": (65_539, 32)}
+_LARGE = {"a model's rows": (16_387, 4096)}
+_LARGE_GROUP = 512  # Mamba 2 divides its rows by eight
+VALUES = {
+    "float32": Tolerance(element=4e-6, norm=1e-6),
+    "bfloat16": Tolerance(element=2e-2, norm=6e-3),
+    "float16": Tolerance(element=2.5e-3, norm=8e-4),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
+    "float16": Tolerance(element=5e-3, norm=1.3e-3),
+}
+ROUNDING = {"bfloat16": 0.03, "float16": 0.03}
+
+
+def _contract(variant: str, reference: Callable[..., Tensor], group_size: int | None = None) -> Contract:
+    samples = _samples(group_size)
+    return Contract(
+        op_name="rms_norm_gated",
+        variant=variant,
+        reference=reference,
+        samples=samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        rounding=ROUNDING,
+        beyond_a_tile=_sized(_BEYOND_A_TILE, group_size),
+        large=_sized(_LARGE, group_size and _LARGE_GROUP),
+        rows=("x", "gate"),
+    )
+
+
+CONTRACTS = {
+    "standard": _contract("standard", standard),
+    "sigmoid": _contract("sigmoid", sigmoid),
+    "gate_first": _contract("gate_first", gate_first, group_size=32),
+}

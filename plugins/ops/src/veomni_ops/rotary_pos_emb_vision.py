@@ -1,0 +1,125 @@
+"""rotary_pos_emb_vision: ``(q[..., S, H, D], k[..., S, H, D], cos[..., S, R], sin[..., S, R]) -> (q, k)``.
+
+The rotary position embedding of vision towers, computed in float32 and rounded once to the dtypes of ``q`` and ``k``.
+A kernel must read every entry of ``cos`` and ``sin`` and may not assume equal halves, since vision towers lay out the
+angles of rows and columns differently. ``cos`` and ``sin`` have q's dtype or float32, and either q's leading dimensions
+or none; they get no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
+from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
+
+
+def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate every dimension in pairs ``(i, i + D/2)``, ``R = D`` (Qwen2-VL).
+
+    Args:
+        q, k: queries and keys ``[..., S, H, D]``, of any floating dtype.
+        cos, sin: cosines and sines of the angles, ``[..., S, R]`` or ``[S, R]``, in q's dtype or float32.
+
+    Returns:
+        The rotated queries and keys, with the shapes and dtypes of ``q`` and ``k``.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)  # one patch, one head
+        >>> q_rotated, _ = full(q, q, cos=torch.zeros(1, 4), sin=torch.tensor([[1.0, 1.0, 10.0, 10.0]]))
+        >>> q_rotated.flatten()  # each half has its own angles
+        tensor([-3., -4., 10., 20.])
+    """
+    return _wide(q, cos, sin, rotate_half), _wide(k, cos, sin, rotate_half)
+
+
+def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate neighbours ``(2i, 2i + 1)``, ``R = D`` (Inkling 2).
+
+    Takes and returns what :func:`full` does.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
+        >>> q_rotated, _ = pairwise(q, q, cos=torch.zeros(1, 4), sin=torch.ones(1, 4))  # 90 degrees
+        >>> q_rotated.flatten()
+        tensor([-2.,  1., -4.,  3.])
+    """
+    return _wide(q, cos, sin, rotate_pairs), _wide(k, cos, sin, rotate_pairs)
+
+
+def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`full` in the first ``R`` dimensions (MiniMax-M3-VL); the others pass through unchanged.
+
+    Takes and returns what :func:`full` does, with ``R < D``.
+
+    Example:
+        >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
+        >>> q_rotated, _ = partial(q, q, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))  # 90 degrees
+        >>> q_rotated.flatten()
+        tensor([-2.,  1.,  3.,  4.])
+    """
+    width = cos.shape[-1]
+    turned_q, turned_k = full(q[..., :width], k[..., :width], cos, sin)
+    return torch.cat((turned_q, q[..., width:]), dim=-1), torch.cat((turned_k, k[..., width:]), dim=-1)
+
+
+def _wide(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
+    wide = compute_dtype(x)
+    return turned(x.to(wide), cos.unsqueeze(-2).to(wide), sin.unsqueeze(-2).to(wide), turn).to(x.dtype)
+
+
+def _samples(device: torch.device, dtype: torch.dtype, share: float) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def angles(*shape: int, angle_dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
+        pairs = int(shape[-1] * share) // 2
+        spread = AngleLayout.UNRELATED.spread(draw.normal(*shape[:-1], pairs, scale=2.0).float())
+        return spread.cos().to(angle_dtype), spread.sin().to(angle_dtype)
+
+    def heads(*shape: int) -> Tensor:
+        return leaf(draw.normal(*shape))
+
+    yield Sample("patches of images", (heads(37, 4, 80), heads(37, 4, 80), *angles(37, 80)))
+    q, k, _ = draw.normal(13, 3, 2, 64).unbind(1)  # as views of one packed projection
+    yield Sample("cut out of one tensor", (leaf(q), leaf(k), *angles(13, 64)))
+    yield Sample("one patch", (heads(1, 2, 32), heads(1, 2, 32), *angles(1, 32)))
+    yield Sample("angles shared by a batch", (heads(2, 5, 4, 64), heads(2, 5, 4, 64), *angles(5, 64)))
+    yield Sample("a batch", (heads(2, 5, 4, 72), heads(2, 5, 4, 72), *angles(2, 5, 72)))
+    wide = angles(9, 64, angle_dtype=torch.float32)
+    yield Sample("angles in float32", (heads(9, 4, 64), heads(9, 4, 64), *wide))
+
+
+def _patches(device: torch.device, dtype: torch.dtype, share: float, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    for count, heads, width in shapes:
+        spread = AngleLayout.UNRELATED.spread(draw.normal(count, int(width * share) // 2, scale=2.0).float())
+        q, k = (leaf(draw.normal(count, heads, width)) for _ in range(2))
+        yield Sample(f"{count} patches", (q, k, spread.cos().to(dtype), spread.sin().to(dtype)))
+
+
+_Shape = tuple[int, int, int]  # patches, heads, a head's width
+_BEYOND_A_TILE: tuple[_Shape, ...] = ((1031, 3, 80), (9, 40, 128))
+_LARGE: tuple[_Shape, ...] = ((65_539, 16, 80),)
+
+
+def _contract(reference: Callable[..., tuple[Tensor, Tensor]], share: float = 1.0) -> Contract:
+    return Contract(
+        op_name="rotary_pos_emb_vision",
+        variant=reference.__name__,
+        reference=reference,
+        samples=functools.partial(_samples, share=share),
+        values=VALUES,
+        gradients=VALUES,
+        beyond_a_tile=functools.partial(_patches, share=share, shapes=_BEYOND_A_TILE),
+        large=functools.partial(_patches, share=share, shapes=_LARGE),
+        rows=("q", "k", "cos", "sin"),
+    )
+
+
+CONTRACTS = {
+    contract.variant: contract for contract in (_contract(full), _contract(partial, share=0.5), _contract(pairwise))
+}

@@ -1,0 +1,253 @@
+"""token_logprobs: the log-probability of each token's label, and what policy losses read beside it, in float32.
+
+Like the causal cross entropy it takes hidden states and the output projection's weight, so that a kernel can avoid
+materialising all logits. A site's ``sizes`` are ``hidden`` and ``vocabulary``.
+
+Shape suffixes: ``N`` tokens, ``H`` hidden width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_core.kernels import IGNORED
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+
+LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES = "logprobs", "entropy", "top1", "mean_logit", "log_sum_squares"
+OUTPUTS = (LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES)
+DIFFERENTIABLE = (LOGPROBS, ENTROPY)
+
+
+def causal(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ignore_index: int = IGNORED,
+    outputs: tuple[str, ...] = (LOGPROBS,),
+) -> tuple[Tensor, ...]:
+    """Statistics of the distribution over words that ``hidden[N, H] @ weight[V, H].T`` gives for each token.
+
+    With the logits ``z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature`` and
+    ``p = softmax(z)``, the outputs of a token are
+
+    - ``logprobs``: ``log p[label]``;
+    - ``entropy``: ``-sum(p * log p)``, in nats;
+    - ``top1``: 1 if no word has a larger logit than the label, and no earlier word an equal one, else 0;
+    - ``mean_logit``: the mean of ``z`` over the words;
+    - ``log_sum_squares``: ``log(sum(p ** 2))``.
+
+    Each is 0 where the label is ignored. ``logprobs`` and ``entropy`` have gradients of hidden, weight and bias, from
+    any upstream ``[N]``. The others have none, and a kernel computes those that its spec's ``features`` name.
+
+    Args:
+        hidden: hidden states ``[N, H]``.
+        weight: the output projection ``[V, H]``.
+        labels: int64 ``[N]``, already shifted.
+        bias: the projection's bias ``[V]``.
+        temperature: what the logits are divided by, above 0: a number, or one of each token ``[N]`` in float32.
+        softcap: bounds the logits, after ``scale`` and before ``temperature``.
+        scale: multiplies the logits.
+        ignore_index: the label that doesn't count.
+        outputs: what to compute, of :data:`OUTPUTS`.
+
+    Returns:
+        A float32 tensor ``[N]`` per output, in the order of ``outputs`` (float64 for float64 inputs).
+
+    Raises:
+        ValueError: ``outputs`` or ``temperature`` can't be.
+
+    Example:
+        >>> hidden, weight = torch.zeros(3, 8), torch.randn(16, 8)  # equal logits: each word has 1/16
+        >>> labels = torch.tensor([5, 0, -100])
+        >>> causal(hidden, weight, labels, outputs=("logprobs", "entropy", "top1"))
+        (tensor([-2.7726, -2.7726,  0.0000]), tensor([2.7726, 2.7726, 0.0000]), tensor([0., 1., 0.]))
+    """
+    check_options(outputs, temperature, labels)
+    logits = F.linear(hidden, weight, bias)
+    return of_logits(logits, labels, temperature, softcap, scale, ignore_index, outputs)
+
+
+def of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ignore_index: int = IGNORED,
+    outputs: tuple[str, ...] = (LOGPROBS,),
+) -> tuple[Tensor, ...]:
+    """As :func:`causal`, of logits ``[N, V]`` that exist already.
+
+    Example:
+        >>> of_logits(torch.tensor([[0.0, 2.0]]), torch.tensor([1]))
+        (tensor([-0.1269]),)
+    """
+    logits = logits.to(compute_dtype(logits))
+    if scale is not None:
+        logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / (temperature.unsqueeze(1).to(logits) if isinstance(temperature, Tensor) else temperature)
+    counts = labels != ignore_index
+    targets_N1 = torch.where(counts, labels, 0).unsqueeze(1)
+    logprobs_NV = torch.log_softmax(logits, dim=-1)
+    compute = {
+        LOGPROBS: lambda: logprobs_NV.gather(1, targets_N1).squeeze(1),
+        ENTROPY: lambda: -(logprobs_NV.exp() * logprobs_NV).sum(-1),
+        TOP1: lambda: (logits.detach().argmax(-1) == targets_N1.squeeze(1)).to(logits.dtype),
+        MEAN_LOGIT: lambda: logits.detach().mean(-1),
+        LOG_SUM_SQUARES: lambda: torch.logsumexp(2 * logprobs_NV.detach(), dim=-1),
+    }
+    return tuple(torch.where(counts, compute[name](), 0.0) for name in outputs)
+
+
+def check_options(outputs: tuple[str, ...], temperature: float | Tensor, labels: Tensor) -> None:
+    """Check what a call of a kernel asks for. A kernel calls it first.
+
+    The values of a tensor of temperatures are not read, since that would wait for the device.
+
+    Raises:
+        ValueError: ``outputs`` has an unknown name, or one twice; ``temperature`` is not above 0, or is a tensor that
+            does not have one number per label.
+
+    Example:
+        >>> check_options(("logprobs", "entropy"), 0.7, torch.zeros(3))
+        >>> check_options(("logprobs",), 0.0, torch.zeros(3))
+        Traceback (most recent call last):
+            ...
+        ValueError: temperature is 0.0, expected a number above 0: logits are divided by it
+    """
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown or len(set(outputs)) < len(outputs):
+        raise ValueError(f"outputs is {outputs!r}, expected names of {', '.join(OUTPUTS)}, each once")
+    if isinstance(temperature, Tensor):
+        if temperature.shape != labels.shape:
+            shapes = f"{tuple(temperature.shape)}, expected {tuple(labels.shape)}"
+            raise ValueError(f"temperature has shape {shapes}: a number, or one for each label")
+    elif not temperature > 0:
+        raise ValueError(f"temperature is {temperature}, expected a number above 0: logits are divided by it")
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def problem(tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0) -> tuple[Tensor, ...]:
+        return _problem(draw, tokens, hidden, vocabulary, ignored, scale)
+
+    both = {"outputs": (LOGPROBS, ENTROPY)}
+    yield Sample("odd sizes", problem(37, 48, 101, ignored=5))
+    yield Sample("entropy", problem(29, 40, 83, ignored=4), both)
+    yield Sample("entropy alone", problem(13, 32, 61, ignored=2), {"outputs": (ENTROPY,)})
+    yield Sample("bias", (*problem(19, 32, 67), leaf(draw.normal(67))), both)
+    yield Sample("a low temperature", problem(21, 32, 80, ignored=3), {"temperature": 0.3, **both})
+    yield Sample("a high temperature", problem(17, 32, 80), {"temperature": 9.0, **both})
+    temperatures = draw.normal(23).float().exp()
+    yield Sample("a temperature per token", problem(23, 32, 50, ignored=3), {"temperature": temperatures, **both})
+    options = {"softcap": 5.0, "scale": 0.5, "temperature": 0.7, **both}
+    yield Sample("softcap, scale and temperature", problem(21, 32, 80, scale=4.0), options)
+    yield Sample("large logits", problem(12, 64, 96, scale=20.0))
+    yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7, **both})
+    yield Sample("no label counts", problem(9, 32, 50, ignored=9), both)
+    yield Sample("many tokens", problem(300, 16, 40, ignored=11), both)
+    hidden, weight, labels = problem(24, 32, 50)
+    yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]), both)
+    yield from _edges(device, dtype)
+
+
+def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Options alone, extreme counts, and the outputs that only some kernels have."""
+    draw = Draw(device, dtype, seed=3)
+
+    def edge(name: str, problem: tuple[Tensor, ...], needs: tuple[str, ...] = (), **options: Any) -> Sample:
+        return Sample(name, problem, options, needs, values_only=True)
+
+    def problem(tokens: int = 16, ignored: int = 3) -> tuple[Tensor, ...]:
+        return _problem(draw, tokens, 32, 64, ignored)
+
+    both = (LOGPROBS, ENTROPY)
+    yield edge("softcap alone", problem(), softcap=2.0, outputs=both)
+    yield edge("scale alone", problem(ignored=7), scale=0.25, outputs=both)
+    yield edge("entropy first", problem(), outputs=(ENTROPY, LOGPROBS))
+    yield edge("no output", problem(), outputs=())
+    yield edge("one token", problem(tokens=1, ignored=0), outputs=both)
+    yield edge("no tokens", problem(tokens=0, ignored=0), outputs=both)
+    hidden, weight, labels = problem(ignored=0)
+    labels[::3], labels[1], labels[-1] = 0, 63, 63
+    yield edge("the first word is ignored", (hidden, weight, labels), ignore_index=0, outputs=both)
+    yield edge("the last word is ignored", (hidden, weight, labels), ignore_index=63, outputs=both)
+    yield edge("top1", _decided(draw), (TOP1,), outputs=(TOP1, LOGPROBS))
+    yield edge("mean logit", problem(), (MEAN_LOGIT,), outputs=(LOGPROBS, MEAN_LOGIT), softcap=3.0, temperature=0.5)
+    yield edge("squares", problem(), (LOG_SUM_SQUARES,), outputs=(LOG_SUM_SQUARES, ENTROPY), temperature=0.5)
+    yield edge("all outputs", _decided(draw), (TOP1, MEAN_LOGIT, LOG_SUM_SQUARES), outputs=OUTPUTS, scale=0.5)
+
+
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    both = {"outputs": (LOGPROBS, ENTROPY)}
+    yield Sample("past 4096 words", _problem(draw, tokens=70, hidden=72, vocabulary=5003, ignored=3), both)
+    options = {"softcap": 5.0, "scale": 0.5, "temperature": 1.7, **both}
+    yield Sample("past 4096 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8209), options)
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    both = {"outputs": (LOGPROBS, ENTROPY)}
+    yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100), both)
+    yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936), both)
+    yield Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9), both)
+
+
+def _problem(
+    draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0
+) -> tuple[Tensor, ...]:
+    labels = draw.integers(vocabulary, tokens)
+    labels[:ignored] = IGNORED
+    weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
+    return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
+
+
+def _decided(draw: Draw) -> tuple[Tensor, ...]:
+    """Tokens whose first word is clear in any dtype: each hidden state points along its label's row, or against it."""
+    labels, weight = draw.integers(64, 16), draw.normal(64, 32, scale=32**-0.5)
+    towards = torch.tensor([2.0, -2.0] * 8, device=draw.device, dtype=draw.dtype).unsqueeze(1)
+    hidden = weight[labels] * towards
+    labels = labels.clone()
+    labels[:3] = IGNORED
+    return leaf(hidden), leaf(weight), labels
+
+
+# In low precision every logit is rounded first. In bf16 the rounding error of a logit of 60 is up to an eighth, which
+# changes probabilities, and so entropies and gradients, by about as much.
+VALUES = {
+    "float32": Tolerance(element=4e-6, norm=4e-6),
+    "bfloat16": Tolerance(element=2e-2, norm=1e-2),
+    "float16": Tolerance(element=4e-3, norm=2e-3),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=4e-5, norm=1e-5),
+    "bfloat16": Tolerance(element=1.6e-1, norm=4e-2),
+    "float16": Tolerance(element=2e-2, norm=5e-3),
+}
+
+CONTRACTS = {
+    "causal": Contract(
+        op_name="token_logprobs",
+        variant="causal",
+        reference=causal,
+        samples=_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_beyond_a_tile,
+        large=_large,
+        rows=("hidden", "labels", "temperature"),
+    ),
+}

@@ -1,0 +1,1 @@
+"""Measures kernels, locks what is installed, and writes new plugins."""

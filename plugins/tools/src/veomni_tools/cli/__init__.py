@@ -1,0 +1,1 @@
+"""The subcommands tune, lock and new-plugin."""

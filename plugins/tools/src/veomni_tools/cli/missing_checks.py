@@ -1,0 +1,85 @@
+"""Runs the conformance checks that kernels still need before they may be measured, and keeps what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from veomni_conformance.cli.verify import LONGEST_OPS, keep_results
+from veomni_conformance.cli.verify_processes import OK, Checks, Row
+from veomni_core.descriptions.hardware import Hardware
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.certificates import HERE, Certificates
+from veomni_core.planning.failed_checks import failed_checks
+from veomni_core.planning.this_machine import ThisMachine
+
+
+@dataclass(frozen=True)
+class MissingChecks:
+    """How checks are run.
+
+    Attributes:
+        registry: the plugins of the kernels.
+        hardware: what is here.
+        jobs: how many checks run at a time.
+        timeout: seconds that one may take.
+        slow: whether those are run that take many minutes.
+        say: is told of each check that is over.
+    """
+
+    registry: Registry
+    hardware: Hardware
+    jobs: int
+    timeout: float
+    slow: bool
+    say: Callable[[str], None]
+
+    def run(self, needed: Iterable[tuple[KernelSpec, tuple[str, ...]]]) -> dict[KernelSpec, str]:
+        """Check each kernel in the dtypes in which it has neither passed here nor failed.
+
+        Returns:
+            The kernels that have not passed in all of their dtypes, each with the reason.
+        """
+        machine, failed = ThisMachine(self.hardware), failed_checks()
+        certificates, why_not = Certificates(machine), dict[KernelSpec, str]()
+        asked: list[tuple[KernelSpec, str]] = []
+        for spec, dtypes in needed:
+            plugin = self.registry.plugin_of(spec)
+            for dtype in dtypes:
+                if certificates.standing(spec, plugin, (dtype,)) == HERE:
+                    continue
+                if failure := failed.get(machine.checked(spec, plugin, dtype)):
+                    why_not[spec] = str(failure)
+                elif spec.slow_check and not self.slow:
+                    why_not[spec] = f"not checked in {dtype}: slow to check, --slow checks it too: {spec.slow_check}"
+                else:
+                    asked.append((spec, dtype))
+        for row, spec in self._checked([each for each in asked if each[0] not in why_not]):
+            if row.result != OK:
+                why_not[spec] = f"failed its check in {row.dtype}: {(row.detail or ('no reason was given',))[0]}"
+        return why_not
+
+    def _checked(self, asked: list[tuple[KernelSpec, str]]) -> list[tuple[Row, KernelSpec]]:
+        """A row for each kernel and dtype, which is kept for this machine's plans."""
+        if not asked:
+            return []
+        ranks = {op: rank for rank, op in enumerate(LONGEST_OPS)}
+        asked = sorted(
+            asked, key=lambda each: ranks.get(each[0].op_name, len(ranks))
+        )  # so that none is the last, alone
+        self.say(f"{len(asked)} checks of kernels that are not certified here, {self.jobs} at a time")
+
+        def row_of(each: tuple[KernelSpec, str]) -> Row:
+            spec, dtype = each
+            plugin = self.registry.plugin_of(spec)
+            (row,) = checks.rows(plugin.name, spec, self.hardware.torch_device_type, (dtype,), self.timeout)
+            self.say(f"{spec} in {dtype}: {row.result} in {row.seconds:.0f} s")
+            return row
+
+        with Checks.running(self.jobs) as checks, ThreadPoolExecutor(self.jobs) as pool:
+            rows = list(pool.map(row_of, asked))
+        for (spec, _), row in zip(asked, rows, strict=True):
+            keep_results([row], self.registry.plugin_of(spec), self.hardware)
+        return [(row, spec) for row, (spec, _) in zip(rows, asked, strict=True)]

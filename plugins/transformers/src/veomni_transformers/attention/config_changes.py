@@ -1,0 +1,162 @@
+"""A model's choice of attention, set in configs that are the model's own.
+
+Several models may share a config object. So a binding gives the model copies of its configs, the nested ones included,
+and sets the interface's name there. Undoing puts the shared objects back, and repeats on them every edit of the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from veomni_core.changes.change import Change
+from veomni_core.sites.walk import named_modules
+from veomni_transformers.attention.interface_names import calls_beneath
+
+_NAME = "_attn_implementation_internal"
+_OWN = "_veomni_own_configs"
+
+
+def config_changes(model: nn.Module, path: str, name: str) -> Iterator[Change]:
+    """Select the interface ``name`` for every module that shares the config at ``path``, in no other model."""
+    module = model.get_submodule(path)
+    if interface_of(module) != name and _OWN not in vars(model):
+        yield OwnConfigs(model)
+    yield InterfaceChange(module, name)
+
+
+def interface_of(module: Any) -> str:
+    """The name of the attention interface that ``module``'s config selects."""
+    return str(module.config._attn_implementation)
+
+
+def select_interface(config: Any, name: str) -> None:
+    """Select the interface ``name`` for the modules that read ``config``, but not for those of configs nested in it."""
+    setattr(config, _NAME, name)
+
+
+class OwnConfigs:
+    """Gives one model copies of its config objects, whichever modules and attributes hold them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._copied: list[_Copied] = []
+
+    def apply(self) -> None:
+        model: Any = self._model()
+        found: dict[int, Any] = {}
+        for _, module in named_modules(model):
+            for value in vars(module).values():
+                _collect(value, found)
+        copies = {identity: copy.copy(config) for identity, config in found.items()}
+        for own in copies.values():
+            _replace(own, copies)
+        self._copied = [_Copied(config, copies[identity]) for identity, config in found.items()]
+        for _, module in named_modules(model):
+            _replace(module, copies)
+        vars(model)[_OWN] = self
+
+    def revert(self) -> None:
+        """Carry edits of the copies over to the shared configs, and put those back into every module."""
+        model = self._model()
+        if model is None:
+            return
+        former = {id(each.own): each.shared for each in self._copied}
+        for each in self._copied:
+            each.carry_edits_over(former)
+        for _, module in named_modules(model):
+            _replace(module, former)
+        vars(model).pop(_OWN, None)
+
+    def overridden(self) -> str:
+        """Always empty: edits of the copies, and configs that were put in their place, are the user's and stay."""
+        return ""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A no-op: the copies select what the shared configs select."""
+        return nullcontext()
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self._model()), _OWN)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnConfigs:
+        model: Any = self._model()
+        duplicate = OwnConfigs(copy.deepcopy(model, memo))
+        memo[id(self)] = duplicate
+        duplicate._copied = copy.deepcopy(self._copied, memo)
+        return duplicate
+
+
+class _Copied:
+    """One shared config, its copy, and the attributes that the copy had at first."""
+
+    def __init__(self, shared: Any, own: Any) -> None:
+        self.shared, self.own, self.at_first = shared, own, dict(vars(own))
+
+    def carry_edits_over(self, former: dict[int, Any]) -> None:
+        """Set on the shared config what was set on the copy, and delete what was deleted."""
+        for name in {**self.at_first, **vars(self.own)}:
+            if name not in vars(self.own):
+                vars(self.shared).pop(name, None)
+            elif name not in self.at_first or vars(self.own)[name] is not self.at_first[name]:
+                value = vars(self.own)[name]
+                vars(self.shared)[name] = former.get(id(value), value)
+
+
+class InterfaceChange:
+    """Sets the name of the attention interface in the config that ``module`` holds, and in that one alone."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+        self._before: Any = None
+
+    def apply(self) -> None:
+        config = self._config()
+        self._before = config._attn_implementation
+        select_interface(config, self.name)
+
+    def revert(self) -> None:
+        if (config := self._config()) is not None and config._attn_implementation == self.name:
+            select_interface(config, self._before)
+
+    def overridden(self) -> str:
+        if (config := self._config()) is None:
+            return ""
+        found = config._attn_implementation
+        if found == self.name or calls_beneath(str(found)) == self.name:
+            return ""
+        return f"its attention was set to {found}"
+
+    @property
+    def place(self) -> Hashable:
+        return (id(self._config()), _NAME)
+
+    def _config(self) -> Any:
+        return getattr(self._module(), "config", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InterfaceChange:
+        duplicate = InterfaceChange(copy.deepcopy(self._module(), memo), self.name)  # type: ignore[arg-type]
+        duplicate._before = self._before
+        return duplicate
+
+
+def _collect(value: Any, found: dict[int, Any]) -> None:
+    """``value`` and every config within it, by identity."""
+    if isinstance(value, PretrainedConfig) and id(value) not in found:
+        found[id(value)] = value
+        for inner in vars(value).values():
+            _collect(inner, found)
+
+
+def _replace(holder: Any, replacements: dict[int, Any]) -> None:
+    for name, value in vars(holder).items():
+        if id(value) in replacements:
+            vars(holder)[name] = replacements[id(value)]

@@ -1,0 +1,114 @@
+"""attention sites: one per config object from which attention modules read the name of their attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.change import Change
+from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.errors import BindingError
+from veomni_core.sites.site import Kernel, Site
+from veomni_core.sites.walk import named_modules
+from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
+from veomni_transformers.attention.config_changes import config_changes, interface_of
+from veomni_transformers.attention.interface_names import RegisteredInterface, registered
+from veomni_transformers.attention.proof import prove_attention
+from veomni_transformers.engine.sharding import ModelSharding
+from veomni_transformers.proving import probe
+from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
+from veomni_transformers.proving.proof import Proof
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+class AttentionInterface:
+    """Selects the attention of one model through transformers' own interfaces."""
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        readers = readers_by_owner(model)
+        sharding = ModelSharding(model)
+        if sharding.flattened is not None:  # nothing can be run; the eager code can still be selected
+            found = dict.fromkeys(readers, Proof(None, sharding.of("").why_not, examined=False))
+        else:
+            found = prove_attention(model, readers) if readers else {}
+        for owner, paths in readers.items():
+            yield _site(model, owner, paths, rule, found[owner])
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """Attention reads the rank's heads, which are plain tensors."""
+        return site
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())
+        if not declared and (why := site.refuses.get(MASK_FEATURES["sdpa"])):
+            raise BindingError(
+                f"{spec} declares no kind of masks, so it is given those of sdpa, and {why}. Declare the feature "
+                f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
+            )
+        return _kernel_changes(model, site.path, registered(model, kernel, spec))
+
+    def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
+        return config_changes(model, site.path, EAGER)
+
+
+def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
+    if isinstance(interface, RegisteredInterface):
+        yield interface
+        interface = interface.name
+    yield from config_changes(model, path, interface)
+
+
+def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proof) -> Site:
+    modules: list[Any] = [model.get_submodule(path) for path in paths]
+    needs = dict.fromkeys((*_needs(model, paths), *proof.needs))
+    return replace(proof, needs=tuple(needs)).site(
+        "attention",
+        owner,
+        rule,
+        # Some attention modules have no weights of their own: what they are given comes from their model's.
+        dtype=next(filter(None, map(probe.parameter_dtype, [*modules, model.get_submodule(owner), model])), None),
+        own=interface_of(model.get_submodule(owner)),
+        sizes={name: tuple(proof.detail.get(name, ())) for name in ("head_dim", "value_head_dim")},
+    )
+
+
+def readers_by_owner(model: nn.Module) -> dict[str, list[str]]:
+    """The attention modules that read each config, by the path of the outermost module that holds the config."""
+    readers: dict[int, list[str]] = {}
+    for path, module in named_modules(model):
+        if reads_interface(module):
+            readers.setdefault(id(module.config), []).append(path)
+    owners: dict[int, str] = {}
+    for path, module in named_modules(model):
+        owners.setdefault(id(vars(module).get("config")), path)
+    return {owners[config]: paths for config, paths in readers.items()}
+
+
+def reads_interface(module: nn.Module) -> bool:
+    """Whether ``module`` looks its attention function up in transformers' table, by the name in its config."""
+    return "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module)))
+
+
+def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
+    """The features that these modules need from a kernel in every call, as far as configs and parameters show."""
+    modules: list[Any] = [model.get_submodule(path) for path in paths]
+    if any(getattr(module.config, "attn_logit_softcapping", None) for module in modules):
+        yield "softcap"
+    if any("sinks" in dict(module.named_parameters(recurse=False)) for module in modules):
+        yield "sinks"
+    if any(getattr(module.config, "attention_dropout", 0.0) for module in modules):
+        yield "dropout"
+    options = {name for module in modules for name in _keywords(module)}
+    yield from sorted({feature for option, feature in FEATURES_OF_OPTIONS.items() if option in options})
+
+
+def _keywords(module: nn.Module) -> Iterator[str]:
+    """Every keyword that ``module``'s forward passes in a call: the code keeps their names among its constants."""
+    for layer in code_layers(current_forward(module)):
+        for constant in layer.__code__.co_consts:
+            yield from constant if isinstance(constant, tuple) else (constant,)

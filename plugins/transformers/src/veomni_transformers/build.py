@@ -1,0 +1,319 @@
+"""``build_foundation_model``: read the config, plan, agree across ranks, load the weights, bind; in that order."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from veomni_core.binding.bind import apply_plan
+from veomni_core.binding.placement import device_type_of
+from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
+from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
+from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.plan import Plan
+from veomni_core.planning.planner import make_plan
+from veomni_transformers.engine.layout import distributed_config_of
+from veomni_transformers.jobs.config_errors import explained
+from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
+from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
+from veomni_transformers.veomni_jobs import warn_of_removed_variables
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_foundation_model(
+    config_path: ConfigSource,
+    weights_path: str | Path | None = None,
+    *,
+    ops_implementation: OpsConfig | Mapping[str, Any] | None = None,
+    torch_dtype: str | torch.dtype = "bfloat16",
+    autocast: str | torch.dtype | None = None,
+    init_device: str = "cuda",
+    device: str | torch.device | None = None,
+    training: bool = True,
+    verify: bool = False,
+    attn_implementation: str | None = None,
+    distributed_config: Any = None,
+    quantization_config: Any = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    agree: bool = True,
+    group: Any = None,
+    agreement_timeout: float = AGREEMENT_TIMEOUT,
+    check_plan: Callable[[Plan], None] | None = None,
+    batch: tuple[int, int] | None = None,
+) -> PreTrainedModel:
+    """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
+
+    Args:
+        config_path: a ``config.json``, a folder with one, a Hub id, a mapping, or a ``PretrainedConfig`` (copied).
+        weights_path: a local folder of safetensors files. Without it, the weights are random.
+        ops_implementation: the job's ``model.ops_implementation``. Required: to run all-eager, write
+            ``{"preset": "eager"}``.
+        torch_dtype: the dtype of the weights (``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype).
+        autocast: the dtype of the ``torch.autocast`` that training will use; ``None`` for training without it.
+        init_device: the device on which the weights are created: ``cuda``, ``cpu``, ``meta`` (shapes only, so not with
+            ``weights_path``), or a device with an index.
+        device: where the model will run, if it will be moved. Without it, where its weights are created; for ``meta``
+            the machine's accelerator.
+        training: False builds for evaluation only, as of :func:`veomni_core.bind`.
+        verify: check every chosen kernel and every bound site before the model is returned, as of
+            :func:`veomni_core.bind`.
+        attn_implementation: overrides that one field of ``ops_implementation``.
+        distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
+            mapping of its fields (``{"fsdp_size": 4, "ep_size": 2}``). Needs transformers 5.21 and as many processes
+            as the sizes say. No rank ever holds the whole model. Random weights don't depend on how they are sharded.
+        quantization_config: how transformers quantizes the weights while it loads them, such as its
+            ``BitsAndBytesConfig``. Needs ``weights_path``. The plan is that of the model whose weights are whole.
+        config_kwargs: keys of the model's config to override.
+        trust_remote_code: whether code that is shipped with a model may run.
+        agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
+        group: the process group whose ranks build this model; all ranks without it.
+        agreement_timeout: how many seconds ranks wait for one another to agree.
+        check_plan: is called with the plan before a weight is loaded. What it raises ends the building, on all ranks.
+        batch: the sequences of a step on one device, and their length, as of :func:`veomni_core.make_plan`.
+
+    Returns:
+        The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
+
+    Raises:
+        MissingOpsImplementationError: ``ops_implementation`` is ``None``.
+        ConfigError: another argument is wrong.
+        ConformanceError: ``verify`` found a kernel, or a site, that does not compute what it should.
+        CheckpointError: the weights are missing, damaged, or don't fit; the message names the files or the keys.
+        HostError: this machine has no such device; too few or too many processes run for ``distributed_config``, or
+            this transformers has no engine; or the ranks don't agree on the plan.
+        LockMismatchError: ``VEOMNI_FROZEN`` is set, and what is installed differs from that lock file.
+
+    Example:
+        >>> from veomni_core import binding_of
+        >>> model = build_foundation_model(
+        ...     {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        ...     ops_implementation={"preset": "eager", "rms_norm_implementation": "torch"},
+        ...     config_kwargs={"intermediate_size": 48, "vocab_size": 64},
+        ...     init_device="cpu",
+        ...     device="cpu",
+        ... )
+        >>> [site.kernel for op in binding_of(model).plan.ops if op.op_name == "rms_norm" for site in op.sites]
+        ['torch', 'torch', 'torch', 'torch', 'torch']
+        >>> build_foundation_model(model.config, ops_implementation={"rms_norm_implementation": "tritn"})
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.UnknownNameError: rms_norm_implementation: 'tritn' is unknown. Did you mean 'triton'?
+    """
+    if ops_implementation is None:
+        raise MissingOpsImplementationError(
+            "build_foundation_model needs ops_implementation, e.g. {'preset': 'auto'}, or {'preset': 'eager'} for the "
+            "model's own code; there is no default"
+        )
+    warn_of_removed_variables(os.environ)
+    ops = refused_on_all(lambda: OpsConfig.of(ops_implementation), agree=agree, group=group, timeout=agreement_timeout)
+    if attn_implementation is not None:
+        ops = ops.with_value("attn_implementation", attn_implementation)
+    dtype, made_on = _dtype(torch_dtype), _device(init_device)
+    device_type = device_type_of("cpu" if device is None and made_on.type == "cpu" else device)
+    if made_on.type == "meta" and weights_path is not None:
+        raise ConfigError(
+            f"init_device is meta, which holds shapes and no values, but weights_path is {weights_path}. Leave "
+            "weights_path out for the shapes, or write init_device='cuda' or 'cpu' to load the weights"
+        )
+    sharding = None if distributed_config is None else distributed_config_of(distributed_config)
+    if quantization_config is not None and (weights_path is None or sharding is not None):
+        raise ConfigError(
+            "quantization_config quantizes weights that are loaded onto one device: it needs weights_path, and no "
+            "distributed_config"
+        )
+    if sharding is not None:
+        refuse_device(made_on)
+        refuse_world(sharding)
+    if weights_path is not None:
+        check_weights(Path(weights_path))
+    config = load_model_config(config_path, config_kwargs, trust_remote_code)
+    model_class = _model_class(config)
+    skeleton = _skeleton(config, dtype, trust_remote_code)
+
+    def make() -> Plan:
+        hardware = ops.registry.detect_hardware(device_type)
+        plan = make_plan(
+            skeleton,
+            ops,
+            hardware=hardware,
+            autocast=autocast,
+            training=training,
+            distributed_config=sharding,
+            batch=batch,
+        )
+        if check_plan:
+            check_plan(plan)
+        return plan
+
+    plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
+    if weights_path is not None:
+        options = {"distributed_config": sharding, "quantization_config": quantization_config}
+        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
+    elif sharding is not None:
+        model = random_sharded_model(type(skeleton), config, dtype, sharding)
+    elif made_on.type == "meta":
+        model = skeleton
+    else:
+        model = _random_model(model_class, config, dtype, made_on, trust_remote_code)
+    apply_plan(
+        model,
+        plan,
+        ops.registry,
+        verify=verify,
+        on_change=ops.on_change,
+        training_logits=ops.training_logits,
+        agree=False,  # the ranks have agreed above, before the weights were read
+    )
+    return model
+
+
+def build_skeleton(
+    config_path: ConfigSource, *, torch_dtype: str | torch.dtype = "bfloat16", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The unbound model on the meta device: all modules and shapes, no weight values.
+
+    Raises:
+        ConfigError: no model can be built from the config; the message names its keys.
+    """
+    config = load_model_config(config_path, trust_remote_code=trust_remote_code)
+    return _skeleton(config, _dtype(torch_dtype), trust_remote_code)
+
+
+def build_unbound(
+    config_path: ConfigSource, device: str | torch.device, *, torch_dtype: str | torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The unbound model with random weights on ``device``."""
+    config = load_model_config(config_path, trust_remote_code=trust_remote_code)
+    return _random_model(_model_class(config), config, _dtype(torch_dtype), torch.device(device), trust_remote_code)
+
+
+def _skeleton(config: Any, dtype: torch.dtype, trust: bool) -> Any:
+    """On the meta device, an error of the model's constructor comes from its config: there is no memory to run out of.
+
+    So :func:`build_foundation_model` builds one before it builds the model.
+    """
+    written = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    with explained(f"no {config.model_type} can be built from it", written, "model.config"):
+        return _random_model(_model_class(config), config, dtype, torch.device("meta"), trust)
+
+
+def check_weights(path: Path) -> None:
+    """Raise CheckpointError unless ``path`` is a folder with whole safetensors files. Reads their headers alone."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not files:
+        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
+    for index in path.glob("*.safetensors.index.json"):
+        files += _files_in(index)
+    damaged = {file.name: problem for file in dict.fromkeys(files) if (problem := _damage(file))}
+    if damaged:
+        listed = "; ".join(f"{name} {problem}" for name, problem in damaged.items())
+        raise CheckpointError(f"{path}: {listed}. Copy or download the files again")
+
+
+def _files_in(index: Path) -> list[Path]:
+    """The files that an index of weights names."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / name for name in dict.fromkeys(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+
+
+def _damage(file: Path) -> str:
+    try:
+        with safe_open(file, "pt"):
+            return ""
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that no path can have
+        return f"is damaged or truncated ({error})"
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ConfigError(f"torch_dtype: {dtype!r} is unknown. {did_you_mean(dtype, _DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"init_device: {name!r} is not a device; write cuda, cpu or meta") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HostError(f"init_device is {name}, but torch sees no CUDA device here; write init_device='cpu' or 'meta'")
+    return device
+
+
+def _model_class(config: Any) -> Any:
+    """The first of the config's architectures that transformers has; else ``AutoModelForCausalLM``."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return AutoModelForCausalLM
+
+
+def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
+    options = {"trust_remote_code": trust} if model_class is AutoModelForCausalLM else {}
+    build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
+    try:
+        with device:
+            return build(config, dtype=dtype, **options)
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise ConfigError(f"{config.model_type} has no causal language model in transformers") from error
+        raise
+
+
+def _load_weights(
+    model_class: Any,
+    config: Any,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust: bool,
+    given: Mapping[str, Any],
+) -> Any:
+    options = {name: value for name, value in given.items() if value is not None}
+    # transformers' engine puts each part on its rank's accelerator
+    if "distributed_config" not in options and device.type != "cpu":
+        options["device_map"] = {"": device}
+    if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
+        # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.
+        options["generation_config"] = GenerationConfig.from_model_config(config)
+    try:
+        model, info = model_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that `info` names them; they are refused below
+            trust_remote_code=trust,
+            use_safetensors=True,  # where they are named otherwise, transformers would read a pickle beside them
+            **options,
+        )
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+    misfits = {
+        what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
+    if any(misfits.values()):
+        named = "; ".join(
+            f"{what.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
+            for what, keys in misfits.items()
+            if keys
+        )
+        raise CheckpointError(f"{path} does not fit this model: {named}")
+    return model

@@ -1,0 +1,200 @@
+"""What can be bound in the installed transformers' models: builds each type on meta, and proves each of its sites."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+from transformers.models.auto import modeling_auto
+
+from veomni_core.discovery.registry import Registry
+from veomni_core.errors import UnknownNameError, did_you_mean
+from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.planner import plan_sites
+from veomni_core.sites.find import find_sites
+from veomni_core.sites.site import Site
+from veomni_transformers.packed.packed_sequences import mixing_layers
+from veomni_transformers.proving.probe import quiet
+
+_AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
+    "causal": (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "vlm": (AutoModelForImageTextToText, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "seq2seq": (AutoModelForSeq2SeqLM, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+}
+
+
+@dataclass(frozen=True)
+class OpCoverage:
+    """How many sites one op has in one model, how many get a kernel, and why the others don't.
+
+    Attributes:
+        found: the number of sites.
+        proven: the sites whose variant is known.
+        refused: the sites whose code was run and computes something else than every known variant.
+        bound: the sites that get a kernel.
+        variants: the variants that were found.
+        unproven: the evidence on the refused sites: how their code differs.
+        unexamined: why the probe could not run the remaining sites. What they compute is not known.
+        left_eager: why sites with a known variant get no kernel.
+    """
+
+    op_name: str
+    found: int
+    proven: int
+    refused: int
+    bound: int
+    variants: tuple[str, ...]
+    unproven: tuple[str, ...]
+    unexamined: tuple[str, ...]
+    left_eager: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelCoverage:
+    """The coverage of one model type.
+
+    Attributes:
+        problem: why no model can be built from its default config.
+        packing: ``None`` for a model of attention alone, which keeps packed sequences apart by its masks. Otherwise why
+            a layer would mix them once the model is bound; empty if none would. Unbound, each of these models mixes
+            them or raises.
+    """
+
+    model_type: str
+    architecture: str = ""
+    problem: str = ""
+    build_seconds: float = 0.0
+    find_seconds: float = 0.0
+    ops: tuple[OpCoverage, ...] = ()
+    packing: str | None = None
+
+    def op(self, name: str) -> OpCoverage | None:
+        """The coverage of one op; ``None`` if the model has no such site."""
+        return next((op for op in self.ops if op.op_name == name), None)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about ``types`` model types, of which ``reached`` fulfil it."""
+
+    text: str
+    reached: int
+    types: int
+
+
+def model_types(selection: str) -> tuple[tuple[str, str], ...]:
+    """``(kind, model type)`` of ``causal``, ``vlm``, ``seq2seq`` or ``all`` models of the installed transformers."""
+    if selection != "all" and selection not in _AUTO_CLASSES:
+        known = ["all", *_AUTO_CLASSES]
+        raise UnknownNameError(f"--transformers-models: {selection!r} is unknown. {did_you_mean(selection, known)}")
+    kinds = _AUTO_CLASSES if selection == "all" else (selection,)
+    return tuple((kind, name) for kind in kinds for name in sorted(getattr(modeling_auto, _AUTO_CLASSES[kind][1])))
+
+
+def cover(types: Iterable[tuple[str, str]], registry: Registry) -> Iterator[ModelCoverage]:
+    """Each type's coverage under ``preset: auto``, with the plugins of ``registry`` and on this machine's hardware."""
+    config = OpsConfig.from_dict({"preset": "auto"}, registry)
+    with quiet():
+        for kind, model_type in types:
+            yield _cover(kind, model_type, config)
+
+
+def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
+    start = time.perf_counter()
+    try:
+        with torch.device("meta"):
+            model = _AUTO_CLASSES[kind][0].from_config(CONFIG_MAPPING[model_type](), dtype=torch.bfloat16)
+    except Exception as error:  # a default config that no model can be built from
+        return ModelCoverage(model_type, problem=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    built = time.perf_counter()
+    sites = find_sites(model, config.registry)
+    plan = plan_sites(sites, config)
+    done = time.perf_counter()
+    ops = []
+    for decision in plan.ops:
+        if decision.sites:
+            eager = Counter(left.reason for left in decision.left_eager if left.site.variant is not None)
+            found = [left.site for left in decision.sites]
+            ops.append(
+                OpCoverage(
+                    op_name=decision.op_name,
+                    found=len(found),
+                    proven=sum(site.variant is not None for site in found),
+                    refused=sum(site.variant is None and _examined(site) for site in found),
+                    bound=sum(left.bound for left in decision.sites),
+                    variants=tuple(sorted({site.variant for site in found if site.variant})),
+                    unproven=_evidence(model, (s for s in found if s.variant is None and _examined(s))),
+                    unexamined=_evidence(model, (s for s in found if s.variant is None and not _examined(s))),
+                    left_eager=tuple(sorted(eager)),
+                )
+            )
+    mixing = mixing_layers(model, plan.ops, config.registry)
+    packing = next(filter(None, mixing.values()), "") if mixing else None
+    return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops), packing)
+
+
+# Matches the evidence of a site whose probe raised, in the format of sites.proofs.probe.attempt.
+_RAISED = re.compile(r"\w*(Error|Exception): ")
+
+
+def _examined(site: Site) -> bool:
+    """Whether the site's code could be run and compared. An exception in a probe says nothing about the model."""
+    return site.examined and not _RAISED.match(site.evidence)
+
+
+def _evidence(model: Any, sites: Iterable[Site]) -> tuple[str, ...]:
+    return tuple(sorted({f"{type(model.get_submodule(site.path)).__name__}: {site.evidence}" for site in sites}))
+
+
+def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
+    """Per op: how many model types have it, how many have all its sites proven, and how many have all of them bound."""
+    counts: dict[str, dict[str, int]] = {}
+    for model in models:
+        for op in model.ops:
+            count = counts.setdefault(op.op_name, {"types": 0, "proven": 0, "bound": 0})
+            count["types"] += 1
+            count["proven"] += op.proven == op.found
+            count["bound"] += op.bound == op.found
+    return dict(sorted(counts.items()))
+
+
+_PROVEN_TOGETHER = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp")
+
+
+def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
+    """Statements over all models, each counted over the model types that have the op in question."""
+    normed = [model for model in models if model.op("rms_norm")]
+    norms = ("rms_norm", "rms_norm_gated")
+    return (
+        Claim("with RMS norms: every norm proven", _count(normed, norms, lambda op: op.proven), len(normed)),
+        Claim(
+            "with RMS norms: every norm, rotary embedding and gated MLP proven or refused",
+            _count(normed, _PROVEN_TOGETHER, lambda op: op.proven + op.refused),
+            len(normed),
+        ),
+        *(
+            Claim(f"{text} bound", _count(having, (op_name,), lambda op: op.bound), len(having))
+            for op_name, text in (
+                ("moe_experts", "with experts: all of them"),
+                ("load_balancing_loss", "with a load-balancing loss:"),
+                ("cross_entropy_loss", "with a language model's loss:"),
+            )
+            if (having := [model for model in models if model.op(op_name)])
+        ),
+        *(
+            [Claim("with layers that mix positions: packed sequences kept apart", packing.count(""), len(packing))]
+            if (packing := [model.packing for model in models if model.packing is not None])
+            else []
+        ),
+    )
+
+
+def _count(models: Iterable[ModelCoverage], op_names: Container[str], sites: Callable[[OpCoverage], int]) -> int:
+    """How many models have every site of these ops among those that ``sites`` counts."""
+    return sum(all(sites(op) == op.found for op in model.ops if op.op_name in op_names) for model in models)

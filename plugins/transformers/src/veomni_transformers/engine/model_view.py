@@ -1,0 +1,65 @@
+"""How rules read a model of transformers: whole where the engine or FSDP2 has sharded it, with a memory of proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from veomni_core.descriptions.sharding import Sharding
+from veomni_core.descriptions.spec import SiteRule
+from veomni_core.sites.model_view import ModelView
+from veomni_core.sites.site import Site, SiteLocator
+from veomni_transformers.engine.layout import layout_for, layout_of
+from veomni_transformers.engine.sharding import ModelSharding
+from veomni_transformers.engine.whole_twin import whole_twin
+from veomni_transformers.proving.proof import Proof
+from veomni_transformers.proving.proof_memory import Recollection
+
+
+class TransformersView(ModelView):
+    """A model that transformers' distributed engine has sharded is read as the whole model that it is a part of.
+
+    Args:
+        model: the model that is searched.
+        distributed_config: how the engine will shard ``model``, which is whole; ``None`` for a model as it is.
+
+    Raises:
+        ConfigError: ``model`` can't be sharded as ``distributed_config`` says.
+        HostError: this version of transformers has no distributed engine.
+    """
+
+    def __init__(self, model: nn.Module, distributed_config: Any = None) -> None:
+        super().__init__(model)
+        if distributed_config is not None:
+            self.layout = layout_for(model, distributed_config)
+        elif (layout := layout_of(model)) is not None:
+            self.model, self.layout = whole_twin(model), layout
+        self._sharding = ModelSharding(self.model)
+
+    def start(self, locators: Mapping[SiteRule, SiteLocator]) -> None:
+        self._memory = Recollection(self.model, locators)
+
+    def reads(self, rule: SiteRule) -> bool:
+        return self._sharding.flattened is None or not rule.reads_parameters
+
+    def found(self, rule: SiteRule, find: Callable[[], Iterable[Site]]) -> Iterable[Site]:
+        return self._memory.sites(rule, find)
+
+    def placed(self, site: Site) -> Site:
+        found = self._sharding.of(site.path)
+        divided = Sharding(fsdp=found.ranks)
+        if found.why_not:
+            return replace(site, sharding=divided, variant=None, evidence=found.why_not)
+        return site if site.sharding == divided else replace(site, sharding=divided)
+
+    def not_found(self, op_names: Collection[str]) -> Iterable[Site]:
+        if (path := self._sharding.flattened) is None:
+            return ()
+        proof = Proof(None, self._sharding.of(path).why_not, examined=False)
+        return [proof.site(name, path, "flattened") for name in op_names]
+
+    def finish(self) -> None:
+        self._memory.keep()

@@ -1,0 +1,78 @@
+"""Finds the mixers that call a chunked scan of Mamba 2, and puts a kernel in its place in each of them.
+
+In transformers 5.23 the function is a global that the mixer's forward names. In training the forward tries another one
+first, which does all from convolution to output projection at once. Without a package it gives ``None``. A bound mixer
+doesn't call it. In transformers 5.2 a mixer's own methods compute the scan, where nothing can be put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.sites.site import Kernel, Site
+from veomni_transformers.forwards.scan_call import nothing, scan_call
+from veomni_transformers.mamba2_scans.proof import gives_nothing, prove
+from veomni_transformers.proving import probe
+from veomni_transformers.proving.called_functions import Caller, callers
+from veomni_transformers.proving.functions import current_forward, with_globals
+from veomni_transformers.proving.package_functions import chosen
+from veomni_transformers.proving.proof import Proof, ProvenOnce
+
+_SCAN, _FUSED = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+_STATED_AS = {
+    "heads": "num_heads",
+    "head_width": "head_dim",
+    "groups": "n_groups",
+    "state_width": "ssm_state_size",
+}
+_OF_HEADS = ("heads", "groups")
+
+
+class Mamba2Scans:
+    """Finds the function by name, proves it by its values, and replaces it for one model."""
+
+    def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
+        proofs: ProvenOnce[Proof] = ProvenOnce()
+        for caller in callers(model, lambda name: name in (_SCAN, _FUSED)):
+            if not callable(caller.functions.get(_SCAN)):
+                continue
+            home = type(caller.module).__module__
+            yield _proof(caller, home, proofs).site(
+                "mamba2_scan",
+                caller.path,
+                rule,
+                dtype=probe.parameter_dtype(caller.module),
+                own=chosen(caller.functions[_SCAN], home),
+                sizes=_sizes(caller.module),
+            )
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        """Heads don't depend on each other, so a rank may have some of them; how many is not known here."""
+        return replace(site, sizes={name: size for name, size in site.sizes.items() if name not in _OF_HEADS})
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        instead = {_SCAN: scan_call(kernel), _FUSED: nothing}
+        yield ForwardChange(module, with_globals(current_forward(module), instead))
+
+
+def _proof(caller: Caller, home: str, proofs: ProvenOnce[Proof]) -> Proof:
+    if caller.why_not:
+        return Proof(None, caller.why_not)
+    scan, fused = caller.functions[_SCAN], caller.functions.get(_FUSED)
+    found = proofs.of((scan, home), partial(prove, scan, home))
+    why_not = "" if fused is None or not found.variant else gives_nothing(fused)
+    return Proof(None, why_not) if why_not else found
+
+
+def _sizes(module: Any) -> dict[str, tuple[int, ...]]:
+    stated = {size: getattr(module, name, None) for size, name in _STATED_AS.items()}
+    return {size: (value,) for size, value in stated.items() if type(value) is int}

@@ -1,0 +1,150 @@
+"""Which models have layers that mix positions outside of attention, and whether a plan keeps packed sequences apart.
+
+An op whose kernels are told where packed sequences begin says so (``OpSpec.reads_boundaries``). Sequences stay apart
+if all sites of such ops get a kernel and can be told, and nothing else carries a state or inputs along the sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from veomni_core.descriptions.kernel_spec import EAGER
+from veomni_core.discovery.registry import Registry
+from veomni_core.planning.decisions import OpDecision
+from veomni_core.sites.site import Site
+from veomni_transformers.packed.carried_states import carries_inputs, carries_state, carrying_paths
+from veomni_transformers.packed.handed_on import keeps_boundaries, takes_boundaries
+from veomni_transformers.proving.functions import current_forward, global_functions
+
+_WITHOUT_STATE = "causal_conv1d"
+_ATTENTION = "attention"
+# transformers' functions that build masks. That of recurrent layers knows of padding, and nothing of positions.
+_MASKS, _PADDING = re.compile(r"create_\w*masks?(_\w+)?$"), "create_recurrent_attention_mask"
+
+
+def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registry) -> dict[str, str]:
+    """The models of transformers with layers that mix positions, by path, each with why one would mix sequences.
+
+    A layer belongs to the innermost model around it. The reason, which names the layer, is empty if all of them keep
+    sequences apart. Models of attention alone are left out: what keeps sequences apart there is a mask.
+    """
+    ops = list(ops)
+    reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
+    paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
+    paths |= {_model_around(model, path) for path in carrying_paths(model)}
+    attending = {
+        _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
+    }
+    return {
+        path: _mixing(model, path, reading) or (_blind(model, path) if path in attending else "")
+        for path in sorted(paths)
+    }
+
+
+def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
+    told: set[str] = set()  # of where sequences begin, for their states too
+    convolved: set[str] = set()
+    for op in ops:
+        for decision in op.sites:
+            path = decision.site.path
+            if _model_around(model, path) != inside:
+                continue
+            if not decision.bound and (why := _untold(decision.site)):
+                return (
+                    f"{named(model, path)} would mix them: its {op.op_name} {why} ({decision.reason}). Pass each "
+                    f"sequence alone, or choose a kernel for it ({op.config_field})"
+                )
+            if why := _out_of_earshot(model, path):
+                return why
+            (convolved if op.op_name == _WITHOUT_STATE else told).add(path)
+    for below, module in model.get_submodule(inside).named_modules():
+        path = f"{inside}.{below}".strip(".")
+        around = _itself_and_around(path)
+        state_runs_on = carries_state(module) and not told & around
+        if state_runs_on or (carries_inputs(module) and not (told | convolved) & around):
+            return (
+                f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
+                "which isn't told where a sequence begins. Pass each sequence alone"
+            )
+    return ""
+
+
+def _out_of_earshot(model: nn.Module, path: str) -> str:
+    """Why the kernel at ``path`` can't be told of boundaries; empty if it can."""
+    for layer, child in links_without_boundaries(model, path):
+        both = model.get_submodule(layer), model.get_submodule(f"{layer}.{child}".strip("."))
+        if not all(takes_boundaries(each) for each in both):
+            return (
+                f"{named(model, path)} would mix them: {named(model, layer)} calls its {child} without saying where a "
+                "sequence begins. Pass each sequence alone"
+            )
+    return ""
+
+
+def links_without_boundaries(model: nn.Module, path: str) -> Iterator[tuple[str, str]]:
+    """The layers around the module at ``path`` whose code keeps from a child what it is told of boundaries.
+
+    Each comes as its own path and the child's name; those outside the innermost model of transformers are left out.
+    """
+    inside = _model_around(model, path)
+    while path != inside:
+        path, _, child = path.rpartition(".")
+        if keeps_boundaries(model.get_submodule(path), child):
+            yield path, child
+
+
+def _untold(site: Site) -> str:
+    """Why what the model itself runs at ``site`` mixes sequences; empty for a package's function that is told."""
+    if site.own == EAGER:
+        return "stays eager"
+    if argument := site.detail.get("untold"):
+        return f"stays {site.own}, to which the layer doesn't pass {argument}"
+    return ""
+
+
+def _blind(model: nn.Module, path: str) -> str:
+    """Why the attention of the model at ``path`` mixes packed sequences: it sees padding and no positions."""
+    if mask_functions(model.get_submodule(path)) != {_PADDING}:
+        return ""
+    return (
+        f"{named(model, path)} would mix them: the masks that it gives to its attention say where padding is, and not "
+        "where a sequence begins. Pass each sequence alone"
+    )
+
+
+def mask_functions(module: nn.Module) -> set[str]:
+    """The names of transformers' functions by which the forward of ``module`` builds masks.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        >>> mask_functions(LlamaModel(small))
+        {'create_causal_mask'}
+    """
+    return {name for name, _ in global_functions(current_forward(module)) if _MASKS.match(name)}
+
+
+def _itself_and_around(path: str) -> set[str]:
+    parts = path.split(".")
+    return {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+
+
+def named(model: nn.Module, path: str) -> str:
+    """A module's path and class, for messages.
+
+    Example:
+        >>> named(nn.Sequential(nn.Linear(2, 2)), "0")
+        '0 (Linear)'
+    """
+    return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
+
+
+def _model_around(model: nn.Module, path: str) -> str:
+    """The path of the innermost model of transformers around ``path``; empty, for the whole model, if there is none."""
+    while path and not isinstance(model.get_submodule(path), PreTrainedModel):
+        path = path.rpartition(".")[0]
+    return path

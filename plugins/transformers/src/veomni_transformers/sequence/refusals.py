@@ -1,0 +1,161 @@
+"""Models that sequence parallelism would compute wrongly, each refused with its reason before the first step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from veomni_core.descriptions.kernel_spec import EAGER
+from veomni_core.errors import ConfigError
+from veomni_core.sites.site import Site
+from veomni_transformers.attention.config_changes import interface_of
+from veomni_transformers.attention.locator import reads_interface
+from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
+from veomni_transformers.sequence.exchange import check_heads
+
+LOAD_BALANCING = "load_balancing_loss_func"
+_LAYERS = {"full_attention", "sliding_attention"}
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+def refuse_model(model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> None:
+    """Check that ``model``, with these sites, can run sequence-parallel over this many ranks.
+
+    Raises:
+        ConfigError: it can't; the message has every reason.
+    """
+    if problems := list(_problems(model, attention, balancing, ranks)):
+        listed = "; ".join(problems)
+        raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {ranks} ranks: {listed}")
+
+
+def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> Iterator[str]:
+    holders = [model.get_submodule(site.path) for site in attention]
+    if len(holders) != 1 or not hasattr(vars(holders[0]).get("config"), "_attn_implementation"):
+        found = ", ".join(site.path or "the model" for site in attention) or "none"
+        yield (
+            f"it must be a language model with exactly one config that selects attention through transformers' "
+            f"interface; found {len(attention)}: {found}"
+        )
+        return
+    interface = interface_of(holders[0])
+    if interface == EAGER:
+        yield (
+            "its attention is eager, which would see only this rank's positions; choose a kernel: "
+            "attn_implementation: sdpa, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
+        )
+    elif _reads_its_module(interface):
+        yield (
+            f"its attention is transformers' own {interface}, which reads attributes of the attention module that "
+            "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
+            'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
+        )
+    config = holders[0].config.get_text_config()
+    query_heads = config.num_attention_heads
+    try:
+        check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, ranks)
+    except ValueError as error:
+        yield str(error)
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it has an encoder and a decoder, with attention across them"
+    if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
+        yield f"it has layers of type {', '.join(others)}, which mix positions in other ways than plain attention"
+    if getattr(config, "attention_chunk_size", None):
+        yield "it uses chunked attention (attention_chunk_size)"
+    for name in _ATTENTION_DROPOUTS:
+        if rate := getattr(config, name, None):
+            yield (
+                f"{name} is {rate}, and ranks with equal seeds would draw the same dropout mask for their different "
+                f"heads; build the model with {name}=0.0"
+            )
+    if kinds := sorted({*_kinds_of_rope(model)}):
+        yield (
+            f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, and one rank sees only a "
+            "part of the sequence; types that don't depend on it (default, linear, llama3, yarn) can run"
+        )
+    yield from _mixers(model)
+    forward = inspect.signature(type(model).forward).parameters
+    if "labels" in forward and not _is_causal_loss(model):
+        yield "its loss is not that of a causal language model, token by token"
+    elif "labels" in forward and not _names(current_forward(model), "loss_function"):
+        yield (
+            "its forward computes its loss itself instead of calling model.loss_function, so the loss would be that of "
+            "one rank's part only"
+        )
+    for site in balancing:
+        if site.variant != "standard":
+            yield f"its load-balancing loss is {site.variant or f'not proven ({site.evidence})'}, expected standard"
+        elif LOAD_BALANCING not in dict(global_functions(current_forward(model.get_submodule(site.path)))):
+            yield (
+                f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not "
+                f"computed by {LOAD_BALANCING} in that module's forward, so it would cover one rank's tokens only"
+            )
+
+
+def reads_positions_from_mask(model: nn.Module) -> bool:
+    """Whether ``model`` counts positions by the padding mask when it is called without ``position_ids`` (OPT).
+
+    The forwards' code is searched for ``cumsum`` and ``attention_mask``. Embeddings that could count this way too
+    (BioGPT's) are left out, since the model around them passes them positions.
+    """
+    return any(
+        "cumsum" in layer.__code__.co_names and "attention_mask" in layer.__code__.co_varnames
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for layer in code_layers(current_forward(module))
+    )
+
+
+def _names(function: Any, name: str) -> bool:
+    return any(name in layer.__code__.co_names for layer in code_layers(function))
+
+
+def _reads_its_module(interface: str) -> bool:
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(interface)
+    while isinstance(function, partial):
+        function = function.func
+    return function is flash_attention_forward
+
+
+def _kinds_of_rope(model: nn.Module) -> Iterator[str]:
+    """The ``rope_type`` of each rotary embedding whose frequencies depend on the positions that a rank sees."""
+    for module in model.modules():
+        config = vars(module).get("config")
+        written = (
+            vars(module).get("rope_type"),
+            *(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")),
+        )
+        for kind in _strings(written):
+            if kind == "longrope" or "dynamic" in kind:
+                yield kind
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in ``value``, at any depth: configs give a ``rope_type`` for the model, or for each layer type."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(each)
+
+
+def _mixers(model: nn.Module) -> Iterator[str]:
+    """Modules that mix several positions outside of the attention whose heads the ranks exchange."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            yield f"{path} is a convolution"
+        elif type(module).__name__.endswith("Attention") and not reads_interface(module):
+            yield f"{path} ({type(module).__name__}) does not take its attention from transformers' interface"
+
+
+def _is_causal_loss(model: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss

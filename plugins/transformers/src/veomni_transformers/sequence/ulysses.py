@@ -1,0 +1,138 @@
+"""Makes one model run sequence-parallel, on a part of the sequence per rank, and undoes it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from veomni_core.changes.change import AttributeChange, Change, ForwardChange
+from veomni_core.changes.transformation import Transformation, transformations_reaching
+from veomni_core.errors import BindingError
+from veomni_transformers.attention.config_changes import config_changes, interface_of
+from veomni_transformers.attention.interface_names import RegisteredInterface
+from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
+from veomni_transformers.sequence.attention import ulysses_attention, whole_mask
+from veomni_transformers.sequence.exchange import ranks_of
+from veomni_transformers.sequence.forward import RunningForward, causal_loss, load_balancing_loss, split_forward
+from veomni_transformers.sequence.model_sites import sites_of
+from veomni_transformers.sequence.refusals import LOAD_BALANCING, refuse_model
+
+_NUMBERS = itertools.count(1)
+
+
+class SequenceParallel(Transformation):
+    """One model that runs on a part of the sequence per rank. As a context manager it undoes itself on exit.
+
+    Attributes:
+        group: the ranks that share each sequence. Deep copies of the model share the group.
+        attention: the attention's name in configs.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=2)  # stands for the first of two ranks
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> with apply_ulysses(model) as state:
+        ...     state.describe()
+        'Ulysses, sp=2, over sdpa'
+        >>> state.undo()
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.BindingError: this sequence parallelism is not in force: it is already undone, or its model
+        was freed
+    """
+
+    name = "sequence parallelism"
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, attention: str) -> None:
+        super().__init__(model)
+        self.group, self.attention = group, attention
+
+    def describe(self) -> str:
+        """For receipts: ``Ulysses, sp=4, over flash_attention_4``."""
+        return f"Ulysses, sp={self.group.size()}, over {self.attention}"
+
+
+def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> SequenceParallel:
+    """Let each rank of ``group`` run ``model`` on its part of the sequence, with whichever attention kernel is bound.
+
+    Call it after :func:`veomni_core.bind` (and before DDP or FSDP2). From then on every rank of the group calls the
+    model with the same whole batch (``input_ids[B, S]``, ``labels``, ``attention_mask``, ``position_ids``,
+    ``cu_seq_lens_q``); the model runs on ``[B, S/n]`` of it. ``loss`` and ``aux_loss`` are those of the whole sequence
+    on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's gradient is
+    the *mean* over the ranks; DDP or FSDP2 over all data-parallel and sequence-parallel ranks computes that mean.
+
+    A call of the model raises ``ConfigError`` for inputs that can't be sharded, ``HostError`` if the first batches of
+    the ranks differ, and ``BindingError`` if another attention was chosen after this call.
+
+    Args:
+        model: a transformers model, bound or not.
+        group: the ranks that share the sequence; all ranks without it.
+
+    Returns:
+        The transformation, with :meth:`SequenceParallel.undo`.
+
+    Raises:
+        ConfigError: the model can't run sequence-parallel over this many ranks; the message has every reason.
+        BindingError: it runs sequence-parallel already, or kernels were bound in a part of it alone.
+        HostError: there is no process group.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=1)  # torchrun gives more ranks
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model, ids = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64)), torch.tensor([[5, 9, 17, 3]])
+        >>> loss = model(ids, labels=ids).loss
+        >>> state = apply_ulysses(model)
+        >>> state.describe()
+        'Ulysses, sp=1, over sdpa'
+        >>> torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
+        >>> state.undo()
+    """
+    group, ranks, _ = ranks_of(group)
+    if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):
+        raise BindingError("this model is sequence-parallel already: undo() that first")
+    decisions = sites_of(model)
+    attention = [decision for decision in decisions if decision.site.op_name == "attention"]
+    balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
+    refuse_model(model, [decision.site for decision in attention], balancing, ranks)
+    (chosen,) = attention
+    name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(chosen.site.path))
+    applied = SequenceParallel(model, group, name)
+    applied.apply(_changes(model, group, chosen.site.path, [site.path for site in balancing]))
+    return applied
+
+
+def _changes(
+    model: nn.Module, group: ProcessGroup, attention: str, balancing: Sequence[str]
+) -> Iterator[tuple[str, str, Change]]:
+    """Every change, with its module path: to the attention, to the load-balancing losses, and to the whole model."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    owner, running = SequenceParallel.name, RunningForward(group)
+    own = interface_of(model.get_submodule(attention))
+    name = f"veomni_ulysses_{next(_NUMBERS)}_{own}"
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
+    by_lengths = mask is flash_attention_mask
+    function = ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], group)
+    whole_sequence_mask = whole_mask(mask, running.whole, reads_positions=not by_lengths)
+    yield attention, owner, RegisteredInterface(model, function, whole_sequence_mask, name, beneath=own)
+    for change in config_changes(model, attention, name):
+        yield attention, owner, change
+    for path in balancing:
+        module = model.get_submodule(path)
+        forward = current_forward(module)
+        loss = load_balancing_loss(dict(global_functions(forward))[LOAD_BALANCING], running)
+        yield path, owner, ForwardChange(module, with_globals(forward, {LOAD_BALANCING: loss}))
+    if "labels" in inspect.signature(type(model).forward).parameters:
+        of_all_ranks: Any = causal_loss(model.loss_function, running)  # type: ignore[arg-type]
+        yield "", owner, AttributeChange(model, "_loss_function", of_all_ranks)
+    yield "", owner, ForwardChange(model, split_forward(model, running, by_lengths, attention, name))
