@@ -112,7 +112,7 @@ def measure_sites() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     from veomni_core import OpsConfig, bind, find_sites, plan_sites
-    from veomni_transformers.proving.proof_memory import forget_proofs
+    from veomni_transformers.memory.proof_memory import forget_proofs
 
     config = Qwen3MoeConfig(
         hidden_size=2048,

@@ -28,9 +28,9 @@ from veomni_core.errors import SpecError
 from veomni_core.sites.find import locator_of
 from veomni_core.sites.site import Site
 from veomni_ops import rms_norm
+from veomni_transformers.memory import proof_memory
+from veomni_transformers.memory.proof_memory import Recollection, forget_proofs
 from veomni_transformers.norms import proof as norm_proof
-from veomni_transformers.proving import proof_memory
-from veomni_transformers.proving.proof_memory import Recollection, forget_proofs
 
 AUTO = {"preset": "auto"}
 

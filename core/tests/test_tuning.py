@@ -53,15 +53,20 @@ def norm(name, preference=50, dtypes=("float32",)):
     return KernelSpec(name, "rms_norm", "standard", f"tuned_kernels:{name}", preference=preference, dtypes=dtypes)
 
 
-def registry_of(*kernels, core=CORE):
-    return build_registry([core, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+def registry_of(*kernels, known=None):
+    known = definitions() if known is None else known
+    return build_registry([*known, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
 
 
 def norms_and(*other_rules):
-    """The core as it would be if it knew few kinds of sites: finding the others takes most of the time."""
-    rules = tuple(rule for rule in CORE.site_rules if rule.name in ("norm modules", *other_rules))
-    assert len(rules) == 1 + len(other_rules)
-    return replace(CORE, site_rules=rules)
+    """The definitions, as if there were few kinds of sites: finding the others takes most of the time."""
+    names = {"norm modules", *other_rules}
+    known = [
+        replace(each, site_rules=tuple(rule for rule in each.site_rules if rule.name in names))
+        for each in definitions()
+    ]
+    assert sum(len(each.site_rules) for each in known) == len(names)
+    return known
 
 
 def certify(registry, *names):
@@ -90,7 +95,7 @@ def contenders(profile, where):
 
 
 def test_the_measured_best_is_taken_and_not_the_one_of_the_highest_rank():
-    registry, model = registry_of(norm("cheap", 10), norm("costly", 90), core=norms_and("gated MLP modules")), llama()
+    registry, model = registry_of(norm("cheap", 10), norm("costly", 90), known=norms_and("gated MLP modules")), llama()
     certify(registry, "cheap", "costly")
     before = make_plan(model, {"preset": "auto"}, registry=registry, hardware=CPU, batch=BATCH)
     assert {each.kernel for op in before.ops for each in op.sites if op.op_name == "rms_norm"} == {"costly"}
@@ -114,7 +119,7 @@ def test_the_measured_best_is_taken_and_not_the_one_of_the_highest_rank():
 
 
 def test_equal_calls_are_measured_once():
-    registry = registry_of(norm("cheap"), core=norms_and())
+    registry = registry_of(norm("cheap"), known=norms_and())
     certify(registry, "cheap")
     clock = CountingClock()
     read = []
@@ -131,7 +136,7 @@ def test_equal_calls_are_measured_once():
 
 @pytest.mark.thorough
 def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
-    registry = registry_of(*(norm("cheap"), norm("out_of_memory"), norm("broken"), norm("costly")), core=norms_and())
+    registry = registry_of(*(norm("cheap"), norm("out_of_memory"), norm("broken"), norm("costly")), known=norms_and())
     certify(registry, "cheap", "out_of_memory", "broken")
     wrong = {spec: "failed its check in float32: off" for spec in registry.plugin("p").kernels if spec.name == "costly"}
     _, profile = tuned(llama(1), registry, wrong)
@@ -151,7 +156,7 @@ def test_a_kernel_that_can_t_be_measured_says_why_and_the_others_are():
     ],
 )
 def test_a_kernel_that_fails_later_ends_nothing_but_its_site(calls, why_not, own):
-    registry = registry_of(norm("tiring"), core=norms_and())
+    registry = registry_of(norm("tiring"), known=norms_and())
     certify(registry, "tiring")
     tuned_kernels.calls_left[:] = [0] * calls
     _, profile = tuned(llama(1), registry)
@@ -229,8 +234,8 @@ def test_the_model_is_left_as_it_was():
 
 @pytest.mark.thorough
 def test_as_few_layers_are_measured_as_have_every_kind_of_site():
-    core = norms_and("gated norm modules", "attention interface")
-    survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry_of(core=core), environ={}), CPU, None)
+    known = norms_and("gated norm modules", "attention interface")
+    survey = Survey(OpsConfig.from_dict({"preset": "auto"}, registry_of(known=known), environ={}), CPU, None)
     model = llama(8)
     assert shallow_model(model, survey.of(model), survey, "cpu").config.num_hidden_layers == 1
     with torch.device("meta"):

@@ -26,7 +26,7 @@ from veomni_conformance.subject import Outcome, Position, Subject
 from veomni_core.errors import ContractError
 from veomni_ops.contract import Sample
 
-MISSING = "combinations of generated samples: Hypothesis is not installed (pip install 'veomni-core[testing]')"
+MISSING = "combinations of generated samples: Hypothesis is not installed (pip install 'veomni-conformance[testing]')"
 _BASES = 4  # the smallest samples, from which calls are made
 _MANY = tuple(range(33))  # rows: more than the 32 that many kernels put into a tile
 _EXAMPLES = 16

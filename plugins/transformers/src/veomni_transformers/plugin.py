@@ -76,7 +76,7 @@ def veomni_model_rules() -> list[ModelRule]:
 
 @hookimpl
 def veomni_model_views() -> list[ModelViewSpec]:
-    return [ModelViewSpec("transformers", "veomni_transformers.engine.model_view:TransformersView")]
+    return [ModelViewSpec("transformers", "veomni_transformers.model_view:TransformersView")]
 
 
 @hookimpl

@@ -38,7 +38,7 @@ class NormModules(ModuleLocator):
     Example:
         >>> import torch
         >>> from dataclasses import replace
-        >>> from veomni_conformance import compute_dtype
+        >>> from veomni_ops.contract import compute_dtype
         >>> def exponential(x, weight, eps):
         ...     wide = compute_dtype(x)
         ...     return nn.functional.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide).exp(), eps).to(x.dtype)

@@ -34,7 +34,7 @@ class GatedNormModules(ModuleLocator):
     Example:
         >>> from dataclasses import replace
         >>> from torch.nn.functional import rms_norm
-        >>> from veomni_conformance import compute_dtype
+        >>> from veomni_ops.contract import compute_dtype
         >>> def tanh(x, gate, weight, eps, group_size=None):
         ...     wide = compute_dtype(x)
         ...     normalised = rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps)

@@ -1,7 +1,7 @@
 """What rules found in a model, kept in this process for the next model that can't be told apart from it.
 
-The sites of a rule are kept under the description of the model (:mod:`veomni_transformers.proving.model_description`), and for as
-long as the code that the model and the rules can reach is as it was (:mod:`veomni_transformers.proving.code_snapshot`). Whatever
+The sites of a rule are kept under the description of the model (:mod:`veomni_transformers.memory.model_description`), and for as
+long as the code that the model and the rules can reach is as it was (:mod:`veomni_transformers.memory.code_snapshot`). Whatever
 can't be described is proven as if there were no memory.
 """
 
@@ -24,8 +24,8 @@ from torch.utils._device import DeviceContext
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.sites.site import Site, SiteLocator
 from veomni_core.sites.walk import named_modules
-from veomni_transformers.proving.code_snapshot import CodeSnapshot
-from veomni_transformers.proving.model_description import Description, Indescribable
+from veomni_transformers.memory.code_snapshot import CodeSnapshot
+from veomni_transformers.memory.model_description import Description, Indescribable
 
 logger = logging.getLogger(__name__)
 # A model of fewer modules is proven anew: proofs take 0.3 to 0.5 s of CPU time, and reading the namespaces takes 0.2 to

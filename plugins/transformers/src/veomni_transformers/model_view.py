@@ -15,8 +15,8 @@ from veomni_core.sites.site import Site, SiteLocator
 from veomni_transformers.engine.layout import layout_for, layout_of
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.engine.whole_twin import whole_twin
+from veomni_transformers.memory.proof_memory import Recollection
 from veomni_transformers.proving.proof import Proof
-from veomni_transformers.proving.proof_memory import Recollection
 
 
 class TransformersView(ModelView):
