@@ -1,4 +1,4 @@
-"""Builds every distribution's wheel, and installs each alone beside the core into an environment of its own.
+"""Builds every distribution's wheel, and installs each alone, with what it requires, into an environment of its own.
 
 There every module is imported, `veomni list` must call the plugin healthy, and the wheel must hold its ``py.typed``
 and none of its tests. Exits with 1 and every shortcoming otherwise.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from configparser import ConfigParser
 from pathlib import Path
 from zipfile import ZipFile
 
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import ROOT, FreshEnvironment, build_wheel, with_own_requirements
 
-ROOT = Path(__file__).resolve().parent.parent
 # No wheel depends on these, since each build of them is for one GPU or one CUDA; kernels import them when bound.
 GPU_LIBRARIES = ("flash_attn", "flash_attn_interface", "quack")
 TESTING = ("pytest",)  # an extra of the core's: one of its modules is for pytest's sessions alone
@@ -49,7 +49,7 @@ def number_of_plugins(wheel: Path) -> int:
     for name in files.namelist():
         if name.endswith(".dist-info/entry_points.txt"):
             declared.read_string(files.read(name).decode())
-    return len(declared["veomni.plugins"]) if "veomni.plugins" in declared else 0
+    return sum(len(declared[group]) for group in ("veomni.plugins", "veomni.definitions") if group in declared)
 
 
 def contents_problems(wheel: Path) -> list[str]:
@@ -61,19 +61,19 @@ def contents_problems(wheel: Path) -> list[str]:
     return problems + [f"{top}/py.typed is missing" for top in packages(wheel) if f"{top}/py.typed" not in names]
 
 
-def installation_problems(core: Path, plugin: Path | None, folder: Path) -> list[str]:
-    """What fails when ``plugin`` (or the core alone) is installed where nothing else is."""
+def installation_problems(wheel: Path, wheels: Iterable[Path], folder: Path) -> list[str]:
+    """What fails when ``wheel`` is installed where nothing else is than those of ``wheels`` that it requires."""
     environment = FreshEnvironment(folder)
-    wheels = [core] if plugin is None else [core, plugin]
+    needed = with_own_requirements(wheel, wheels)
     try:
-        environment.link_requirements(wheels)
-        environment.install(*wheels)
-        for package in packages(wheels[-1]):
+        environment.link_requirements(needed)
+        environment.install(*needed)
+        for package in packages(wheel):
             environment.run("-c", IMPORT_EVERYTHING, package, *GPU_LIBRARIES, *TESTING)
         listed = json.loads(environment.run("-m", "veomni_core.cli", "list", "--json"))["plugins"]
     except RuntimeError as error:
         return [str(error)]
-    expected = 0 if plugin is None else number_of_plugins(plugin)
+    expected = sum(map(number_of_plugins, needed))
     others = [record for record in listed if record["distribution"] != "veomni-core"]
     if len(others) != expected or any(record["status"] != "loaded" for record in others):
         return [f"expected {expected} healthy plugin(s), `veomni list` says {json.dumps(others, indent=1)}"]
@@ -89,7 +89,7 @@ def main() -> int:
         for wheel in [core, *plugins]:
             name = wheel.name.split("-")[0]
             problems = contents_problems(wheel)
-            problems += installation_problems(core, None if wheel == core else wheel, folder / name)
+            problems += installation_problems(wheel, [core, *plugins], folder / name)
             failed |= bool(problems)
             print(f"{wheel.name}: {'; '.join(problems) or 'installs and imports alone'}")
     return int(failed)

@@ -23,6 +23,9 @@ from zipfile import Path as ZipPath
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+ROOT = Path(__file__).resolve().parent.parent
+FAMILY = ("core", "plugins/ops", "plugins/transformers", "plugins/conformance", "plugins/tools")
+
 
 class FreshEnvironment:
     """A virtual environment in ``folder``, empty at first."""
@@ -130,6 +133,22 @@ def build_wheel(source: Path, folder: Path) -> Path:
         raise RuntimeError(f"{source} builds no wheel:\n{result.stdout}\n{result.stderr}")
     (wheel,) = set(folder.glob("*.whl")) - before
     return wheel
+
+
+def build_family(folder: Path) -> list[Path]:
+    """The wheels that a plugin author needs: the core, and the distributions that define and check ops."""
+    return [build_wheel(ROOT / source, folder) for source in FAMILY]
+
+
+def with_own_requirements(wheel: Path, wheels: Iterable[Path]) -> list[Path]:
+    """``wheel``, and those of ``wheels`` that it requires, directly or not."""
+    by_name = {canonicalize_name(_metadata_of_wheel(each).name): each for each in wheels}
+    found, waiting = [], [wheel]
+    while waiting:
+        found.append(each := waiting.pop())
+        names = {canonicalize_name(requirement.name) for requirement in _requirements(_metadata_of_wheel(each))}
+        waiting += [by_name[name] for name in sorted(names & by_name.keys()) if by_name[name] not in (*found, *waiting)]
+    return found
 
 
 def _metadata_of_wheel(wheel: Path) -> Distribution:

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 from distributions import ROOT, SOURCES, build, copied
-from fresh_environment import FreshEnvironment
+from fresh_environment import FreshEnvironment, with_own_requirements
 
 # The tests that need nothing but what an sdist has; some others read the repository's pages.
 TESTS_ALONE = {"veomni_torch": "tests/test_alignment.py", "veomni_quack": "tests/test_planning.py"}
@@ -92,13 +92,14 @@ def test_sdists_hold_the_sources_and_the_tests(sdists: list[Path]) -> None:
 
 @pytest.mark.thorough
 def test_the_tests_of_an_sdist_run_alone(wheels: list[Path], sdists: list[Path], tmp_path: Path) -> None:
-    (core,) = (wheel for wheel in wheels if wheel.name.startswith("veomni_core-"))
+    (checks,) = (wheel for wheel in wheels if wheel.name.startswith("veomni_conformance-"))
     for name, tests in TESTS_ALONE.items():
         (wheel,) = (wheel for wheel in wheels if wheel.name.startswith(f"{name}-"))
         (sdist,) = (sdist for sdist in sdists if sdist.name.startswith(f"{name}-"))
         environment = FreshEnvironment(tmp_path / name)
-        environment.link_requirements([core, wheel], also=("pytest", "hypothesis"))
-        environment.install(core, wheel)
+        needed = {*with_own_requirements(wheel, wheels), *with_own_requirements(checks, wheels)}
+        environment.link_requirements(needed, also=("pytest", "hypothesis"))
+        environment.install(*needed)
         with tarfile.open(sdist) as files:
             files.extractall(tmp_path / "unpacked", filter="data")
         (folder,) = (tmp_path / "unpacked").glob(f"{name}-*")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import FAMILY, FreshEnvironment, build_wheel
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ def train(model, **options):
 def environment(tmp_path_factory) -> FreshEnvironment:
     """The core and the third party's plugin, each from its wheel."""
     folder = tmp_path_factory.mktemp("wheels")
-    wheels = [build_wheel(source, folder) for source in (ROOT / "core", ROOT / "examples" / "plugin_extensions")]
+    wheels = [build_wheel(ROOT / source, folder) for source in (*FAMILY, "examples/plugin_extensions")]
     environment = FreshEnvironment(folder / "environment")
     environment.link_requirements(wheels, also=("accelerate",))  # transformers loads sharded models by it
     environment.install(*wheels)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import FAMILY, FreshEnvironment, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = """
@@ -59,7 +59,7 @@ class Installation:
         self.folder = folder
         self.environment = FreshEnvironment(folder / "environment")
         self.plugin = wheel(folder, "acme-norm")
-        wheels = [build_wheel(ROOT / "core", folder), self.plugin]
+        wheels = [*(build_wheel(ROOT / source, folder) for source in FAMILY), self.plugin]
         self.environment.link_requirements(wheels)
         self.environment.install(*wheels)
         self.marker, self.lock = folder / "imported", folder / "veomni.lock"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import FAMILY, FreshEnvironment, build_wheel
 
 pytestmark = pytest.mark.docs
 
@@ -48,21 +48,22 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory) -> Path:
-    return build_wheel(ROOT / "core", tmp_path_factory.mktemp("core"))
+def family(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("family")
+    return [build_wheel(ROOT / source, folder) for source in FAMILY]
 
 
 @pytest.fixture(scope="module")
-def core_alone(core, tmp_path_factory) -> FreshEnvironment:
+def core_alone(family, tmp_path_factory) -> FreshEnvironment:
     environment = FreshEnvironment(tmp_path_factory.mktemp("core_alone"))
-    environment.link_requirements([core], TOOLS)
-    environment.install(core)
+    environment.link_requirements(family, TOOLS)
+    environment.install(*family)
     return environment
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_its_commands_work(kind, core, core_alone, tmp_path, monkeypatch):
+def test_its_commands_work(kind, family, core_alone, tmp_path, monkeypatch):
     environment = core_alone.copy(tmp_path / "environment")
     monkeypatch.chdir(tmp_path)
     environment.run("-m", "veomni_core.cli", "new-plugin", "acme", *shlex.split(kind.options))
@@ -71,7 +72,7 @@ def test_its_commands_work(kind, core, core_alone, tmp_path, monkeypatch):
     install, *commands = re.findall(r"^\$ (.+)$", (folder / "README.md").read_text(), re.MULTILINE)
     assert install == 'pip install -e ".[dev]"'
     wheel = build_wheel(folder, tmp_path)
-    environment.link_requirements([core, wheel])  # an index is not asked
+    environment.link_requirements([*family, wheel])  # an index is not asked
     environment.install(wheel)
     monkeypatch.chdir(folder)
     said = {command: _run(environment, command, kind) for command in commands}

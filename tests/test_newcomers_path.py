@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from documented_code import ROOT, Block, blocks, commands, plugins
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import FAMILY, FreshEnvironment, build_wheel
 from page_run import check_output
 
 pytestmark = pytest.mark.docs
@@ -41,7 +41,7 @@ class Newcomer:
             (self._folder / block.file).write_text(block.text, encoding="utf-8")
 
     def _install(self, names: list[str]) -> str:
-        wheels = [build_wheel(ROOT / source, self._folder) for source in ("core", *map(SOURCES.__getitem__, names))]
+        wheels = [build_wheel(ROOT / source, self._folder) for source in (*FAMILY, *map(SOURCES.__getitem__, names))]
         self._environment.link_requirements(wheels)
         self._environment.install(*wheels)
         return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import FAMILY, FreshEnvironment, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = """
@@ -42,8 +42,8 @@ VEOMNI = ("-m", "veomni_core.cli")
 def environment(tmp_path_factory) -> FreshEnvironment:
     """Core, trainer and the third party's plugin, each from its wheel."""
     folder = tmp_path_factory.mktemp("wheels")
-    sources = [ROOT / "core", ROOT / "plugins" / "trainer", ROOT / "examples" / "plugin_gelu"]
-    wheels = [build_wheel(source, folder) for source in sources]
+    sources = [*FAMILY, "plugins/trainer", "examples/plugin_gelu"]
+    wheels = [build_wheel(ROOT / source, folder) for source in sources]
     environment = FreshEnvironment(folder / "environment")
     environment.link_requirements(wheels)
     environment.install(*wheels)

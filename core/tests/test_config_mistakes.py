@@ -153,7 +153,8 @@ def test_a_bug_in_code_that_comes_with_a_model_is_told_by_its_file_and_line(tmp_
                     self.half = size.halved()  # a bug
             """)
     )
-    asked = f"from veomni_transformers.build import build_skeleton; build_skeleton({str(tmp_path)!r}, trust_remote_code=True)"
+    asked = "from veomni_transformers.build import build_skeleton; "
+    asked += f"build_skeleton({str(tmp_path)!r}, trust_remote_code=True)"
     env = {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=env, check=False)
     last = done.stderr.strip().splitlines()[-1]

@@ -13,6 +13,7 @@ import tuned_kernels
 from models import build
 from tuned_kernels import CountingClock
 from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.planning.certificates import Certificate, keep
 from veomni_core.planning.measured_choice import checked_dtypes

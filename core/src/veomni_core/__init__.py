@@ -116,21 +116,10 @@ def __getattr__(name: str) -> Any:
     if name == "OpsImplementationConfig":
         return importlib.import_module("veomni_core.planning.config").OpsConfig
     if name in _ELSEWHERE:
-        return getattr(_imported(name, _ELSEWHERE[name]), name)
+        return importlib.import_module("veomni_core.descriptions.references").load_from(f"{_ELSEWHERE[name]}:{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
     return getattr(importlib.import_module(f"veomni_core.{_HOME[name]}"), name)
-
-
-def _imported(name: str, module: str) -> Any:
-    distribution = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != distribution:
-            raise
-        install = f"pip install {distribution.replace('_', '-')}"
-        raise ImportError(f"veomni_core.{name} is not installed: {install}", name=distribution) from error
 
 
 def __dir__() -> list[str]:

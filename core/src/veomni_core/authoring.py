@@ -4,8 +4,8 @@
   Its ``install`` yields a ``Change``: an ``AttributeChange``, a ``ForwardChange``, or one of your own.
 - A rule that changes a whole model: ``WholeModelRule``. How a divided model is read: ``ModelView``.
 
-What kernels share is in :mod:`veomni_core.kernels`, contracts and checks are in :mod:`veomni_conformance`, and proofs over
-transformers' models in :mod:`veomni_transformers.authoring`.
+What kernels share is in :mod:`veomni_core.kernels`. Contracts and checks are in :mod:`veomni_conformance`, and proofs
+over transformers' models in :mod:`veomni_transformers.authoring`.
 """
 
 from __future__ import annotations

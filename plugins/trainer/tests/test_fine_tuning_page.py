@@ -17,7 +17,7 @@ from small_tokenizers import byte_level
 from tiny_configs import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fresh_environment import FreshEnvironment, build_wheel
+from fresh_environment import FAMILY, FreshEnvironment, build_wheel
 
 pytestmark = pytest.mark.docs
 
@@ -44,7 +44,7 @@ def _commands() -> list[list[str]]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> FreshEnvironment:
     """The core, the trainer with its extras, and kernels for any device, each from its wheel."""
     folder = tmp_path_factory.mktemp("wheels")
-    wheels = [build_wheel(ROOT / each, folder) for each in ("core", "plugins/trainer", "plugins/torch_native")]
+    wheels = [build_wheel(ROOT / each, folder) for each in (*FAMILY, "plugins/trainer", "plugins/torch_native")]
     environment = FreshEnvironment(folder / "environment")
     environment.link_requirements(wheels, also=["peft", "tensorboard"])
     environment.install(*wheels)

@@ -20,7 +20,7 @@ from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import Transformation, transformations_of
-from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.references import load_from
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError
@@ -278,7 +278,10 @@ def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, setti
 
 def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verification]:
     """The checks of ``verify=True``, imported when they are wanted: they are a third of what ``bind`` would load."""
-    return load_attribute(_VERIFY_PLAN)  # type: ignore[no-any-return]
+    try:
+        return load_from(_VERIFY_PLAN)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise BindingError(f"verify=True checks the kernels, and {error}") from error
 
 
 def _changes(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Iterator[tuple[str, str, Change]]:

@@ -13,3 +13,19 @@ def load_attribute(reference: str) -> Any:
     for name in attribute.split("."):
         value = getattr(value, name)
     return value
+
+
+def load_from(reference: str) -> Any:
+    """As :func:`load_attribute`, of another distribution of the family.
+
+    Raises:
+        ImportError: the distribution is not installed; the message says how to install it.
+    """
+    package = reference.partition(".")[0]
+    try:
+        return load_attribute(reference)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        distribution = package.replace("_", "-")
+        raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package) from error

@@ -33,7 +33,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     - ``VEOMNI_PLUGINS``: load only these plugins (names, comma-separated). Plugins of the entry-point group
       ``veomni.definitions``, which say what ops are and where, and have no kernels, are loaded all the same;
     - ``VEOMNI_PLUGINS_BLOCK``: don't load these;
-    - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: of the others load only those in ``VEOMNI_PLUGINS``, and none if it is empty;
+    - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: of the others load only those in ``VEOMNI_PLUGINS``, none if it is empty;
     - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails;
     - ``VEOMNI_FROZEN``: a lock file. What is installed is compared with it before any plugin is imported, and then what
       plugins describe.

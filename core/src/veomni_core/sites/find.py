@@ -52,7 +52,7 @@ def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site
         The sites, sorted by op and path.
 
     Raises:
-        BindingError: ``model`` is not a module, or is bound.
+        BindingError: ``model`` is not a module, or is bound; or no plugin has a rule.
         SpecError: a rule of a plugin that defines what ops are (:class:`veomni_core.PluginRecord`) failed; the message
             names it.
 
@@ -90,6 +90,11 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
             "search it again, call binding_of(model).undo() first"
         )
     registry = registry or discover()
+    if not registry.site_rules:
+        raise BindingError(
+            f"no installed plugin finds ops in models, so nothing in a {type(model).__name__} could be bound: "
+            "pip install veomni-transformers"
+        )
     view = view_of(model, registry, distributed_config)
     sites: list[Site] = []
     failed: list[str] = []

@@ -1,7 +1,7 @@
 """What a rule over transformers' models is made of, as the rules here are. Imports torch and transformers.
 
-- For an op that is a module, ``ModuleLocator`` walks over the model and calls a subclass for a ``Proof`` of each kind of
-  module. ``probe`` runs a module's code on small inputs and compares values, gradients and roundings.
+- For an op that is a module, ``ModuleLocator`` walks over the model and calls a subclass for a ``Proof`` of each kind
+  of module. ``probe`` runs a module's code on small inputs and compares values, gradients and roundings.
   ``with_globals`` clones a function, and the clone sees other globals.
 - A proof over a variant or a layout of your own: ``NormModules``, ``GatedNormModules`` and ``GatedMlpModules``, for a
   subclass with other ``contracts``; ``ExpertsModules``, for one with other ``layouts``, each an ``ExpertLayout``.

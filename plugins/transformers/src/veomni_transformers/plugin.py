@@ -83,9 +83,6 @@ def veomni_model_views() -> list[ModelViewSpec]:
 def veomni_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
-            "plan", "veomni_transformers.cli.plan_job:plan_job", "Which kernel a job would run at each site, and why."
-        ),
-        CommandSpec(
             "coverage", "veomni_transformers.cli.coverage:coverage", "What binds in every model type of transformers."
         ),
     ]

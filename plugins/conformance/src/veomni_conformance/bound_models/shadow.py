@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from veomni_conformance.bound_models.exact_runs import exact_run
 from veomni_conformance.bound_models.model_calls import RecordedCall, kept, undisturbed
@@ -248,13 +248,18 @@ def _random_states(module: nn.Module) -> Callable[[nn.Module], None]:
     return restore
 
 
+def _is_cache(value: Any) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(value, transformers.Cache)
+
+
 def _has_tokens(value: Any) -> bool:
-    return isinstance(value, Cache) and value.get_seq_length() > 0
+    return _is_cache(value) and value.get_seq_length() > 0
 
 
 def _without_caches(value: Any) -> Any:
     """``value`` without empty caches, which a second run would fill for the first one."""
-    if isinstance(value, Cache):
+    if _is_cache(value):
         return None
     if isinstance(value, dict):
         return {name: _without_caches(each) for name, each in value.items()}

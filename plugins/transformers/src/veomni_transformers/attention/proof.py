@@ -31,7 +31,7 @@ _VARIANT = "standard"
 
 
 def prove_attention(model: nn.Module, readers: Mapping[str, list[str]]) -> dict[str, Proof]:
-    """A proof of the attention modules of each owner (:func:`veomni_transformers.attention.locator.readers_by_owner`)."""
+    """A proof of each owner's attention modules (:func:`veomni_transformers.attention.locator.readers_by_owner`)."""
     refused = {owner: dict(_refused_by_transformers(model, owner)) for owner in readers}
     found = {owner: _eager_only(model, owner, refused[owner]) for owner in readers}
     open_questions = {owner: paths for owner, paths in readers.items() if found[owner] is None}

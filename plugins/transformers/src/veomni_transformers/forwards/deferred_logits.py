@@ -1,8 +1,8 @@
 """Logits that are computed only when something reads them: what a bound output projection returns in training.
 
 To autograd they are a tensor like any other, made from hidden states and weight. The operators of
-:mod:`veomni_transformers.forwards.logit_steps` leave them deferred. A plain ``cross_entropy`` of them calls the kernel on
-the hidden states instead of computing them.
+:mod:`veomni_transformers.forwards.logit_steps` leave them deferred. A plain ``cross_entropy`` of them calls the kernel
+on the hidden states instead of computing them.
 
 Their gradient is deferred in the same way. A fused loss sends back a :class:`DeferredGradient` of the logits' shape, so
 that hooks run, FSDP2 gathers the weight in time, and ``retain_grad`` works. If it reaches the projection as it left the

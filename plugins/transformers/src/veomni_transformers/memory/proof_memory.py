@@ -1,8 +1,8 @@
 """What rules found in a model, kept in this process for the next model that can't be told apart from it.
 
-The sites of a rule are kept under the description of the model (:mod:`veomni_transformers.memory.model_description`), and for as
-long as the code that the model and the rules can reach is as it was (:mod:`veomni_transformers.memory.code_snapshot`). Whatever
-can't be described is proven as if there were no memory.
+The sites of a rule are kept under the description of the model (:mod:`veomni_transformers.memory.model_description`),
+and for as long as the code that the model and the rules can reach is as it was
+(:mod:`veomni_transformers.memory.code_snapshot`). Whatever can't be described is proven as if there were no memory.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Running code proves nothing about a branch that never ran: code for sequences over a thousand tokens, for one dtype, for
 a batch of one. So each conditional jump must have gone both ways, in the module's code and in what it calls. A jump may
 always go one way if its condition reads nothing but guarded settings (changing one raises, or takes the kernel out) and
-optional arguments (a call that sets one runs the module's own code). :mod:`veomni_transformers.proving.conditions` decides
-that.
+optional arguments (a call that sets one runs the module's own code).
+:mod:`veomni_transformers.proving.conditions` decides that.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def behaviour(module: nn.Module, names: frozenset[str] | None = None, live: Coll
     """A key that is equal for modules that run the same code with the same settings, so that one proof serves all.
 
     Args:
-        names: what the module's code names (:class:`veomni_transformers.proving.code_reading.Reading`); other attributes
-            can't decide what it computes. ``None`` for every attribute.
+        names: what the module's code names (:class:`veomni_transformers.proving.code_reading.Reading`); other
+            attributes can't decide what it computes. ``None`` for every attribute.
         live: the linears that a bound forward still calls, of which only the shapes and dtypes matter.
     """
     settings = tuple(
