@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "core/tests/test_binding.py",
     "core/tests/test_bound_models.py",
-    "core/tests/test_find_sites.py",
-    "core/tests/test_losses.py",
+    "plugins/transformers/tests/test_find_sites.py",
+    "plugins/transformers/tests/test_losses.py",
     "core/tests/test_receipt.py",
-    "core/tests/test_norm_lookalikes.py",
-    "core/tests/test_mlp_lookalikes.py",
-    "core/tests/test_rotary_lookalikes.py",
-    "core/tests/test_declared_slots.py",
+    "plugins/transformers/tests/test_norm_lookalikes.py",
+    "plugins/transformers/tests/test_mlp_lookalikes.py",
+    "plugins/transformers/tests/test_rotary_lookalikes.py",
+    "plugins/transformers/tests/test_declared_slots.py",
     "core/tests/test_living_with_others.py",
-    "core/tests/test_rotary.py",
+    "plugins/transformers/tests/test_rotary.py",
     "tests/test_other_versions.py",
 )
 

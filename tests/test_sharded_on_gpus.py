@@ -1,7 +1,8 @@
 """Real kernels on models that transformers' engine shards over two GPUs, over NCCL: the numbers of the unbound engine.
 
-One launch of two processes runs every case and prints a line for each. core/tests/test_sharded_models.py does more of
-this on CPUs, over gloo, with the ops' references as kernels.
+One launch of two processes runs every case and prints a line for each.
+plugins/transformers/tests/test_sharded_models.py does more of this on CPUs, over gloo, with the ops' references as
+kernels.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import HEALTHY
 from fuzzing import TEXTS, bounded, typed_errors
+from plugin_fixtures import HEALTHY
 from veomni_core import discover
 from veomni_core.discovery.locked import installed
 

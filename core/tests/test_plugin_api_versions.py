@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Installer
+from plugin_fixtures import Installer
 from veomni_core import OpsConfig, discover
 from veomni_core.descriptions import hookspecs
 from veomni_core.discovery.registry import PluginRecord

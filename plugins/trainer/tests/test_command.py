@@ -37,7 +37,7 @@ def _interrupt_after(rows: int, metrics: Path, process: Forked) -> subprocess.Co
 
 # Says after each command what has been imported by then.
 _IMPORTS = """
-import sys
+import os, sys
 from contextlib import redirect_stdout
 
 def show(*names):
@@ -52,6 +52,7 @@ show("transformers.trainer", "peft", "bitsandbytes", "datasets")
 with redirect_stdout(sys.stderr):
     build_app()(["train", sys.argv[1]], standalone_mode=False)
 show("bitsandbytes", "trl")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library itself prints is no command's
 import bitsandbytes.nn
 print(bitsandbytes.nn is sys.modules["bitsandbytes.nn"], bitsandbytes.__version__)
 """

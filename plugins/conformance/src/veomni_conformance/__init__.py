@@ -2,7 +2,8 @@
 
 - A contract: ``Contract``, ``Sample``, ``Tolerance``, ``Draw``, ``leaf``, ``compute_dtype``.
 - A contract of calls that several ranks make together: ``RankContract`` with ``RankSample``.
-- The check: ``check_kernel`` gives a ``ConformanceReport``; ``KernelConformance`` runs it as tests.
+- The check: ``check_kernel`` gives a ``ConformanceReport`` with a ``CaseResult`` of each sample; ``KernelConformance``
+  runs it as tests.
 """
 
 from veomni_conformance.conformance import check_kernel

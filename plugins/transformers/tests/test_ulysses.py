@@ -1,0 +1,59 @@
+"""Ulysses over two and four real processes (gloo): exact, undone without a trace, refused where it would be wrong."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import ulysses_bound
+import ulysses_groups
+import ulysses_models
+import ulysses_pieces
+import ulysses_refusals
+from ulysses_ranks import CHECKS
+
+from distributed import run_ranks
+from veomni_core.errors import HostError
+from veomni_transformers.sequence import apply_ulysses
+
+MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals, ulysses_bound)
+
+
+# Gradients of weights and of the loss, one kernel with an option, one refusal; `make test-all` runs every check.
+FEW = (
+    "llama_with_as_many_key_heads_as_ranks_or_fewer",
+    "a_kernel_that_takes_lengths_and_sinks",
+    "attention_dropout_is_refused",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Callable[[int], dict[str, str]]:
+    """What each selected check found on so many processes, from one start of them for all checks."""
+    items = [item for item in request.session.items if getattr(item, "function", None) is test_on_several_processes]
+
+    @functools.cache
+    def outcomes_on(processes: int) -> dict[str, str]:
+        selected = [item.callspec.params for item in items]
+        names = [each["name"] for each in selected if each["processes"] == processes]
+        modules = ", ".join(module.__name__ for module in MODULES)
+        outputs = run_ranks(f"import {modules}, ulysses_ranks; ulysses_ranks.run({names})", processes)
+        return dict(ast.literal_eval(line) for line in outputs[0].splitlines() if line.startswith("("))
+
+    return outcomes_on
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in CHECKS]
+)
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_on_several_processes(outcomes, processes, name):
+    assert outcomes(processes)[name] == ""
+
+
+def test_without_a_process_group_it_says_what_to_call():
+    with pytest.raises(HostError, match=r"call torch\.distributed\.init_process_group\(\) first"):
+        apply_ulysses(torch.nn.Linear(1, 1))
