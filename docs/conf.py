@@ -1,7 +1,7 @@
 """The documentation site. Its pages are the repository's Markdown files, each under the path that it has here.
 
 So Sphinx's source folder is the repository, and ``make docs`` names this folder with ``-c``. A link from page to page
-works as it stands, on a code host and on the site; ``docs/adr/0048-the-site-is-the-repositorys-pages.md`` has the
+works as it stands, on a code host and on the site; ``docs/design/tests-and-docs.md`` has the
 reasons. Links to code lead to pages too (``site/source_pages.py``), so no public address of the repository is needed.
 """
 

@@ -1,12 +1,10 @@
-"""What the documentation shows is run: its jobs are planned, its plugin is installed, its file lists are true."""
+"""What the documentation shows is run: its jobs are planned, its file lists are true."""
 
 from __future__ import annotations
 
 import html
-import importlib
 import json
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -33,11 +31,6 @@ def block(text: str, language: str) -> str:
     return first
 
 
-PLUGIN = next(
-    text for text in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL) if "hookimpl" in text
-)
-
-
 def veomni(*arguments: str) -> str:
     result = CliRunner().invoke(build_app(), list(arguments))
     assert result.exit_code == 0, result.output
@@ -51,26 +44,6 @@ def test_the_readme_s_job_can_be_planned(tmp_path):
     assert kernels["moe_experts"] == {"grouped_mm"}
     assert kernels["cross_entropy_loss"] == {"chunk_loss"}
     assert kernels["rms_norm"] == {"torch", "eager"}
-
-
-def test_the_readme_s_plugin_is_a_plugin(tmp_path, monkeypatch):
-    package = tmp_path / "acme_norm"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text(PLUGIN)
-    info = tmp_path / "acme_norm-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-norm\nVersion: 1.0\n")
-    entry_point = re.search(r"(\[project\.entry-points.*?\])\s+(acme = )\"(.*?)\"", README)
-    (info / "entry_points.txt").write_text(f"[veomni.plugins]\n{entry_point[2]}{entry_point[3]}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    registry = discover({"VEOMNI_PLUGINS_STRICT": "1"})
-    sys.modules.pop("acme_norm.plugin"), sys.modules.pop("acme_norm")
-    spec = registry.resolve("rms_norm", "standard", "acme")
-    assert spec.hardware.unmet(registry.named_hardware("h200")) == ()
-    assert spec.hardware.unmet(registry.named_hardware("a100")) != ()
-    assert len(PLUGIN.strip().splitlines()) <= 21
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
@@ -101,8 +74,13 @@ def test_the_ascend_page_writes_every_field_that_the_npu_plugin_serves():
     assert {field: {written.get(field)} for field in served} == served
 
 
+def test_contributing_is_short():
+    assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split()) <= 700
+
+
 def test_the_files_that_contributing_names_are_there():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    pages = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "contributing").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     named = {name for name in re.findall(r"`([^`\s]+/[^`\s]*)`", text) if "<" not in name} - {"docs/_build/html"}
     assert len(named) >= 40
     assert not [name for name in named if not (ROOT / name).exists()]
@@ -130,7 +108,7 @@ def test_yaml_blocks_of_the_documentation_are_yaml():
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) < 120
+    assert len(README.splitlines()) <= 100
 
 
 def test_the_readme_s_times_are_the_benchmarks():
