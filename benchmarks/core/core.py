@@ -2,7 +2,7 @@
 
 Sites are found in one large model and in every causal model type of the installed transformers.
 
-Writes ``docs/benchmarks/core.json`` and ``docs/benchmarks/core.md``. Run it on an otherwise idle machine:
+Writes ``benchmarks/results/core.json``. Run it on an otherwise idle machine:
 ``python benchmarks/core/core.py``. Times are medians; those of whole processes are of wall-clock time, and the bare
 interpreter's is subtracted where the row says so.
 """

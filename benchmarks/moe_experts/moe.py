@@ -4,7 +4,7 @@
 
 Every contender runs in one process on the same tensors. Its result and gradients are compared first with the contract's
 reference in float64. TFLOP/s counts the useful work, 18·T·K·H·I for forward and backward. Peak memory is what a step
-takes beyond its inputs, the gradients that it leaves among it. Writes ``docs/benchmarks/<name>.json`` and ``.md``.
+takes beyond its inputs, the gradients that it leaves among it. Writes ``benchmarks/results/<name>.json``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> dic
 
 
 def write(name: str, data: dict[str, Any]) -> None:
-    """The page of what has been measured so far."""
+    """The result file of what has been measured so far."""
     ceiling = data["ceilings"]["product TFLOP/s"]
     rows = [
         row(shape_name, kernel, found, ceiling)

@@ -5,7 +5,7 @@
 Each of our calls runs the kernels of the library's own call, so their results are compared first, and should have the
 same bits. The library's own call gets what the adapter makes of the op's arguments: boundaries that it has not seen
 before, since the adapter has new ones in every call too. Libraries that are not installed are left out. A call that
-raises is a line of the page: on Hopper with Triton 3.4 to 3.7.0, fla's backward does, unless TileLang is installed.
+raises is a line of the note: on Hopper with Triton 3.4 to 3.7.0, fla's backward does, unless TileLang is installed.
 fla's own call takes the backend that is installed. Where FlashQLA or TileLang is, run ``fla`` with
 ``FLA_FLASH_QLA=0 FLA_TILELANG=0`` in the environment to compare the same kernels, and ``fla_tilelang`` with the first.
 
@@ -268,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="*", metavar="OP", help="comparisons whose op starts so")
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     options = parser.parse_args()
     torch.manual_seed(0)
     figures = [

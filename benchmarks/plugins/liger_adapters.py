@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", action="store_true", help="measure Liger's experts after their own search as well")
     parser.add_argument("--only", nargs="*", metavar="OP", help="comparisons whose op starts so")
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     options = parser.parse_args()
     torch.manual_seed(0)
     makers = {

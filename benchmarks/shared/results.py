@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "benchmarks"
 _VERSIONS = (
     "torch",
     "transformers",

@@ -1,6 +1,6 @@
 """Rows and bytes that a layer's token dispatch moves, counted from routings that are drawn: no rank is needed.
 
-Writes ``docs/benchmarks/token_dispatch.json`` and ``.md``. ``engine`` is transformers' ``AllToAllEP``. Counted is what
+Writes ``benchmarks/results/token_dispatch.json``. ``engine`` is transformers' ``AllToAllEP``. Counted is what
 leaves a rank in one forward, there and back with the counts; backward moves as much again, without counts. A test
 holds the count against the rows that ranks really send.
 """

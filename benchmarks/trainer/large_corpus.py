@@ -1,6 +1,6 @@
 """How long jobs on a gigabyte of JSONL take to their first step, and in how much memory: first and later starts.
 
-Writes ``docs/benchmarks/large_corpus.json`` and ``.md``. Each start is the real command, with a model of two layers and
+Writes ``benchmarks/results/large_corpus.json``. Each start is the real command, with a model of two layers and
 two steps. Memory is the peak of the process's resident memory, in which mapped pages count that it has touched.
 """
 

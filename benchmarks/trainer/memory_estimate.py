@@ -3,7 +3,7 @@
     python benchmarks/trainer/memory_estimate.py examples/llama_bf16_h200.yaml examples/qwen3_moe_bf16_h200.yaml
 
 Each job runs with each setting: first the dry run, then three steps, each in a process of its own. Writes
-``docs/benchmarks/memory_estimate_<gpu>.json`` and ``.md``.
+``benchmarks/results/memory_estimate_<gpu>.json``.
 """
 
 from __future__ import annotations

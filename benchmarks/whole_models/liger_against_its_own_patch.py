@@ -145,7 +145,7 @@ def row(model_type: str, way: str, found: Found) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     parser.add_argument("--json", type=Path, help="a file for the figures alone")
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "WAY", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()

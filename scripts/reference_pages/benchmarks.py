@@ -70,9 +70,12 @@ class Table:
             for cells in (dict(zip(header, row, strict=True)) for row in rows):
                 row = tuple(cells[column] for column in (*self.by, self.across) if column)
                 if re.search(self.only, ", ".join(row)):
-                    yield row, tuple(
-                        cells[column] if "(" in shown else _SPREAD.sub("", cells[column])
-                        for column, shown in self.columns.items()
+                    yield (
+                        row,
+                        tuple(
+                            cells[column] if "(" in shown else _SPREAD.sub("", cells[column])
+                            for column, shown in self.columns.items()
+                        ),
                     )
 
     def _source(self) -> str:
@@ -83,12 +86,14 @@ class Table:
         common = set.intersection(*versions)
         links: dict[str, list[str]] = {}
         for name, machine, own in zip(names, machines, versions, strict=True):
-            where = machine["gpu"].split()[1] if "gpu" in machine else f"{machine['processor']}, {machine['cores']} cores"
+            where = (
+                machine["gpu"].split()[1] if "gpu" in machine else f"{machine['processor']}, {machine['cores']} cores"
+            )
             with_own = f" with {_listed(own - common)}" * bool(own - common)
             links.setdefault(with_own, []).append(f"[{where}](../../benchmarks/results/{name}.json)")
         files = ", ".join(", ".join(each) + with_own for with_own, each in links.items())
         scripts = ", ".join(dict.fromkeys(f"`{result(name)['script']}`" for name in names))
-        return f"{files}; {_listed(common)}; {scripts}."
+        return f"{'; '.join(filter(None, (files, _listed(common), scripts)))}."
 
 
 def _listed(versions: set[tuple[str, str]]) -> str:
@@ -128,7 +133,11 @@ TABLES: dict[str, dict[str, Table]] = {
         "cpu": Table(
             {"": ("causal_conv1d",)},
             ("case",),
-            {"ours": "`torch`", "of its time": "of their time (range)", "share in forward": "of their memory in forward"},
+            {
+                "ours": "`torch`",
+                "of its time": "of their time (range)",
+                "share in forward": "of their memory in forward",
+            },
         ),
     },
     "chunk_gated_delta_rule": {
