@@ -96,9 +96,9 @@ def results(monkeypatch, tmp_path):
         table = ["| shape | kernel | ms |", "|---|---|---|"]
         table += [f"| 8x16 | {name} | {time} ({time} to {2 * time}) |" for name, time in times.items()]
         for file, machine in machines.items():
-            found = {"script": "s.py", "machine": machine, "figures": figures, "table": table}
+            found = {"machine": machine, "figures": figures, "table": table}
             (tmp_path / f"{file}.json").write_text(json.dumps(found))
-        parts = {"part": benchmarks.Table({file: (file,) for file in machines}, ("shape", "kernel"), {"ms": "ms"})}
+        parts = {"part": benchmarks.Table({file: (file,) for file in machines}, ("shape", "kernel"), ("ms",))}
         monkeypatch.setattr(benchmarks, "TABLES", {"page": parts})
 
     return write
@@ -109,13 +109,12 @@ def test_a_table_has_the_figures_of_several_files_and_where_they_are_from(result
     results({"ours": 0.5, "theirs": 0.25}, **machines)
     files = {"A": ("one",), "B": ("two",)}
     source = (
-        "[H100](../../benchmarks/results/one.json) with torch 2, "
-        "[B](../../benchmarks/results/two.json) with torch 3; `s.py`."
+        "[H100](../../benchmarks/results/one.json) with torch 2, [B](../../benchmarks/results/two.json) with torch 3."
     )
     header = "| shape | kernel | A ms | B ms |"
-    table = benchmarks.Table(files, ("shape", "kernel"), {"ms": "ms"}, "ours")
+    table = benchmarks.Table(files, ("shape", "kernel"), ("ms",), "ours")
     assert str(table).splitlines() == [header, "|---|---|---|---|", "| 8x16 | ours | 0.5 | 0.5 |", "", source]
-    crossed = benchmarks.Table(files, ("shape",), {"ms": "ms (range)"}, across="kernel")
+    crossed = benchmarks.Table(files, ("shape",), ("ms -> ms (range)",), across="kernel")
     assert str(crossed).splitlines()[2] == "| A | 8x16 | 0.5 (0.5 to 1.0) | 0.25 (0.25 to 0.5) |"
 
 

@@ -163,10 +163,8 @@ def main() -> None:
     if not options.name:
         return
     title = f"Causal attention, {Q_HEADS}/{K_HEADS} heads, bf16"
-    note = f"A matrix product of 8192 in the same run: {ceiling:.0f} TFLOP/s. TFLOP/s count what a causal mask keeps. "
-    note += "Peak memory is beyond the inputs; the gradients are part of it."
     data = {"machine": machine(), "matmul TFLOP/s": ceiling, "figures": found}
-    write_results(options.name, title, data, COLUMNS, rows(found), note, script=__file__)
+    write_results(options.name, title, data, COLUMNS, rows(found), script=__file__)
 
 
 if __name__ == "__main__":

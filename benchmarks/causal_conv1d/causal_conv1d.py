@@ -133,7 +133,6 @@ def main() -> None:
         {"cases": cases, "machine": machine()},
         COLUMNS,
         map(row, cases),
-        "A ratio of times is that of the medians of one process, as the median and the range over processes.",
         script=__file__,
     )
 

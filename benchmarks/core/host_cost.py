@@ -156,14 +156,6 @@ def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-NOTE = (
-    "Microseconds of host time, the least of several repeats, on a CPU with a stand-in for Triton's driver: kernels "
-    "are compiled for sm90, and their launch does nothing. No GPU's time is in it, and neither are CUDA's driver and "
-    "allocator, nor what Triton's launcher does in C. Tensors are bfloat16 and small. PyTorch computes the products of "
-    "`token_logprobs` here, which is the most of its row."
-)
-
-
 @contextmanager
 def functions_noted() -> Iterator[None]:
     """Note the Python function of each operator that is defined."""
@@ -206,7 +198,6 @@ def main() -> None:
             {"microseconds": found, "machine": machine()},
             COLUMNS,
             [row(name, each) for name, each in found.items()],
-            NOTE,
             script=__file__,
         )
 

@@ -118,7 +118,6 @@ def main() -> None:
         {**measured, "MiB in use": setting.in_use, "machine": machine()},
         ("logits of a chunk", "rows", "time", "of transformers' time", "peak memory", "of transformers' memory"),
         [row(name, measured, setting.vocabulary) for name in measured["seconds"]],
-        f"In use on this device: {setting.in_use} MiB.",
         script=__file__,
     )
 

@@ -271,8 +271,6 @@ def main() -> None:
             "peak memory, in this order",
         ),
         map(row, cases),
-        "*Trained* has no adapter, and gradients of all weights; *frozen* has none of either. *Added* multiplies by a "
-        "copy of the weights with the adapters added; PEFT's own code makes it. *Beside* has them beside the weights.",
         script=__file__,
     )
 

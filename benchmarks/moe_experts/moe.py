@@ -143,24 +143,15 @@ def write(name: str, data: dict[str, Any]) -> None:
         for kernel, found in results["kernels"].items()
         if "failed" not in found
     ]
-    ceilings_text = ", ".join(f"{what} {value:.0f}" for what, value in data["ceilings"].items())
-    note = f"Ceilings in the same run: {ceilings_text}. Errors are relative norms against float64. "
-    note += (
-        "Peaks are beyond the operands, and the first counts the gradients; a later step adds to gradients that are "
-    )
-    note += "held already."
-    failed = [
+    notes = [f"Not run: {', '.join(data['skipped'])}."] if data["skipped"] else []
+    notes += [
         f"{shape_name}, {kernel}: {found['failed']}"
         for shape_name, results in data["shapes"].items()
         for kernel, found in results["kernels"].items()
         if "failed" in found
     ]
-    if data["skipped"]:
-        note += f" Not run: {', '.join(data['skipped'])}."
-    if failed:
-        note += "\n\n" + "\n".join(f"- {each}" for each in failed)
     columns = (*COLUMNS, *MEMORY_COLUMNS)
-    write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, note, script=__file__)
+    write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, "\n".join(notes), script=__file__)
 
 
 def compare(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:

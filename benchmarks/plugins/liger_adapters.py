@@ -234,14 +234,9 @@ def main() -> None:
         print_found_configurations()
     times = ("forward+backward ms (20 to 80 %)", "as a CUDA graph, ms")
     columns = ("op", "shape", "call", *times, "share of Liger's own", "peak MiB")
-    note = (
-        "Peak memory is beyond the inputs; the gradients are part of it. The share is that of Liger's kernels with the "
-        "same input copies, chunk sizes and launch configurations. The share is of the graphs' times, or of the others "
-        "where a call can't be captured."
-    )
     if options.name:
         data = {"machine": machine(), "figures": figures}
-        write_results(options.name, "veomni-liger beside Liger", data, columns, rows(figures), note, script=__file__)
+        write_results(options.name, "veomni-liger beside Liger", data, columns, rows(figures), script=__file__)
     else:
         for line in rows(figures):
             print(" | ".join(line))

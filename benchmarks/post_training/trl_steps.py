@@ -208,7 +208,6 @@ def main() -> None:
         {"runs": {" ".join(key): found for key, found in runs.items()}, "machine": machine()},
         ("trainer", "run as", "step", "tokens/s", "of TRL's best", "peak memory"),
         rows(runs),
-        "*Of TRL's best*: tokens/s beside the faster of TRL's two, each the best of its processes.",
         script=__file__,
     )
 

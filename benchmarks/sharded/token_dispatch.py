@@ -140,15 +140,8 @@ def write(name: str | None, data: dict[str, Any]) -> None:
                 f"{max(value for key, value in off.items() if key != 'result'):.1e}",
             )
         )
-    lines = [
-        f"Speed and bytes are ratios to `{ENGINE}` in the same run. Times are of the "
-        "slower GPU, on the wall clock, and include the start on an idle GPU. Bytes are counted where they are "
-        "handed to the all-to-alls, in both passes; what stays on its GPU does not count. Results and gradients are "
-        f"relative to those of `{THEIRS}`, the mean over GPUs.",
-        "\n".join(f"- {what} skipped: {each['skipped']}" for what, each in figures.items() if "skipped" in each),
-    ]
+    note = "\n".join(f"- {what} skipped: {each['skipped']}" for what, each in figures.items() if "skipped" in each)
     title = f"One expert-parallel MoE layer on {data['GPUs']} GPUs: {data['tokens']} tokens a GPU, bf16"
-    note = "\n\n".join(filter(None, lines))
     if name:
         write_results(name, title, data, COLUMNS, rows, note, script=__file__)
 

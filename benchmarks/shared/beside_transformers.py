@@ -66,14 +66,12 @@ def main(script: str, description: str | None, title: str, measured: Benchmark, 
         measured_in_processes(script, options.device, name, options.repeats, options.processes)
         for name in measured.shapes[options.device]
     ]
-    note = "A ratio is that of the medians of one process, as the median and the range over processes."
     write_results(
         options.name,
         title,
         {"cases": cases, "machine": machine()},
         _COLUMNS,
         [row for case in cases for row in _rows(case)],
-        f"One thread. {note}" if measured.threads == 1 else note,
         script=script,
     )
 

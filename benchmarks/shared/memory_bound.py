@@ -97,9 +97,7 @@ def write(name: str | None, title: str, figures: Sequence[dict[str, Any]], scrip
 
 def write_file(name: str, title: str, data: dict[str, Any], script: str) -> None:
     """``benchmarks/results/<name>.json`` of what was measured."""
-    note = f"A copy in the same run: {data['copy GB/s']:.0f} GB/s. GB/s counts what both passes must move. "
-    note += "Peak memory is beyond the inputs; the gradients are part of it."
-    write_results(name, title, data, COLUMNS, [_row(found) for found in data["figures"]], note, script=script)
+    write_results(name, title, data, COLUMNS, [_row(found) for found in data["figures"]], script=script)
 
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:

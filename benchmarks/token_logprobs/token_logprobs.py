@@ -187,7 +187,6 @@ def main() -> None:
         {"cases": cases, "machine": machine()},
         ("kernel and shape", "time", "of TRL's time", "peak memory", "beyond gradients", "of TRL's memory"),
         [each for measured in cases for each in rows(measured)],
-        "A ratio is that of the medians of one process, as the median and the range over processes.",
         script=__file__,
     )
 

@@ -98,10 +98,6 @@ def main() -> None:
             )
             for label, each in found.items()
         ],
-        f"{documents:,} documents in one JSONL file, a token per byte. The first start tokenizes them into "
-        "`data.cache`. Later ones read the text and the tokens once, to compare their checksums. Importing, "
-        "building the model and the first step take what the row without data takes. Where other programs keep "
-        "the machine busy, the processor's seconds say what the command itself took.",
         script=__file__,
     )
 

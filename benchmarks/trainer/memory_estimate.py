@@ -82,8 +82,6 @@ def main() -> None:
         data,
         ("job", "setting", *PARTS.values(), "estimate / peak"),
         rows,
-        "The estimate is the larger of two sums: weights, optimizer and gradients, where the backward ends; weights, "
-        "optimizer, activations, head and loss, and brief, where it begins.",
         script=__file__,
     )
 

@@ -29,7 +29,6 @@ def write(name: str, data: dict[str, Any], script: str) -> None:
     plot(contenders, PICTURES / f"{name}.svg")
     failed = [f"- {each}: {found['failed']}" for each, found in contenders.items() if "failed" in found]
     parts = [
-        "Ratios are to transformers in the same run. Peaks include weights and gradients.",
         *(["\n".join(failed)] if failed else []),
         f"What the GPU does in one step of the first batch, in ms; `{IDLE}` is the time between kernels:",
         table(("kernels", *KINDS, OTHER, IDLE), kernel_rows(contenders)),
