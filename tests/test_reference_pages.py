@@ -78,7 +78,7 @@ def test_a_provocation_that_raises_another_error_or_none_is_refused(monkeypatch)
 
 def test_every_result_file_and_every_page_is_in_a_table():
     tables = [each for parts in benchmarks.TABLES.values() for each in parts.values()]
-    shown = {name for each in tables for names in each.files.values() for name in names}
+    shown = {name for each in tables for names in each.named.values() for name in names}
     assert shown == {file.stem for file in benchmarks.RESULTS.glob("*.json")}
     assert {*benchmarks.TABLES} | {"index", "gpu_tests"} == {page.stem for page in benchmarks.PAGES.glob("*.md")}
 
