@@ -18,7 +18,7 @@ import torch
 
 from forked_processes import Forked, finish
 from reference_pages import benchmarks
-from veomni_core.testing.triton_interpreter import mend_interpreter
+from veomni_conformance.triton_interpreter import mend_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"

@@ -26,8 +26,8 @@ from benchmarks.shared.accuracy import relative_error
 from benchmarks.shared.measuring import seconds
 from benchmarks.shared.results import machine, write_results
 from veomni_core import Hardware, bind
-from veomni_core.ops.attention import AttentionModule
-from veomni_core.parallel.sequence import (
+from veomni_ops.attention import AttentionModule
+from veomni_transformers.sequence import (
     apply_ulysses,
     gather_heads_scatter_seq,
     scatter_attention_heads,

@@ -29,7 +29,7 @@ from benchmarks.shared.accuracy import hold
 from benchmarks.shared.benchmark import Benchmark
 from benchmarks.shared.in_processes import Calls, asked, figures, leaf, measured_in_processes
 from benchmarks.shared.results import machine, write_results
-from veomni_core.ops.causal_conv1d import standard as reference
+from veomni_ops.causal_conv1d import standard as reference
 from veomni_torch import causal_conv1d
 
 MIB = 1 << 20

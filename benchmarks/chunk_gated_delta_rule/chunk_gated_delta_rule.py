@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.accuracy import hold
 from benchmarks.shared.beside_transformers import EAGER, benchmark, main
 from benchmarks.shared.in_processes import Calls, asked, leaf
-from veomni_core.ops.chunk_gated_delta_rule import standard as reference
+from veomni_ops.chunk_gated_delta_rule import standard as reference
 from veomni_torch import chunk_gated_delta_rule
 
 OURS, FLA = "chunked_delta", "fla"

@@ -34,7 +34,7 @@ from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.measuring import captured, timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step, saved_mib
 from benchmarks.shared.results import machine, write_results
-from veomni_core.ops.chunk_gated_delta_rule import standard as recurrence
+from veomni_ops.chunk_gated_delta_rule import standard as recurrence
 from veomni_torch import chunk_gated_delta_rule as plain
 from veomni_triton import chunk_gated_delta_rule as ours
 from veomni_triton.chunk_gated_delta_rule import launch as table

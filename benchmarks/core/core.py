@@ -112,7 +112,7 @@ def measure_sites() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     from veomni_core import OpsConfig, bind, find_sites, plan_sites
-    from veomni_core.sites.proof_memory import forget_proofs
+    from veomni_transformers.memory.proof_memory import forget_proofs
 
     config = Qwen3MoeConfig(
         hidden_size=2048,
@@ -159,7 +159,7 @@ def measure_sites() -> dict[str, Any]:
 def measure_coverage() -> dict[str, Any]:
     """Seconds to find, prove and plan the sites of every causal model type of the installed transformers."""
     from veomni_core import discover
-    from veomni_core.coverage import cover, model_types
+    from veomni_transformers.coverage import cover, model_types
 
     built = [model for model in cover(model_types("causal"), discover()) if not model.problem]
     slowest = max(built, key=lambda model: model.find_seconds)
@@ -190,7 +190,7 @@ def measure_dispatch(rounds: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from veomni_core.sites.norms.rms_norm import NormModules
+    from veomni_transformers.norms.rms_norm import NormModules
     from veomni_core.sites.site import Site
 
     def kernel(x: Any, weight: Any, eps: float) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.results import machine, write_results
-from veomni_core.ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout, expected_rows, rows_sent
+from veomni_ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout, expected_rows, rows_sent
 
 RANKS = (2, 4, 8, 16, 32, 64)
 HIDDEN = (2048, 7168)

@@ -31,7 +31,7 @@ from benchmarks.shared.benchmark import Benchmark
 from benchmarks.shared.in_processes import Calls, asked, figures, leaf, measured_in_processes
 from benchmarks.shared.measuring import seconds_in_turns
 from benchmarks.shared.results import machine, write_results
-from veomni_core.ops.token_logprobs import causal as reference
+from veomni_ops.token_logprobs import causal as reference
 from veomni_torch import token_logprobs
 
 MIB = 1 << 20
