@@ -64,7 +64,7 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$distribution || exit 1; \
 	done
 
-bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite its pages; with BASE=HEAD~1, fail on a loss since then instead
+bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite its result files; with BASE=HEAD~1, fail on a loss since then instead
 ifdef BASE
 	$(BIN)/python benchmarks/revisions/compare_revisions.py $(BASE) $(if $(ONLY),--only $(ONLY)) $(if $(PAIRS),--pairs $(PAIRS))
 else
@@ -89,7 +89,7 @@ coverage: $(INSTALLED)  ## which lines the tests reach
 coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the installed transformers
 	$(BIN)/python scripts/coverage_page.py
 
-headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg and kernel_speeds.svg from the figures in docs/benchmarks
+headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg and kernel_speeds.svg from the figures in benchmarks/results
 	$(BIN)/python scripts/headline_picture.py
 
 printed-pictures: $(INSTALLED)  ## draw docs/images/plan.svg and receipt.svg from what is printed
@@ -98,7 +98,7 @@ printed-pictures: $(INSTALLED)  ## draw docs/images/plan.svg and receipt.svg fro
 job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
 	$(BIN)/python scripts/job_page.py
 
-reference: $(INSTALLED)  ## write what docs/reference lists of kernels, ops, fields, verbs, hooks and errors
+reference: $(INSTALLED)  ## write what docs/reference lists of kernels, ops, fields, verbs, hooks and errors, and the tables of benchmarks
 	cd scripts && ../$(BIN)/python -m reference_pages
 
 release: $(INSTALLED)  ## bump all distributions to VERSION=x.y.z, check, build, commit and tag; nothing is pushed

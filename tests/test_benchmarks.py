@@ -1,4 +1,4 @@
-"""The benchmarks' folder: one place takes times, and scripts, pages and the list of both agree."""
+"""The benchmarks' folder: one place takes times, and scripts, result files and the list agree."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from forked_processes import Forked, finish
+from reference_pages import benchmarks
 from veomni_conformance.triton_interpreter import mend_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
+BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
 FILES = sorted(BENCHMARKS.glob("*/*.py"))
 SCRIPTS = [path for path in FILES if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
 LIST = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
@@ -58,12 +59,12 @@ def test_every_script_is_in_the_list():
     assert {folder: sorted(scripts) for folder, scripts in listed.items()} == found
 
 
-def test_every_page_names_a_script_and_is_in_the_list():
-    for figures in PAGES.glob("*.json"):
-        page = figures.with_suffix(".md").read_text(encoding="utf-8")
-        (script,) = re.findall(r"Script: `(.*?)`", page)
-        assert ROOT / script in SCRIPTS, figures.stem
-        assert f"(../docs/benchmarks/{figures.stem}.md)" in LIST
+def test_every_result_names_its_script_and_the_script_its_page():
+    for file in RESULTS.glob("*.json"):
+        script = json.loads(file.read_text(encoding="utf-8"))["script"]
+        assert ROOT / script in SCRIPTS, file.stem
+        page = f"(../docs/benchmarks/{benchmarks.page_of(file.stem)}.md)"
+        assert any(f"`{Path(script).name}`" in line and page in line for line in LIST.splitlines()), file.stem
 
 
 @pytest.mark.thorough
@@ -194,19 +195,15 @@ def test_a_cpu_script_s_calls_are_timed_by_the_one_clock(shared, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", [path.stem for path in sorted(PAGES.glob("*.json")) if path.name.startswith(("moe", "quack", "triton"))]
+    "name", [path.stem for path in sorted(RESULTS.glob("*.json")) if path.name.startswith(("moe", "quack", "triton"))]
 )
-def test_a_page_begins_with_what_its_figures_give(page, shared, tmp_path, monkeypatch):
-    wanted = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    data = json.loads((PAGES / f"{page}.json").read_text(encoding="utf-8"))
+def test_a_result_file_s_table_is_what_its_figures_give(name, shared, tmp_path, monkeypatch):
+    wanted = benchmarks.result(name)
     monkeypatch.setattr(shared("shared.results"), "FOLDER", tmp_path)
-    (script,) = re.findall(r"Script: `(.*?)`", wanted)
-    if "moe" in page:
-        shared("moe_experts.moe").write(page, data)
-    elif "delta_rule" in page:
-        shared("chunk_gated_delta_rule.triton_chunk_gated_delta_rule").write(page, data)
+    if "moe" in name:
+        shared("moe_experts.moe").write(name, wanted)
+    elif "delta_rule" in name:
+        shared("chunk_gated_delta_rule.triton_chunk_gated_delta_rule").write(name, wanted)
     else:
-        title = wanted.splitlines()[0].removeprefix("# ")
-        shared("shared.memory_bound").write_page(page, title, data, str(ROOT / script))
-    # What a person adds about a run stands below.
-    assert wanted.startswith((tmp_path / f"{page}.md").read_text(encoding="utf-8"))
+        shared("shared.memory_bound").write_file(name, wanted["title"], wanted, str(ROOT / wanted["script"]))
+    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) == wanted

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from reference_pages import FOLDER, PAGES, headline, hooks, kernels, markdown, parts, provocations, provoked, speeds
-from reference_pages.repository import ROOT, registry
+from reference_pages import FOLDER, PAGES, benchmarks, headline, hooks, markdown, parts, provocations, provoked, speeds
+from reference_pages.repository import registry
 from veomni_core import errors
 from veomni_core.cli.app import BUILTIN_VERBS
 from veomni_core.descriptions import hookspecs
@@ -76,54 +76,67 @@ def test_a_provocation_that_raises_another_error_or_none_is_refused(monkeypatch)
         provoked.provoke(errors.NoSiteError)
 
 
-def test_kernels_are_measured_on_pages_of_their_own_op():
-    assert kernels.MEASURED.keys() <= registry().ops.keys()
-    for pages in kernels.MEASURED.values():
-        assert all((ROOT / "docs" / "benchmarks" / f"{page}.md").is_file() for page in pages)
+def test_every_result_file_and_every_page_is_in_a_table():
+    tables = [each for parts in benchmarks.TABLES.values() for each in parts.values()]
+    shown = {name for each in tables for names in each.named.values() for name in names}
+    assert shown == {file.stem for file in benchmarks.RESULTS.glob("*.json")}
+    assert {*benchmarks.TABLES} | {"index", "gpu_tests"} == {page.stem for page in benchmarks.PAGES.glob("*.md")}
 
 
-def test_the_speeds_are_of_kernels_that_are_there_and_of_their_ops_pages():
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """Writes result files of kernels at a shape, and the page that they are on."""
+    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
+
+    def write(times, **machines):
+        figures = [
+            {"name": name, "shape": "8x16", "traffic": 6_000_000, "both": {"median": time}}
+            for name, time in times.items()
+        ]
+        table = ["| shape | kernel | ms |", "|---|---|---|"]
+        table += [f"| 8x16 | {name} | {time} ({time} to {2 * time}) |" for name, time in times.items()]
+        for file, machine in machines.items():
+            found = {"machine": machine, "figures": figures, "table": table}
+            (tmp_path / f"{file}.json").write_text(json.dumps(found))
+        parts = {"part": benchmarks.Table({file: (file,) for file in machines}, ("shape", "kernel"), ("ms",))}
+        monkeypatch.setattr(benchmarks, "TABLES", {"page": parts})
+
+    return write
+
+
+def test_a_table_has_the_figures_of_several_files_and_where_they_are_from(results):
+    machines = {"one": {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2"}, "two": {"gpu": "a B", "torch": "3"}}
+    results({"ours": 0.5, "theirs": 0.25}, **machines)
+    files = {"A": ("one",), "B": ("two",)}
+    source = (
+        "[H100](../../benchmarks/results/one.json) with torch 2, [B](../../benchmarks/results/two.json) with torch 3."
+    )
+    header = "| shape | kernel | A ms | B ms |"
+    table = benchmarks.Table(files, ("shape", "kernel"), ("ms",), "ours")
+    assert str(table).splitlines() == [header, "|---|---|---|---|", "| 8x16 | ours | 0.5 | 0.5 |", "", source]
+    crossed = benchmarks.Table(files, ("shape",), ("ms -> ms (range)",), across="kernel")
+    assert str(crossed).splitlines()[2] == "| A | 8x16 | 0.5 (0.5 to 1.0) | 0.25 (0.25 to 0.5) |"
+
+
+def test_the_speeds_are_of_kernels_that_are_there():
     for op, headlines in speeds.HEADLINES.items():
-        assert {each.page for each in headlines} <= {*kernels.MEASURED[op]}
         for each in headlines:
             assert {*each.kernels.values()} <= {spec.name for spec in registry().kernels(op)}
 
 
-def test_a_speed_is_the_result_file_s(monkeypatch, tmp_path):
-    figures = [
-        {"name": name, "shape": "8x16", "traffic": 6_000_000, "both": {"median": time}}
-        for name, time in (("ours", 0.003), ("theirs", 0.002), ("slow", 0.9), ("ours, other settings", 0.001))
-    ]
-    (tmp_path / "norms.json").write_text(json.dumps({"machine": {"gpu": "a GPU"}, "figures": figures}))
-    monkeypatch.setattr(speeds, "BENCHMARKS", tmp_path)
+def test_a_speed_is_the_result_file_s(results):
+    results({"ours": 0.003, "theirs": 0.002, "slow": 0.9, "ours, other settings": 0.001}, norms={"gpu": "a GPU"})
     norms = speeds.Headline("norms", {"ours": "triton"}, "8x16", no_peers=("ours, other settings",))
-    link = "[8x16](../benchmarks/norms.md)"
+    link = "[8x16](../benchmarks/page.md)"
     assert [*norms.rows()] == [("`triton`", "a GPU", link, "0.003", "2000 GB/s", "theirs, 0.002", "1.50")]
 
 
-def test_the_headline_has_a_row_for_each_gpu_page_that_has_a_peer():
-    text = headline.PAGE.read_text(encoding="utf-8")
-    for op, headlines in speeds.HEADLINES.items():
-        for each in headlines:
-            if each.page.endswith(("_h100", "_h200")):
-                assert re.search(rf"^\| `{op}` \| .*\]\({each.page}\.md\)", text, re.MULTILINE), each.page
-
-
-def test_the_headline_s_kernel_is_the_fastest_of_ours(monkeypatch, tmp_path):
-    figures = [
-        {"name": name, "shape": "8x16", "traffic": 1, "both": {"median": time}}
-        for name, time in (("plain", 0.004), ("ours", 0.003), ("theirs", 0.002))
-    ]
+def test_a_bar_of_the_plot_is_the_fastest_of_ours_on_a_gpu(results, monkeypatch):
     machines = {"norms": {"gpu": "NVIDIA H100 80GB HBM3"}, "on_a_cpu": {"processor": "a CPU", "cores": 2}}
-    for page, machine in machines.items():
-        (tmp_path / f"{page}.json").write_text(json.dumps({"machine": machine, "figures": figures}))
-    monkeypatch.setattr(speeds, "BENCHMARKS", tmp_path)
+    results({"plain": 0.004, "ours": 0.003, "theirs": 0.002}, **machines)
     ours = {"plain": "torch", "ours": "triton"}
-    pages = {"rms_norm": tuple(speeds.Headline(page, ours, "8x16") for page in ("norms", "on_a_cpu"))}
-    monkeypatch.setattr(headline, "HEADLINES", pages)
-    (line,) = headline.lines()
-    link = "[8x16](norms.md)"
-    assert line.cells() == ("`rms_norm`", "`triton`", "H100", link, "0.003", "theirs", "0.002", "1.50")
+    found = {"rms_norm": tuple(speeds.Headline(file, ours, "8x16") for file in machines)}
+    monkeypatch.setattr(headline, "HEADLINES", found)
     assert [*headline.bars()] == [("rms_norm, triton, H100", 1.5, "1.50: 0.003 ms, theirs 0.002")]
 
 

@@ -29,7 +29,9 @@ class Repository:
             ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
         )
         for name in filter(None, listed.stdout.decode().split("\0")):
-            if (ROOT / name).is_file() and not name.startswith(("docs/images", "docs/benchmarks")):
+            if (ROOT / name).is_file() and not name.startswith(
+                ("docs/images", "docs/benchmarks", "benchmarks/results")
+            ):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes((ROOT / name).read_bytes())
         (folder / FRAGMENT).write_text("A fault that a test planted is mended.\n")

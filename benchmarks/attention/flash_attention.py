@@ -23,8 +23,8 @@ from benchmarks.shared.ceilings import product_tflop_per_second
 from benchmarks.shared.measuring import timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
-from veomni_flash_attn.plugin import veomni_kernels
 from veomni_ops.attention import AttentionModule, standard
+from veomni_flash_attn.plugin import veomni_kernels
 
 BATCH, LENGTH, Q_HEADS, K_HEADS = 2, 8192, 32, 8
 WIDTHS = (128, 64)
@@ -153,7 +153,7 @@ def rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernels", nargs="+", default=[*LIBRARIES, "flex_attention"])
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     options = parser.parse_args()
     torch.manual_seed(0)
     for kernel in options.kernels:
@@ -163,10 +163,8 @@ def main() -> None:
     if not options.name:
         return
     title = f"Causal attention, {Q_HEADS}/{K_HEADS} heads, bf16"
-    note = f"A matrix product of 8192 in the same run: {ceiling:.0f} TFLOP/s. TFLOP/s count what a causal mask keeps. "
-    note += "Peak memory is beyond the inputs; the gradients are part of it."
     data = {"machine": machine(), "matmul TFLOP/s": ceiling, "figures": found}
-    write_results(options.name, title, data, COLUMNS, rows(found), note, script=__file__)
+    write_results(options.name, title, data, COLUMNS, rows(found), script=__file__)
 
 
 if __name__ == "__main__":

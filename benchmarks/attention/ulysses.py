@@ -26,7 +26,6 @@ from benchmarks.shared.accuracy import relative_error
 from benchmarks.shared.measuring import seconds
 from benchmarks.shared.results import machine, write_results
 from veomni_core import Hardware, bind
-from veomni_flash_attn.plugin import veomni_kernels
 from veomni_ops.attention import AttentionModule
 from veomni_transformers.sequence import (
     apply_ulysses,
@@ -34,6 +33,7 @@ from veomni_transformers.sequence import (
     scatter_attention_heads,
     slice_input_tensor,
 )
+from veomni_flash_attn.plugin import veomni_kernels
 
 LENGTH, Q_HEADS, K_HEADS, WIDTH = 65536, 32, 8, 128
 COLUMNS = ("attention, forward+backward", "GPUs", "sequence", "ms", "TFLOP/s of each GPU", "tokens/s of all")
@@ -163,7 +163,7 @@ def batch(seed: int) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     name = parser.parse_args().name
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -213,14 +213,6 @@ def main() -> None:
 
     if name and first:
         title = f"Ulysses on {ranks} GPUs: causal attention, {Q_HEADS}/{K_HEADS} heads of {WIDTH}, bf16"
-        note = "TFLOP/s count what a causal mask keeps. " + " ".join(
-            f"{value:.1%} {what}." for what, value in ratios.items()
-        )
-        note += "\n\nAgainst one GPU, S=8192: " + ", ".join(f"{key} off by {value:.1e}" for key, value in exact.items())
-        note += ".\n\n" + "\n".join(
-            f"- {what}: loss off by {found['loss']:.1e}, gradients by {found['gradient']:.1e} of one GPU's"
-            for what, found in trained.items()
-        )
         data = {
             "machine": machine(),
             "figures": figures,
@@ -228,7 +220,7 @@ def main() -> None:
             "against one GPU": exact,
             "training": trained,
         }
-        write_results(name, title, data, COLUMNS, rows, note, script=__file__)
+        write_results(name, title, data, COLUMNS, rows, script=__file__)
     distributed.destroy_process_group()
 
 

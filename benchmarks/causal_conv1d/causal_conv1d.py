@@ -2,7 +2,7 @@
 
     python benchmarks/causal_conv1d/causal_conv1d.py
 
-Writes ``docs/benchmarks/causal_conv1d.json`` and ``.md``. ``x`` is a transposed ``[B, S, C]``, as mixers hand it over.
+Writes ``benchmarks/results/causal_conv1d.json``. ``x`` is a transposed ``[B, S, C]``, as mixers hand it over.
 Contenders take turns in several processes; a time is the median over processes of the median turn. Memory is the peak
 of what PyTorch's allocator holds above the inputs. Over both passes it includes the result, its gradient and the
 gradients of the inputs, which every implementation holds.
@@ -133,7 +133,6 @@ def main() -> None:
         {"cases": cases, "machine": machine()},
         COLUMNS,
         map(row, cases),
-        "A ratio of times is that of the medians of one process, as the median and the range over processes.",
         script=__file__,
     )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/chunk_gated_delta_rule/chunk_gated_delta_rule.py
 
-Writes ``docs/benchmarks/chunk_gated_delta_rule.json`` and ``.md``. Contenders take turns in several processes. A time
+Writes ``benchmarks/results/chunk_gated_delta_rule.json``. Contenders take turns in several processes. A time
 is the median over processes of the median turn. Memory is the peak of what PyTorch's allocator holds above the inputs,
 gradients of the inputs included. fla's kernel is measured where flash-linear-attention is installed, on a GPU.
 """

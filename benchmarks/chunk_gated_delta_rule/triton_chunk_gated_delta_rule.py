@@ -4,7 +4,7 @@
 
 A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th percentile. First the results and all
 gradients of every contender are compared with the recurrence in float64, on fewer tokens; a contender that is wrong
-there is not timed, and the page says how far off it is. ``--tune`` times our kernels alone over a grid of launches
+there is not timed, and the note says how far off it is. ``--tune`` times our kernels alone over a grid of launches
 instead, and prints the fastest, for the table in ``veomni_triton/chunk_gated_delta_rule/launch.py``; ``--only`` then
 names kernels.
 """
@@ -182,7 +182,7 @@ def compare(name: str | None, only: list[str] | None) -> None:
 
 
 def write(name: str, data: dict[str, Any]) -> None:
-    """The page of what was measured."""
+    """The result file of what was measured."""
     worst = {each: max(found.values()) for each, found in data["errors"].items()}
     wrong = [each for each, error in worst.items() if error > ALLOWED]
     notes = [

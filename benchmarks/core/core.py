@@ -2,7 +2,7 @@
 
 Sites are found in one large model and in every causal model type of the installed transformers.
 
-Writes ``docs/benchmarks/core.json`` and ``docs/benchmarks/core.md``. Run it on an otherwise idle machine:
+Writes ``benchmarks/results/core.json``. Run it on an otherwise idle machine:
 ``python benchmarks/core/core.py``. Times are medians; those of whole processes are of wall-clock time, and the bare
 interpreter's is subtracted where the row says so.
 """
@@ -190,8 +190,8 @@ def measure_dispatch(rounds: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from veomni_core.sites.site import Site
     from veomni_transformers.norms.rms_norm import NormModules
+    from veomni_core.sites.site import Site
 
     def kernel(x: Any, weight: Any, eps: float) -> Any:
         return x

@@ -1,6 +1,6 @@
 """What a call of veomni-triton's kernels costs on the host, without a GPU, and where it goes.
 
-Writes ``docs/benchmarks/host_cost.json`` and ``.md``. Each kernel is compiled for sm90, and called on the CPU's tensors
+Writes ``benchmarks/results/host_cost.json``. Each kernel is compiled for sm90, and called on the CPU's tensors
 with a driver whose launch does nothing: what is timed is Python and PyTorch's dispatcher, up to Triton's launcher in C.
 Nothing is computed, so shapes are small: a launch costs the host the same for any, and large tensors cost the CPU's
 allocator what they don't cost CUDA's. No GPU's time is in the figures, nor what a driver or CUDA's allocator takes.
@@ -156,14 +156,6 @@ def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-NOTE = (
-    "Microseconds of host time, the least of several repeats, on a CPU with a stand-in for Triton's driver: kernels "
-    "are compiled for sm90, and their launch does nothing. No GPU's time is in it, and neither are CUDA's driver and "
-    "allocator, nor what Triton's launcher does in C. Tensors are bfloat16 and small. PyTorch computes the products of "
-    "`token_logprobs` here, which is the most of its row."
-)
-
-
 @contextmanager
 def functions_noted() -> Iterator[None]:
     """Note the Python function of each operator that is defined."""
@@ -189,7 +181,7 @@ def functions_noted() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=150)
-    parser.add_argument("--only", nargs="+", choices=CASES, help="print these, and write no page")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="print these, and write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -206,7 +198,6 @@ def main() -> None:
             {"microseconds": found, "machine": machine()},
             COLUMNS,
             [row(name, each) for name, each in found.items()],
-            NOTE,
             script=__file__,
         )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/cross_entropy_loss/chunk_sizes.py --device cuda --name chunk_sizes_h200
 
-Writes ``docs/benchmarks/chunk_sizes.json`` and ``.md``. A chunk is said in the bytes of its float32 logits. All sizes
+Writes ``benchmarks/results/chunk_sizes.json``. A chunk is said in the bytes of its float32 logits. All sizes
 and the loss of transformers take turns in each of several processes; a time is the median over processes of the median
 turn, of forward and backward. Memory is the peak of what PyTorch's allocator holds above the inputs, gradients of the
 inputs included.
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--device", choices=SETTINGS, default="cpu")
     parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--name", default="chunk_sizes", help="of the files in docs/benchmarks")
+    parser.add_argument("--name", default="chunk_sizes", help="of the result file")
     options = parser.parse_args()
     measured = measured_in_processes(__file__, options.device, SHAPE, options.repeats, options.processes)
     setting = SETTINGS[options.device]
@@ -118,7 +118,6 @@ def main() -> None:
         {**measured, "MiB in use": setting.in_use, "machine": machine()},
         ("logits of a chunk", "rows", "time", "of transformers' time", "peak memory", "of transformers' memory"),
         [row(name, measured, setting.vocabulary) for name in measured["seconds"]],
-        f"In use on this device: {setting.in_use} MiB.",
         script=__file__,
     )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/kda/kda.py
 
-Writes ``docs/benchmarks/kda.json`` and ``.md``. Contenders take turns in several processes. A time is the median over
+Writes ``benchmarks/results/kda.json``. Contenders take turns in several processes. A time is the median over
 processes of the median turn; on a CPU with one thread. Memory is the peak of what PyTorch's allocator holds above the
 inputs, gradients of the inputs included. fla's kernel is measured where flash-linear-attention is installed, on a GPU.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/mamba2_scan/mamba2_scan.py
 
-Writes ``docs/benchmarks/mamba2_scan.json`` and ``.md``. Contenders take turns in several processes. A time is the
+Writes ``benchmarks/results/mamba2_scan.json``. Contenders take turns in several processes. A time is the
 median over processes of the median turn. Memory is the peak of what PyTorch's allocator holds above the inputs,
 gradients of the inputs included. mamba-ssm's kernel is measured where it is installed, on a GPU.
 """

@@ -1,6 +1,6 @@
 """Fused experts under PEFT's adapters, forward and backward: adapters beside the weights, and added to a copy of them.
 
-Writes ``docs/benchmarks/lora_on_experts.json`` and ``.md``. The module is Qwen3-MoE's, wrapped by PEFT and bound to our
+Writes ``benchmarks/results/lora_on_experts.json``. The module is Qwen3-MoE's, wrapped by PEFT and bound to our
 kernels; "added" is the same kernel without the feature ``lora``, and transformers' own code. Contenders take turns.
 On a CPU, a ratio is that of the medians of one process, as the median and the range over processes.
 Memory is the peak of what PyTorch's allocator holds above weights, adapters and inputs.
@@ -271,8 +271,6 @@ def main() -> None:
             "peak memory, in this order",
         ),
         map(row, cases),
-        "*Trained* has no adapter, and gradients of all weights; *frozen* has none of either. *Added* multiplies by a "
-        "copy of the weights with the adapters added; PEFT's own code makes it. *Beside* has them beside the weights.",
         script=__file__,
     )
 

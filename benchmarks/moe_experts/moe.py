@@ -4,7 +4,7 @@
 
 Every contender runs in one process on the same tensors. Its result and gradients are compared first with the contract's
 reference in float64. TFLOP/s counts the useful work, 18·T·K·H·I for forward and backward. Peak memory is what a step
-takes beyond its inputs, the gradients that it leaves among it. Writes ``docs/benchmarks/<name>.json`` and ``.md``.
+takes beyond its inputs, the gradients that it leaves among it. Writes ``benchmarks/results/<name>.json``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> dic
 
 
 def write(name: str, data: dict[str, Any]) -> None:
-    """The page of what has been measured so far."""
+    """The result file of what has been measured so far."""
     ceiling = data["ceilings"]["product TFLOP/s"]
     rows = [
         row(shape_name, kernel, found, ceiling)
@@ -143,24 +143,15 @@ def write(name: str, data: dict[str, Any]) -> None:
         for kernel, found in results["kernels"].items()
         if "failed" not in found
     ]
-    ceilings_text = ", ".join(f"{what} {value:.0f}" for what, value in data["ceilings"].items())
-    note = f"Ceilings in the same run: {ceilings_text}. Errors are relative norms against float64. "
-    note += (
-        "Peaks are beyond the operands, and the first counts the gradients; a later step adds to gradients that are "
-    )
-    note += "held already."
-    failed = [
+    notes = [f"Not run: {', '.join(data['skipped'])}."] if data["skipped"] else []
+    notes += [
         f"{shape_name}, {kernel}: {found['failed']}"
         for shape_name, results in data["shapes"].items()
         for kernel, found in results["kernels"].items()
         if "failed" in found
     ]
-    if data["skipped"]:
-        note += f" Not run: {', '.join(data['skipped'])}."
-    if failed:
-        note += "\n\n" + "\n".join(f"- {each}" for each in failed)
     columns = (*COLUMNS, *MEMORY_COLUMNS)
-    write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, note, script=__file__)
+    write_results(name, "Mixture-of-experts MLPs, bf16", data, columns, rows, "\n".join(notes), script=__file__)
 
 
 def compare(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:

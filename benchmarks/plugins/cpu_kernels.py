@@ -1,6 +1,6 @@
 """veomni-torch's kernels on the CPU against transformers' own code, forward and backward.
 
-Writes ``docs/benchmarks/cpu_kernels.json`` and ``.md``. Each row is measured in several processes, in each of which the
+Writes ``benchmarks/results/cpu_kernels.json``. Each row is measured in several processes, in each of which the
 contenders take turns; a time is the median over processes of the median turn. Memory is the peak of what PyTorch's CPU
 allocator holds above the inputs, summed over the allocator's own events of one run. Over forward and backward it
 includes the gradients of the inputs, which every implementation must hold; over forward alone it is what the op keeps

@@ -5,7 +5,7 @@
 Each of our calls runs the kernels of the library's own call, so their results are compared first, and should have the
 same bits. The library's own call gets what the adapter makes of the op's arguments: boundaries that it has not seen
 before, since the adapter has new ones in every call too. Libraries that are not installed are left out. A call that
-raises is a line of the page: on Hopper with Triton 3.4 to 3.7.0, fla's backward does, unless TileLang is installed.
+raises is a line of the table: on Hopper with Triton 3.4 to 3.7.0, fla's backward does, unless TileLang is installed.
 fla's own call takes the backend that is installed. Where FlashQLA or TileLang is, run ``fla`` with
 ``FLA_FLASH_QLA=0 FLA_TILELANG=0`` in the environment to compare the same kernels, and ``fla_tilelang`` with the first.
 
@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.measuring import timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
-from veomni_fla import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
 from veomni_ops.causal_conv1d import numbered
+from veomni_fla import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
 
 Function = Callable[..., Any]
 OWN = "the library's own"
@@ -268,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="*", metavar="OP", help="comparisons whose op starts so")
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     options = parser.parse_args()
     torch.manual_seed(0)
     figures = [
@@ -279,15 +279,9 @@ def main() -> None:
         for found in measure(comparison)
     ]
     columns = ("op", "shape", "call", "forward+backward ms (20 to 80 %)", "share of its own", "apart by", "peak MiB")
-    note = (
-        "Peak memory is beyond the inputs; the gradients are part of it. The last column but one has the largest norm "
-        "of a difference to the library's own results and gradients, as a share."
-    )
     if options.name:
         data = {"machine": machine(), "figures": figures}
-        write_results(
-            options.name, "veomni-fla beside its libraries", data, columns, rows(figures), note, script=__file__
-        )
+        write_results(options.name, "veomni-fla beside its libraries", data, columns, rows(figures), script=__file__)
     else:
         for line in rows(figures):
             print(" | ".join(line))

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.measuring import captured, timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
-from veomni_core.kernels import IGNORED
+from veomni_ops.labels import IGNORED
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.pinned_experts import CONFIGURATIONS, pinned_experts
@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", action="store_true", help="measure Liger's experts after their own search as well")
     parser.add_argument("--only", nargs="*", metavar="OP", help="comparisons whose op starts so")
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     options = parser.parse_args()
     torch.manual_seed(0)
     makers = {
@@ -234,14 +234,9 @@ def main() -> None:
         print_found_configurations()
     times = ("forward+backward ms (20 to 80 %)", "as a CUDA graph, ms")
     columns = ("op", "shape", "call", *times, "share of Liger's own", "peak MiB")
-    note = (
-        "Peak memory is beyond the inputs; the gradients are part of it. The share is that of Liger's kernels with the "
-        "same input copies, chunk sizes and launch configurations. The share is of the graphs' times, or of the others "
-        "where a call can't be captured."
-    )
     if options.name:
         data = {"machine": machine(), "figures": figures}
-        write_results(options.name, "veomni-liger beside Liger", data, columns, rows(figures), note, script=__file__)
+        write_results(options.name, "veomni-liger beside Liger", data, columns, rows(figures), script=__file__)
     else:
         for line in rows(figures):
             print(" | ".join(line))

@@ -7,7 +7,7 @@ own setting computes its log-probabilities in chunks ("TRL"); ``use_liger_kernel
 and MLPs beside it. Bound: ``VeOmniCallback(preset="auto")``, and in DPO the reference model as well. GRPO's completions
 come ready made from a ``rollout_func``: a step is the scoring and the update, as where another process generates. Each
 run is a process of its own; runs of all contenders take turns. A time is from one step's begin to the next one's; the
-figure is the median over steps after the first ones. Writes ``docs/benchmarks/<name>.json`` and ``.md``.
+figure is the median over steps after the first ones. Writes ``benchmarks/results/<name>.json``.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def measured(trainer_name: str, contender: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="trl_steps_h200", help="of the files in docs/benchmarks")
+    parser.add_argument("--name", default="trl_steps_h200", help="of the result file")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--run", nargs=2, help="a trainer and a contender: print its figures as JSON, write nothing")
     options = parser.parse_args()
@@ -208,7 +208,6 @@ def main() -> None:
         {"runs": {" ".join(key): found for key, found in runs.items()}, "machine": machine()},
         ("trainer", "run as", "step", "tokens/s", "of TRL's best", "peak memory"),
         rows(runs),
-        "*Of TRL's best*: tokens/s beside the faster of TRL's two, each the best of its processes.",
         script=__file__,
     )
 

@@ -79,5 +79,3 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
         "preset: auto, TP": Contender(TP, {"preset": "auto"}),
     },
 }
-# At least this many times the speed of THEIRS, at most this share of its memory.
-AIMS = {"qwen3-moe": (1.6, 0.35), "llama-1b": (1.0, 0.60)}

@@ -1,4 +1,4 @@
-"""The page on the training steps of a sharded model."""
+"""The results on the training steps of a sharded model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.sharded.contenders import AIMS, THEIRS
+from benchmarks.sharded.contenders import THEIRS
 from benchmarks.shared.results import write_results
 
 COLUMNS = (
@@ -22,21 +22,10 @@ COLUMNS = (
 
 
 def write(name: str, data: dict[str, Any], script: str) -> None:
-    """What has been measured so far: ``docs/benchmarks/<name>.json`` and ``.md``; measured by ``script``."""
+    """What has been measured so far: ``benchmarks/results/<name>.json``; measured by ``script``."""
     contenders, theirs = data["contenders"], THEIRS[data["model"]]
-    speed, memory = AIMS[data["model"]]
-    sequences, length = data["tokens a batch"]
-    parts = [
-        f"Each batch has {sequences} sequences of {length} tokens; under FSDP2 each GPU has a batch of its own, under "
-        "tensor parallelism both share one. No optimizer runs. Times are of the slower GPU, on the wall clock, and "
-        "include the start of a step on an idle GPU. Speed and memory are ratios to "
-        f"`{theirs}` in the same run; peaks include weights and gradients. The loss and the gradient's norm are those "
-        "of the first step, relative to the same contender's.",
-        f"The aim is {speed} times the speed of `{theirs}` at {memory:.0%} of its memory.",
-        *_bullets(contenders),
-    ]
     title = f"Forward and backward of {data['model']}, sharded over two GPUs, bf16"
-    write_results(name, title, data, COLUMNS, rows(contenders, theirs), "\n\n".join(parts), script=script)
+    write_results(name, title, data, COLUMNS, rows(contenders, theirs), _bullets(contenders), script=script)
 
 
 def rows(contenders: dict[str, Any], theirs: str) -> Iterator[tuple[str, ...]]:
@@ -60,12 +49,11 @@ def rows(contenders: dict[str, Any], theirs: str) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _bullets(contenders: dict[str, Any]) -> Iterator[str]:
+def _bullets(contenders: dict[str, Any]) -> str:
     """What ran, and what did not."""
     lines = []
     for name, found in contenders.items():
         lines.extend(f"- {name} {what}: {found[what]}" for what in ("skipped", "failed", "wrong") if what in found)
         if found.get("kernels"):
             lines.append(f"- {name} runs " + "; ".join(f"{op}: {kernel}" for op, kernel in found["kernels"].items()))
-    if lines:
-        yield "\n".join(lines)
+    return "\n".join(lines)

@@ -46,7 +46,6 @@ from benchmarks.whole_models.contenders import MODELS
 TOKENS = 16384
 ALLOWED = 2e-2  # bf16 rounds a product's operands to 4e-3, and the two ways round at different places
 THEIRS, ENGINE = "transformers", "our experts, the engine's dispatch"
-AIM = 1.25  # times the speed of ENGINE
 COLUMNS = (
     "contender",
     "ms (least to most)",
@@ -141,15 +140,8 @@ def write(name: str | None, data: dict[str, Any]) -> None:
                 f"{max(value for key, value in off.items() if key != 'result'):.1e}",
             )
         )
-    lines = [
-        f"Speed and bytes are ratios to `{ENGINE}` in the same run; the aim is {AIM} times its speed. Times are of the "
-        "slower GPU, on the wall clock, and include the start on an idle GPU. Bytes are counted where they are "
-        "handed to the all-to-alls, in both passes; what stays on its GPU does not count. Results and gradients are "
-        f"relative to those of `{THEIRS}`, the mean over GPUs.",
-        "\n".join(f"- {what} skipped: {each['skipped']}" for what, each in figures.items() if "skipped" in each),
-    ]
+    note = "\n".join(f"- {what} skipped: {each['skipped']}" for what, each in figures.items() if "skipped" in each)
     title = f"One expert-parallel MoE layer on {data['GPUs']} GPUs: {data['tokens']} tokens a GPU, bf16"
-    note = "\n\n".join(filter(None, lines))
     if name:
         write_results(name, title, data, COLUMNS, rows, note, script=__file__)
 
@@ -157,7 +149,7 @@ def write(name: str | None, data: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on CPUs too")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -7,7 +7,7 @@ The models of ``whole_models``: Qwen3-MoE's widths with 4 layers, under FSDP2 an
 and a Llama of the 1B shape under tensor parallelism; random bf16 weights, the same for each contender. Each rank with a
 batch of its own has 4 sequences of 4096 tokens. No optimizer runs. Contenders take turns, in two rounds. Before one is
 timed, its loss and the norm of its gradient are compared with those of transformers' own code. Writes
-``docs/benchmarks/<name>.json`` and ``.md`` after each contender. ``--smoke`` tries all of it with tiny sizes.
+``benchmarks/results/<name>.json`` after each contender. ``--smoke`` tries all of it with tiny sizes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, by their names")
     parser.add_argument("--repeats", type=int, default=8, help="timed steps of each round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on CPUs too")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

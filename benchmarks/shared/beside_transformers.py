@@ -1,4 +1,4 @@
-"""Compares kernels with transformers' own code in several processes: the command line, the measuring and the page."""
+"""Compares kernels with transformers' own code in several processes: the command line and the measuring."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def benchmark(
 
 
 def main(script: str, description: str | None, title: str, measured: Benchmark, processes: int = 5) -> None:
-    """Measure every shape of a device, and write the page.
+    """Measure every shape of a device, and write the result file.
 
     Args:
-        script: the ``__file__`` of what measures; without its suffix, the name of the page.
+        script: the ``__file__`` of what measures; without its suffix, the name of the result file.
         description: its docstring.
-        title: of the page.
+        title: of the table.
         measured: its :func:`benchmark`.
         processes: how many there are.
     """
@@ -60,20 +60,18 @@ def main(script: str, description: str | None, title: str, measured: Benchmark, 
     parser.add_argument("--device", choices=measured.shapes, default="cpu")
     parser.add_argument("--repeats", type=int, default=measured.repeats)
     parser.add_argument("--processes", type=int, default=processes)
-    parser.add_argument("--name", default=Path(script).stem, help="of the files in docs/benchmarks")
+    parser.add_argument("--name", default=Path(script).stem, help="of the result file")
     options = parser.parse_args()
     cases = [
         measured_in_processes(script, options.device, name, options.repeats, options.processes)
         for name in measured.shapes[options.device]
     ]
-    note = "A ratio is that of the medians of one process, as the median and the range over processes."
     write_results(
         options.name,
         title,
         {"cases": cases, "machine": machine()},
         _COLUMNS,
         [row for case in cases for row in _rows(case)],
-        f"One thread. {note}" if measured.threads == 1 else note,
         script=script,
     )
 

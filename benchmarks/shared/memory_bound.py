@@ -1,4 +1,4 @@
-"""Compares kernels that are bound by memory with their peers on a GPU: the command line, the measuring and the page."""
+"""Compares kernels that are bound by memory with their peers on a GPU: the command line and the measuring."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tune", action="store_true", help="time our kernels over launch parameters instead")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these contenders alone")
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     return parser.parse_args()
 
 
@@ -86,20 +86,18 @@ def fastest(what: str, candidates: Iterable[tuple[Any, Call]], keep: int = 5) ->
 
 
 def write(name: str | None, title: str, figures: Sequence[dict[str, Any]], script: str) -> None:
-    """The page, where one is asked for, with the GPU in its title; ``script`` is the ``__file__`` of what measured."""
+    """The result file, if named, with the GPU in its title; ``script`` is the ``__file__`` of what measured."""
     copy = copy_gb_per_second()
     print(f"a copy runs at {copy:.0f} GB/s")
     if name:
         data = {"machine": machine(), "copy GB/s": copy, "figures": list(figures)}
         # "NVIDIA H100 80GB HBM3" is an H100.
-        write_page(name, f"{title}, {data['machine']['gpu'].split()[1]}", data, script)
+        write_file(name, f"{title}, {data['machine']['gpu'].split()[1]}", data, script)
 
 
-def write_page(name: str, title: str, data: dict[str, Any], script: str) -> None:
-    """``docs/benchmarks/<name>.json`` and ``.md`` of what was measured."""
-    note = f"A copy in the same run: {data['copy GB/s']:.0f} GB/s. GB/s counts what both passes must move. "
-    note += "Peak memory is beyond the inputs; the gradients are part of it."
-    write_results(name, title, data, COLUMNS, [_row(found) for found in data["figures"]], note, script=script)
+def write_file(name: str, title: str, data: dict[str, Any], script: str) -> None:
+    """``benchmarks/results/<name>.json`` of what was measured."""
+    write_results(name, title, data, COLUMNS, [_row(found) for found in data["figures"]], script=script)
 
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What one script measures in this process, as JSON: pages over several processes and comparisons of revisions ask it.
+"""What one script measures in this process, as JSON: scripts of several processes and comparisons of revisions ask it.
 
     python -m benchmarks.shared.one_process benchmarks/causal_conv1d/causal_conv1d.py --shapes float32 --ours
 

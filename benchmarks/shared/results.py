@@ -1,4 +1,4 @@
-"""Writes a benchmark's result file and its table into ``docs/benchmarks``."""
+"""Writes a benchmark's result file into ``benchmarks/results``, and prints its table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "docs" / "benchmarks"
+FOLDER = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "benchmarks"
 _VERSIONS = (
     "torch",
     "transformers",
@@ -55,19 +56,16 @@ def write_results(
     *,
     script: str,
 ) -> None:
-    """Write ``name.json`` with all of ``data`` and ``name.md`` with the table, and print the table.
+    """Write ``name.json`` with all of ``data`` and the table, and print the table with the note.
 
-    ``script`` is the ``__file__`` of what measured them.
+    ``script`` is the ``__file__`` of what measured them. Pages of docs/benchmarks take their tables from the file.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    text_of_rows = table(columns, rows)
-    facts = ", ".join(f"{key} {value}" for key, value in data.get("machine", {}).items())
+    text = table(columns, rows)
     measured_by = Path(script).resolve().relative_to(ROOT).as_posix()
-    source = f"Script: `{measured_by}`; raw figures: [{name}.json]({name}.json)."
-    text = f"# {title}\n\nMeasured on: {facts}. {source}\n"
-    (FOLDER / f"{name}.md").write_text(f"{text}\n{text_of_rows}\n" + (f"\n{note}\n" if note else ""))
-    print(f"{title}\n{text_of_rows}\n{note}")
+    found = {"title": title, "script": measured_by, **data, "table": text.splitlines()}
+    (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{title}\n{text}\n{note}")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

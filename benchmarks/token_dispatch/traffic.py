@@ -1,6 +1,6 @@
 """Rows and bytes that a layer's token dispatch moves, counted from routings that are drawn: no rank is needed.
 
-Writes ``docs/benchmarks/token_dispatch.json`` and ``.md``. ``engine`` is transformers' ``AllToAllEP``. Counted is what
+Writes ``benchmarks/results/token_dispatch.json``. ``engine`` is transformers' ``AllToAllEP``. Counted is what
 leaves a rank in one forward, there and back with the counts; backward moves as much again, without counts. A test
 holds the count against the rows that ranks really send.
 """
@@ -95,12 +95,6 @@ COLUMNS = (
     *(f"bytes a token at H={hidden}, engine / alltoall_dedup" for hidden in HIDDEN),
     "busiest rank over the mean, engine / alltoall_dedup",
 )
-NOTE = """A row of `engine` is one choice of a token, a row of `alltoall_dedup` one token for one rank. Only rows that
-leave their rank are counted. With `W` ranks, `E` experts and `K` distinct choices at random, a token sends
-`K(W-1)/W` rows with `engine`, and `(W-1)(1-C(E-E/W,K)/C(E,K))` with `alltoall_dedup`: it misses a rank if all
-of its choices are among the other ranks' experts. Beyond as many ranks as choices the two come close, and
-what is left is the sum of choices that meet on one rank. The row of `alltoall_dedup` also carries its routing
-weights and expert ids there, which is in its bytes. The formula does not hold for skewed choices by rank."""
 
 
 def main() -> None:
@@ -114,7 +108,6 @@ def main() -> None:
         {"cases": cases, "machine": machine()},
         COLUMNS,
         map(row, cases),
-        NOTE,
         script=__file__,
     )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/token_logprobs/token_logprobs.py --device cuda --name token_logprobs_h200
 
-Writes ``docs/benchmarks/token_logprobs.json`` and ``.md``. Contenders take turns in several processes. A time is
+Writes ``benchmarks/results/token_logprobs.json``. Contenders take turns in several processes. A time is
 the median over processes of the median turn. Memory is the peak of what PyTorch's allocator holds above the inputs,
 gradients of the inputs included; what it is beyond them stands beside it. "All logits" is the op's reference, which
 is what an unbound model computes. "Products alone" are the four matrix products of a kernel that keeps no logits, in
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--repeats", type=int, default=BENCHMARK.repeats)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--name", default="token_logprobs", help="of the files in docs/benchmarks")
+    parser.add_argument("--name", default="token_logprobs", help="of the result file")
     options = parser.parse_args()
     shapes = SHAPES[options.device]
     cases = [
@@ -187,7 +187,6 @@ def main() -> None:
         {"cases": cases, "machine": machine()},
         ("kernel and shape", "time", "of TRL's time", "peak memory", "beyond gradients", "of TRL's memory"),
         [each for measured in cases for each in rows(measured)],
-        "A ratio is that of the medians of one process, as the median and the range over processes.",
         script=__file__,
     )
 

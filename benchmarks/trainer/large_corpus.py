@@ -1,6 +1,6 @@
 """How long jobs on a gigabyte of JSONL take to their first step, and in how much memory: first and later starts.
 
-Writes ``docs/benchmarks/large_corpus.json`` and ``.md``. Each start is the real command, with a model of two layers and
+Writes ``benchmarks/results/large_corpus.json``. Each start is the real command, with a model of two layers and
 two steps. Memory is the peak of the process's resident memory, in which mapped pages count that it has touched.
 """
 
@@ -98,10 +98,6 @@ def main() -> None:
             )
             for label, each in found.items()
         ],
-        f"{documents:,} documents in one JSONL file, a token per byte. The first start tokenizes them into "
-        "`data.cache`. Later ones read the text and the tokens once, to compare their checksums. Importing, "
-        "building the model and the first step take what the row without data takes. Where other programs keep "
-        "the machine busy, the processor's seconds say what the command itself took.",
         script=__file__,
     )
 

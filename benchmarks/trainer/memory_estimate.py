@@ -3,7 +3,7 @@
     python benchmarks/trainer/memory_estimate.py examples/llama_bf16_h200.yaml examples/qwen3_moe_bf16_h200.yaml
 
 Each job runs with each setting: first the dry run, then three steps, each in a process of its own. Writes
-``docs/benchmarks/memory_estimate_<gpu>.json`` and ``.md``.
+``benchmarks/results/memory_estimate_<gpu>.json``.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ def main() -> None:
         data,
         ("job", "setting", *PARTS.values(), "estimate / peak"),
         rows,
-        "The estimate is the larger of two sums: weights, optimizer and gradients, where the backward ends; weights, "
-        "optimizer, activations, head and loss, and brief, where it begins.",
         script=__file__,
     )
 

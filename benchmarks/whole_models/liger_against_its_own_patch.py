@@ -145,7 +145,7 @@ def row(model_type: str, way: str, found: Found) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", help="the page in docs/benchmarks to write; none without it")
+    parser.add_argument("--name", help="the result file to write; none without it")
     parser.add_argument("--json", type=Path, help="a file for the figures alone")
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "WAY", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -162,9 +162,8 @@ def main() -> None:
     if options.name:
         columns = ("model", "kernels", "elements of a norm that differ from eager, at worst", "loss")
         columns += ("gradients, distance from eager", "gradients, distance from float32")
-        note = "bf16; the contract allows 3 % of a norm's elements to differ. Distances are shares of the norm."
         title = "Liger's kernels, bound by us and by its own patch, against eager code"
-        write_results(options.name, title, data, columns, rows, note, script=__file__)
+        write_results(options.name, title, data, columns, rows, script=__file__)
 
 
 if __name__ == "__main__":

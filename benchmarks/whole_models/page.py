@@ -1,4 +1,4 @@
-"""The page on one model's training step: its table, where the GPU's time goes, and the losses."""
+"""The results on one model's training step: its table, where the GPU's time goes, and the losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.gpu_kernels import IDLE
-from benchmarks.shared.results import FOLDER, table, write_results
+from benchmarks.shared.results import PICTURES, table, write_results
 from benchmarks.whole_models.contenders import THEIRS
 from benchmarks.whole_models.kernel_kinds import KINDS, OTHER
 
@@ -24,14 +24,12 @@ COLUMNS = (
 
 
 def write(name: str, data: dict[str, Any], script: str) -> None:
-    """What has been measured so far: ``docs/benchmarks/<name>.json``, ``.md`` and ``.svg``; measured by ``script``."""
+    """What has been measured so far: ``benchmarks/results/<name>.json``; measured by ``script``."""
     contenders = data["contenders"]
-    plot(contenders, FOLDER / f"{name}.svg")
+    plot(contenders, PICTURES / f"{name}.svg")
     failed = [f"- {each}: {found['failed']}" for each, found in contenders.items() if "failed" in found]
     parts = [
-        "Ratios are to transformers in the same run. Peaks include weights and gradients.",
         *(["\n".join(failed)] if failed else []),
-        f"![losses of the steps of a real training]({name}.svg)",
         f"What the GPU does in one step of the first batch, in ms; `{IDLE}` is the time between kernels:",
         table(("kernels", *KINDS, OTHER, IDLE), kernel_rows(contenders)),
     ]

@@ -10,7 +10,7 @@ of its layers; random bf16 weights, and by default 16384 tokens as 4 sequences o
 contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more
 step is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50
 steps on Python's own sources, from weights drawn with one seed, and the losses are compared. Writes
-``docs/benchmarks/<name>.json``, ``.md`` and, for the losses, ``.svg``.
+``benchmarks/results/<name>.json`` and, of the losses, ``docs/benchmarks/<name>.svg``.
 """
 
 from __future__ import annotations

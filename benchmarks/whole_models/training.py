@@ -4,7 +4,7 @@
 
 Each job runs as users run it, by ``veomni train`` in a process of its own, once per setting, with one seed and the same
 data. A job with experts also runs with transformers' own ``grouped_mm`` in place of the chosen experts' kernel, all
-else the same. Writes ``docs/benchmarks/training_<gpu>.json``, ``.md`` and a picture of each job's losses.
+else the same. Writes ``benchmarks/results/training_<gpu>.json`` and a picture of each job's losses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.results import FOLDER, machine, write_results
+from benchmarks.shared.results import PICTURES, machine, write_results
 from benchmarks.whole_models.page import plot
 
 
@@ -111,9 +111,7 @@ def main() -> None:
                 for number, setting in enumerate(settings_of(job, options.skip))
             }
             data["jobs"][job.stem] = {"runs": runs, "changes": options.changes}
-            curves = f"{options.name}_{job.stem}.svg"
-            plot(runs, FOLDER / curves)
-            notes.append(f"![losses of `{job.stem}`, step by step]({curves})")
+            plot(runs, PICTURES / f"{options.name}_{job.stem}.svg")
             rows += [row(job, setting, runs) for setting in runs]
             if options.changes:
                 notes.append(f"`{job.stem}` was run with `{'`, `'.join(options.changes)}`.")

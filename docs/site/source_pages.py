@@ -3,7 +3,7 @@
 A page links to code as files of the repository: ``[planner.py](../../core/src/veomni_core/planning/planner.py)``. MyST
 would offer such a file as a download. Here it is a page of the site with coloured code, and a folder is a list of its
 files. So the site needs no address of a public repository, and it shows the code that its text was written about.
-What is in ``docs`` itself, such as a benchmark's raw figures, stays a download.
+What is in ``docs`` itself, and a benchmark's result file, stays a download.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LinksToSources(SphinxTransform):
             if not path.exists() or not path.is_relative_to(self.env.srcdir):
                 continue  # MyST warns of it
             source = path.relative_to(self.env.srcdir)
-            if source.parts[0] == "docs":
+            if source.parts[0] == "docs" or source.suffix == ".json":
                 continue
             # The metadata of a page is what Sphinx forgets with the page, and collects from parallel readers.
             self.env.metadata[page].setdefault("sources", []).append(source)

@@ -1,4 +1,4 @@
-"""The pages that list what the code has: kernels, ops, hooks, errors, verbs, fields; and the benchmarks' headline.
+"""The pages that list what the code has: kernels, ops, hooks, errors, verbs, fields; and the tables of benchmarks.
 
 ``make reference`` writes them (``python -m reference_pages`` in the folder ``scripts``); a test compares them with the
 code.
@@ -7,9 +7,10 @@ code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from reference_pages import aims, command_line, config, errors, headline, hooks, kernels, ops
+from reference_pages import benchmarks, command_line, config, errors, hooks, kernels, ops
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
@@ -19,6 +20,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "errors.md": errors.page,
     "command-line.md": command_line.page,
     "config.md": config.page,
-    "../benchmarks/index.md": headline.page,
-    "../benchmarks/aims.md": aims.page,
+    **{f"../benchmarks/{name}.md": partial(benchmarks.page, name) for name in benchmarks.TABLES},
 }

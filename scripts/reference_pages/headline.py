@@ -1,6 +1,6 @@
-"""The headline of docs/benchmarks: of each GPU's page the fastest of our kernels beside its best peer.
+"""The plot of docs/benchmarks: of each GPU's results the fastest of our kernels beside its best peer.
 
-``make reference`` writes the table, and ``make headline-picture`` draws the plot.
+``make headline-picture`` draws it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,18 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.figure import Figure
 
-from reference_pages.markdown import table
-from reference_pages.parts import with_parts
 from reference_pages.repository import ROOT
 from reference_pages.speeds import HEADLINES, Share, shown
 
-PAGE = ROOT / "docs" / "benchmarks" / "index.md"
 PICTURE = ROOT / "docs" / "images" / "kernel_speeds.svg"
-PART = "fastest kernels"
-COLUMNS = ("op", "kernel", "GPU", "shape", "ms", "best peer", "its ms", "of its time")
 _OURS, _THEIRS, _INK = "#1f6feb", "#b4bcc6", "#24292f"
 
 
 @dataclass(frozen=True)
 class Line:
-    """The fastest of our kernels at the shape that stands for a page."""
+    """The fastest of our kernels at the shape that stands for a result file."""
 
     op: str
-    page: str
     share: Share
 
     @property
@@ -36,27 +30,15 @@ class Line:
         """Of "NVIDIA H100 80GB HBM3", H100."""
         return self.share.where.removeprefix("NVIDIA ").split()[0]
 
-    def cells(self) -> tuple[str, ...]:
-        """In the order of ``COLUMNS``."""
-        share = self.share
-        link = f"[{share.shape}]({self.page}.md)"
-        times = shown(share.ours.milliseconds), share.peer, shown(share.peer_milliseconds)
-        return f"`{self.op}`", f"`{share.kernel}`", self.gpu, link, *times, f"{share.of_peer:.2f}"
-
 
 def lines() -> list[Line]:
-    """One for each shape of a GPU's page in :data:`HEADLINES`, by op."""
+    """One for each shape of a GPU's results in :data:`HEADLINES`, by op."""
     return [
-        Line(op, headline.page, min(headline.shares(), key=lambda share: share.ours.milliseconds))
+        Line(op, min(headline.shares(), key=lambda share: share.ours.milliseconds))
         for op, headlines in HEADLINES.items()
         for headline in headlines
         if next(headline.shares()).where.startswith("NVIDIA")
     ]
-
-
-def page() -> str:
-    """The text of docs/benchmarks/index.md."""
-    return with_parts(PAGE, {PART: "\n".join(table(COLUMNS, (line.cells() for line in lines())))})
 
 
 def bars() -> Iterator[tuple[str, float, str]]:

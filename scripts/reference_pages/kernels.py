@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from reference_pages.benchmarks import title
 from reference_pages.markdown import table
-from reference_pages.repository import ROOT, registry
-from reference_pages.speeds import speeds
+from reference_pages.repository import registry
+from reference_pages.speeds import pages, speeds
 from veomni_core.descriptions.hardware import ANY_DEVICE, HardwareRequirement, show_capability
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 
@@ -21,57 +22,11 @@ or head sizes as well, which the plan says.
 *Device* is the compute capability for NVIDIA's GPUs. Under *limits*: `no backward` can only evaluate; `may differ`
 does not promise the same bits on every run; `one rank's experts` runs under expert parallelism.
 
-Below each op is what its kernels took in one shape of each page of measurements: the median of forward and backward,
+Below each op is what its kernels took in one shape of each result file: the median of forward and backward,
 for rotary embeddings, gated norms, convolutions, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer*
 is the fastest contender of the same run that isn't a kernel of this repository; *of its time* is our time divided by
-its. The pages have the other shapes, dtypes, the spread, memory, versions, and how it was measured.
+its. The pages and their result files have other shapes, dtypes, the spread, memory, versions, and how it was measured.
 """
-# The pages of docs/benchmarks on which an op's kernels are measured beside their peers.
-MEASURED = {
-    "attention": ("flash_attention_h200", "flash_attention_h100"),
-    "rms_norm": (
-        *("triton_rms_norm_h200", "triton_rms_norm_h100", "quack_adapters_h200", "quack_adapters_h100"),
-        *("quack_0_6_adapters_h200", "quack_0_6_adapters_h100", "liger_adapters_h200", "cpu_kernels"),
-    ),
-    "rotary_pos_emb": (
-        *("triton_rotary_pos_emb_h200", "triton_rotary_pos_emb_h100", "quack_adapters_h200", "quack_adapters_h100"),
-        *("quack_0_6_adapters_h200", "quack_0_6_adapters_h100", "liger_adapters_h200"),
-    ),
-    "rotary_pos_emb_vision": ("triton_rotary_pos_emb_vision_h200", "triton_rotary_pos_emb_vision_h100"),
-    "swiglu_mlp": ("triton_swiglu_mlp_h200", "triton_swiglu_mlp_h100", "liger_adapters_h200", "cpu_kernels"),
-    "cross_entropy_loss": (
-        *(
-            "chunk_sizes_h200",
-            "quack_adapters_h200",
-            "quack_adapters_h100",
-            "quack_0_6_adapters_h200",
-            "quack_0_6_adapters_h100",
-        ),
-        *("liger_adapters_h200", "cpu_kernels"),
-    ),
-    "moe_experts": (
-        *("moe_h200", "moe_h100", "moe_2048_tokens_h200", "moe_2048_tokens_h100", "moe_512_experts_h100"),
-        *(
-            "moe_skewed_h200",
-            "moe_skewed_h100",
-            "moe_quack_0_6_h200",
-            "moe_quack_0_6_h100",
-            "liger_adapters_h200",
-            "cpu_kernels",
-        ),
-    ),
-    "load_balancing_loss": ("triton_load_balancing_loss_h200", "triton_load_balancing_loss_h100", "cpu_kernels"),
-    "token_dispatch": ("token_dispatch_layer_2_h200", "token_dispatch"),
-    "rms_norm_gated": ("triton_rms_norm_gated_h200", "triton_rms_norm_gated_h100"),
-    "causal_conv1d": ("triton_causal_conv1d_h200", "triton_causal_conv1d_h100", "causal_conv1d"),
-    "chunk_gated_delta_rule": (
-        *("triton_chunk_gated_delta_rule_h200", "triton_chunk_gated_delta_rule_h100"),
-        "chunk_gated_delta_rule",
-    ),
-    "kda": ("kda",),
-    "mamba2_scan": ("mamba2_scan",),
-    "token_logprobs": ("token_logprobs_h200", "token_logprobs_h100", "token_logprobs"),
-}
 
 
 def page() -> str:
@@ -95,7 +50,7 @@ def _sections() -> Iterator[str]:
         yield from table(("kernel", "from", "variants", "device", "packages", "dtypes", "preference", "limits"), rows)
         yield ""
         yield from speeds(op.name)
-        links = ", ".join(f"[{_title(name)}](../benchmarks/{name}.md)" for name in MEASURED.get(op.name, ()))
+        links = ", ".join(f"[{title(name)}](../benchmarks/{name}.md)" for name in pages(op.name))
         yield f"Measured: {links}.\n" if links else "Not measured by itself.\n"
 
 
@@ -142,8 +97,3 @@ def _device(needed: HardwareRequirement) -> str:
 def _limits(kernel: KernelSpec) -> str:
     found = ["no backward"] * (not kernel.backward) + ["may differ"] * (not kernel.deterministic)
     return ", ".join([*found, *["one rank's experts"] * kernel.expert_parallel])
-
-
-def _title(name: str) -> str:
-    first = (ROOT / "docs" / "benchmarks" / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("# ")

@@ -1,22 +1,20 @@
-"""The measured speed of an op's kernels, from the result files in docs/benchmarks: one shape of each page."""
+"""The measured speed of an op's kernels, from the result files in benchmarks/results: one shape of each."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reference_pages import benchmarks
 from reference_pages.markdown import table
-from reference_pages.repository import ROOT
 
-BENCHMARKS = ROOT / "docs" / "benchmarks"
 COLUMNS = ("kernel", "measured on", "shape", "ms", "rate", "best peer of the run", "of its time")
 
 
 @dataclass(frozen=True)
 class Time:
-    """Milliseconds of one contender, and how much it moved or computed in a second, if the page says."""
+    """Milliseconds of one contender, and how much it moved or computed in a second, if the file says."""
 
     milliseconds: float
     rate: str = ""
@@ -41,18 +39,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Headline:
-    """One shape of a page, and which of its contenders are kernels of this repository.
+    """One shape of a result file, and which of its contenders are kernels of this repository.
 
     Attributes:
-        page: a page of docs/benchmarks.
-        shape: which of the page's shapes; empty where it has one.
+        file: a file of benchmarks/results.
+        shape: which of its shapes; empty where it has one.
         kernels: the kernel behind a contender's name. Other contenders are peers.
-        only: what a contender's name must end with, on pages that measure several variants at one shape.
+        only: what a contender's name must end with, in files that have several variants at one shape.
         timed: the figure that is compared, in files that have more than one.
         no_peers: contenders that are a kernel of this repository with other settings.
     """
 
-    page: str
+    file: str
     kernels: Mapping[str, str]
     shape: str = ""
     only: str = ""
@@ -62,14 +60,14 @@ class Headline:
     def rows(self) -> Iterator[tuple[str, ...]]:
         """A row for each kernel, in the columns ``COLUMNS``."""
         for each in self.shares():
-            link = f"[{each.shape}](../benchmarks/{self.page}.md)"
+            link = f"[{each.shape}](../benchmarks/{benchmarks.page_of(self.file)}.md)"
             peer = f"{each.peer}, {shown(each.peer_milliseconds)}"
             time = shown(each.ours.milliseconds)
             yield f"`{each.kernel}`", each.where, link, time, each.ours.rate, peer, f"{each.of_peer:.2f}"
 
     def shares(self) -> Iterator[Share]:
         """Each kernel's time beside the best peer's."""
-        data = json.loads((BENCHMARKS / f"{self.page}.json").read_text(encoding="utf-8"))
+        data = benchmarks.result(self.file)
         shape, times = _read(data, self)
         times = {name: time for name, time in times.items() if name.endswith(self.only)}
         peers = {name: each.milliseconds for name, each in times.items() if name not in (*self.kernels, *self.no_peers)}
@@ -81,10 +79,10 @@ class Headline:
 
 
 def _on_both_gpus(
-    page: str, kernels: Mapping[str, str], shape: str, only: str = "", timed: str = "both"
+    file: str, kernels: Mapping[str, str], shape: str, only: str = "", timed: str = "both"
 ) -> tuple[Headline, ...]:
-    """The same shape of the page of an H200 and of that of an H100."""
-    return tuple(Headline(f"{page}_{gpu}", kernels, shape, only, timed) for gpu in ("h200", "h100"))
+    """The same shape on an H200 and on an H100."""
+    return tuple(Headline(f"{file}_{gpu}", kernels, shape, only, timed) for gpu in ("h200", "h100"))
 
 
 _MEMORY_BOUND = "16384x4096"
@@ -192,6 +190,15 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
 }
 
 
+_WITHOUT_A_SPEED = ("kda", "mamba2_scan")  # measured on a CPU, in a file of the op's name
+
+
+def pages(op: str) -> dict[str, None]:
+    """The pages of docs/benchmarks that have figures of an op's kernels."""
+    files = [headline.file for headline in HEADLINES.get(op, ())] or [op] * (op in _WITHOUT_A_SPEED)
+    return dict.fromkeys(map(benchmarks.page_of, files))
+
+
 def speeds(op: str) -> Iterator[str]:
     """The lines of an op's table; none where nothing was measured."""
     rows = [row for headline in HEADLINES.get(op, ()) for row in headline.rows()]
@@ -201,7 +208,7 @@ def speeds(op: str) -> Iterator[str]:
 
 
 def _read(data: Any, asked: Headline) -> tuple[str, dict[str, Time]]:
-    """The shape as the page calls it, and each contender's time there. Each kind of result file has its own layout."""
+    """The shape as the file calls it, and each contender's time there. Each kind of result file has its own layout."""
     if "cases" in data:
         (case,) = (each for each in data["cases"] if (each.get("case") or each["shape"]) == asked.shape)
         return asked.shape, {name: Time(1e3 * seconds) for name, seconds in case["seconds"].items()}
@@ -214,7 +221,7 @@ def _read(data: Any, asked: Headline) -> tuple[str, dict[str, Time]]:
         return f"{data['tokens']} tokens a GPU, {data['GPUs']} GPUs", times
     if "seconds" in data:
         seconds = {"transformers": data["seconds"]["transformers"], "in use": data["seconds"][str(data["MiB in use"])]}
-        return _title(asked.page).partition(": ")[2], {name: Time(1e3 * each) for name, each in seconds.items()}
+        return data["title"].partition(": ")[2], {name: Time(1e3 * each) for name, each in seconds.items()}
     figures = [each for each in data["figures"] if _shape(each) == asked.shape]
     return asked.shape, {each.get("name") or each["call"]: _figure(each, asked.timed) for each in figures}
 
@@ -230,17 +237,13 @@ def _experts_time(each: Any) -> Time:
 
 
 def _figure(figure: Any, timed: str) -> Time:
-    """Of the page's median, the time and the rate."""
+    """Of the median, the time and the rate."""
     if "milliseconds" in figure:
         return Time(figure["milliseconds"]["median"])
     time = figure[timed]["median"]
     if "TFLOP/s" in figure:
         return Time(time, f"{figure['TFLOP/s']:.0f} TFLOP/s")
     return Time(time, f"{figure['traffic'] / time / 1e6:.0f} GB/s" if "traffic" in figure else "")
-
-
-def _title(page: str) -> str:
-    return (BENCHMARKS / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0]
 
 
 def shown(milliseconds: float) -> str:
