@@ -23,8 +23,8 @@ from benchmarks.shared.ceilings import product_tflop_per_second
 from benchmarks.shared.measuring import timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
-from veomni_ops.attention import AttentionModule, standard
 from veomni_flash_attn.plugin import veomni_kernels
+from veomni_ops.attention import AttentionModule, standard
 
 BATCH, LENGTH, Q_HEADS, K_HEADS = 2, 8192, 32, 8
 WIDTHS = (128, 64)

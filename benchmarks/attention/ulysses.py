@@ -26,6 +26,7 @@ from benchmarks.shared.accuracy import relative_error
 from benchmarks.shared.measuring import seconds
 from benchmarks.shared.results import machine, write_results
 from veomni_core import Hardware, bind
+from veomni_flash_attn.plugin import veomni_kernels
 from veomni_ops.attention import AttentionModule
 from veomni_transformers.sequence import (
     apply_ulysses,
@@ -33,7 +34,6 @@ from veomni_transformers.sequence import (
     scatter_attention_heads,
     slice_input_tensor,
 )
-from veomni_flash_attn.plugin import veomni_kernels
 
 LENGTH, Q_HEADS, K_HEADS, WIDTH = 65536, 32, 8, 128
 COLUMNS = ("attention, forward+backward", "GPUs", "sequence", "ms", "TFLOP/s of each GPU", "tokens/s of all")

@@ -190,8 +190,8 @@ def measure_dispatch(rounds: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from veomni_transformers.norms.rms_norm import NormModules
     from veomni_core.sites.site import Site
+    from veomni_transformers.norms.rms_norm import NormModules
 
     def kernel(x: Any, weight: Any, eps: float) -> Any:
         return x

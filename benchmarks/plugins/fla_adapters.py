@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.measuring import timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
-from veomni_ops.causal_conv1d import numbered
 from veomni_fla import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
+from veomni_ops.causal_conv1d import numbered
 
 Function = Callable[..., Any]
 OWN = "the library's own"

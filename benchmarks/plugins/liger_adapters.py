@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.measuring import captured, timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
-from veomni_ops.labels import IGNORED
 from veomni_liger import cross_entropy_loss, moe_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 from veomni_liger.chunks import chunk_multiple
 from veomni_liger.pinned_experts import CONFIGURATIONS, pinned_experts
+from veomni_ops.labels import IGNORED
 
 Function = Callable[..., Any]
 Calls = dict[str, Function]
