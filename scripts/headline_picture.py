@@ -1,7 +1,6 @@
 """Draws docs/images/whole_steps.svg: time and memory of whole training steps, from the figures in docs/benchmarks.
 
-``make headline-picture`` runs this, and draws the kernels' plot of ``reference_pages/headline.py`` too. Tests hold the
-pictures to the figures.
+``make generate`` runs this. Tests hold the picture to the figures.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-
-from reference_pages import headline
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "whole_steps.svg"
@@ -68,7 +65,3 @@ def draw() -> None:
             axes.spines[:].set_visible(False)
         figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
 
-
-if __name__ == "__main__":
-    draw()
-    headline.draw()

@@ -1,7 +1,7 @@
-"""The pages that list what the code has: kernels, ops, hooks, errors, verbs, fields; and the benchmarks' headline.
+"""The pages that list what the code has, and the tables in docs/benchmarks that are made from figures.
 
-``make reference`` writes them (``python -m reference_pages`` in the folder ``scripts``); a test compares them with the
-code.
+``PAGES`` are whole pages of docs/reference, which are generated when the site is built and not kept in the repository.
+``PARTS`` are pages of docs/benchmarks that have a generated table. ``scripts/generate.py`` writes both.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from reference_pages import aims, command_line, config, errors, headline, hooks, kernels, ops
+from reference_pages import aims, command_line, config, errors, headline, hooks, job, kernels, ops
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "kernels.md": kernels.page,
     "ops.md": ops.page,
     "hooks.md": hooks.page,
     "errors.md": errors.page,
-    "command-line.md": command_line.page,
-    "config.md": config.page,
-    "../benchmarks/index.md": headline.page,
-    "../benchmarks/aims.md": aims.page,
+    "verbs.md": command_line.page,
+    "fields.md": config.page,
+    "job.md": job.page,
 }
+PARTS: dict[Path, Callable[[], str]] = {headline.PAGE: headline.page, aims.PAGE: aims.page}

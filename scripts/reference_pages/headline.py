@@ -1,6 +1,6 @@
 """The headline of docs/benchmarks: of each GPU's page the fastest of our kernels beside its best peer.
 
-``make reference`` writes the table, and ``make headline-picture`` draws the plot.
+``make generate`` writes the table and draws the plot.
 """
 
 from __future__ import annotations
