@@ -1,6 +1,6 @@
 """Builds the documentation site into docs/_build, and checks that every link within it leads somewhere.
 
-First the generated pages of the reference are written. With ``--coverage`` the page of coverage is made too, in minutes.
+First the generated pages of the reference are written; with ``--coverage`` the page of coverage too, in minutes.
 
 A warning of Sphinx is an error. What Sphinx doesn't see is checked in the built pages: links of templates and of source
 pages, pictures, styles and scripts, and every anchor.

@@ -2,8 +2,8 @@
 
 Without an option these are the pages of docs/reference that git ignores, the tables in docs/benchmarks, the pictures in
 docs/images, the drawing of the architecture page and the list of the public API. ``--site`` writes only the pages that
-git ignores: the site's build needs them. The page of coverage takes minutes, so it is written with ``--coverage`` alone;
-without it a page stands there that says how to get it.
+git ignores: the site's build needs them. The page of coverage takes minutes, so it is written with ``--coverage``
+alone; without it a page stands there that says how to get it.
 """
 
 from __future__ import annotations

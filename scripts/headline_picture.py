@@ -64,4 +64,3 @@ def draw() -> None:
             axes.tick_params(left=False)
             axes.spines[:].set_visible(False)
         figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
-

@@ -87,4 +87,3 @@ def picture(name: str) -> str:
     for line in lines:
         console.print(Text(line), no_wrap=True, crop=False)
     return console.export_svg(title=title, code_format=_FORMAT, unique_id=name)
-

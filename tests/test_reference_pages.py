@@ -1,4 +1,4 @@
-"""The generated pages have every kernel, op, field, verb, hook, error and key of a job; tables of benchmarks are current."""
+"""The generated pages have every kernel, op, field, verb, hook, error and key; tables of benchmarks are current."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ import yaml
 from foreign_trainings import blocks_of_page, error_of, measured, run_scripts, save_model, write_lines
 from tiny_training import close
 
-
 pytestmark = pytest.mark.thorough
 
 # Axolotl, the versions that it pins, and what else its way to a training imports. Not its drivers and data stores.

@@ -1,7 +1,7 @@
 """Both engines of LLaMA-Factory, in the versions that it pins: the losses of the job without our kernels.
 
-The files are those of bridges.md. LLaMA-Factory is the real one. Only torchaudio, whose wheel on PyPI needs CUDA and which it calls for audio
-alone, is an empty module.
+The files are those of bridges.md. LLaMA-Factory is the real one. Only torchaudio, whose wheel on PyPI needs CUDA and
+which it calls for audio alone, is an empty module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bridges.md and python.md: what they show of transformers, TRL and Python is a program, and the table is the code's."""
+"""bridges.md and python.md: what they show of transformers, TRL and Python is a program."""
 
 from __future__ import annotations
 

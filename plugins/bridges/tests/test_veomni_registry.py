@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from foreign_trainings import REPOSITORY, blocks_of_page, error_of, run_scripts, write_files_of_page
+from foreign_trainings import blocks_of_page, error_of, run_scripts, write_files_of_page
 from tiny_training import close
 
 from veomni_bridges import veomni_registry
