@@ -1,7 +1,7 @@
 """Draws who imports whom in ``docs/explanation/architecture.md``, from the sources.
 
 ``GROUPS`` says which modules form a group. The drawing has one node per group, and one per set of distributions that
-use the same groups. An arrow means that the upper group imports the lower one. An arrow is left out where a path of other
+use the same groups. An arrow means that the upper group imports the lower one. It is left out where a path of other
 arrows says the same. ``--write`` puts the drawing into the page; without it the drawing is printed.
 """
 
