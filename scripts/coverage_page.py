@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 
 from veomni_core import discover
-from veomni_core.coverage import ModelCoverage, OpCoverage, claims, cover, model_types, summarise
+from veomni_transformers.coverage import ModelCoverage, OpCoverage, claims, cover, model_types, summarise
 from veomni_core.discovery.registry import Registry
 
 MODELS, PLUGIN = "causal", "veomni-torch"

@@ -82,8 +82,8 @@ def test_a_name_that_is_not_in_the_code_is_seen():
         "Plan",
         "Plan.autocast",
         "veomni_core.tables.render_table",
-        "veomni_core.sites.proofs.probe",
-        "core/tests/lookalikes.py",
+        "veomni_transformers.proving.probe",
+        "plugins/transformers/tests/lookalikes.py",
     }
     gone = {
         "Plam",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from coverage_page import COMMAND, coverage_page
 from veomni_core import SiteRule
 from veomni_core.cli.app import build_app
-from veomni_core.coverage import claims, cover, model_types
+from veomni_transformers.coverage import claims, cover, model_types
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, build_registry
@@ -83,7 +83,7 @@ def test_what_it_must_reach(models):
 def test_finding_sites_takes_little_memory():
     source = """
 import resource
-from veomni_core.coverage import cover, model_types
+from veomni_transformers.coverage import cover, model_types
 from veomni_core.discovery.discover import discover
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CONFIG_MAPPING
 import torch
@@ -108,7 +108,7 @@ print(max(grown(name, AutoModelForImageTextToText) for name in ("cohere2_vision"
 
 SITES = """
     from veomni_core import SiteRule, hookimpl
-    from veomni_core.sites.proofs import probe
+    from veomni_transformers.proving import probe
     from veomni_core.sites.site import Site
 
     VEOMNI_PLUGIN_API_VERSION = 1
@@ -146,7 +146,7 @@ def test_an_unknown_selection_is_answered():
 
 
 def test_the_command_counts_what_binds(monkeypatch):
-    monkeypatch.setattr("veomni_core.coverage.model_types", lambda selection: [("causal", "llama")])
+    monkeypatch.setattr("veomni_transformers.coverage.model_types", lambda selection: [("causal", "llama")])
     shown = CliRunner().invoke(build_app(), ["coverage"])
     assert shown.exit_code == 0 and "1 of 1 model types" in shown.stdout
     (model,) = json.loads(CliRunner().invoke(build_app(), ["coverage", "--json"]).stdout)["models"]
