@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The oldest and the newest that the packages admit; the newest is the installed one, which `make test` covers.
 TRANSFORMERS ?= 5.2.0
 
-.PHONY: help demo test test-all test-docs test-versions check check-form check-types check-wheels format docs wheels bench coverage coverage-page headline-picture printed-pictures job-page reference release clean
+.PHONY: help demo test test-all test-docs test-versions check check-form check-types check-wheels format docs wheels bench coverage generate release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,9 +54,9 @@ format: $(INSTALLED)  ## rewrite the sources as check wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED)  ## build the documentation site into docs/_build, and check every link
+docs: $(INSTALLED)  ## build the documentation site into docs/_build, with its generated pages, and check every link
 	$(BIN)/python scripts/check_links.py
-	$(BIN)/python scripts/build_site.py
+	$(BIN)/python scripts/build_site.py $(if $(COVERAGE),--coverage)
 
 wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	rm -rf dist
@@ -64,7 +64,7 @@ wheels: $(INSTALLED)  ## build every distribution's wheel into dist/
 	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$distribution || exit 1; \
 	done
 
-bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite its result files; with BASE=HEAD~1, fail on a loss since then instead
+bench: $(INSTALLED)  ## measure what needs no GPU, and rewrite its pages; with BASE=HEAD~1, fail on a loss since then instead
 ifdef BASE
 	$(BIN)/python benchmarks/revisions/compare_revisions.py $(BASE) $(if $(ONLY),--only $(ONLY)) $(if $(PAIRS),--pairs $(PAIRS))
 else
@@ -86,20 +86,8 @@ coverage: $(INSTALLED)  ## which lines the tests reach
 	$(BIN)/coverage combine
 	$(BIN)/coverage report
 
-coverage-page: $(INSTALLED)  ## write docs/reference/coverage.md for the installed transformers
-	$(BIN)/python scripts/coverage_page.py
-
-headline-picture: $(INSTALLED)  ## draw docs/images/whole_steps.svg and kernel_speeds.svg from the figures in benchmarks/results
-	$(BIN)/python scripts/headline_picture.py
-
-printed-pictures: $(INSTALLED)  ## draw docs/images/plan.svg and receipt.svg from what is printed
-	$(BIN)/python scripts/printed_pictures.py
-
-job-page: $(INSTALLED)  ## write docs/reference/job.md from the job's schema
-	$(BIN)/python scripts/job_page.py
-
-reference: $(INSTALLED)  ## write what docs/reference lists of kernels, ops, fields, verbs, hooks and errors, and the tables of benchmarks
-	cd scripts && ../$(BIN)/python -m reference_pages
+generate: $(INSTALLED)  ## write what docs have from the code and the figures; with COVERAGE=1 the coverage page too, for minutes
+	$(BIN)/python scripts/generate.py $(if $(COVERAGE),--coverage)
 
 release: $(INSTALLED)  ## bump all distributions to VERSION=x.y.z, check, build, commit and tag; nothing is pushed
 	$(BIN)/python scripts/release.py $(VERSION)

@@ -1,5 +1,7 @@
 """Builds the documentation site into docs/_build, and checks that every link within it leads somewhere.
 
+First the generated pages of the reference are written; with ``--coverage`` the page of coverage too, in minutes.
+
 A warning of Sphinx is an error. What Sphinx doesn't see is checked in the built pages: links of templates and of source
 pages, pictures, styles and scripts, and every anchor.
 """
@@ -34,8 +36,13 @@ class _Names(HTMLParser):
                 self.targets.add(value)
 
 
-def build() -> bool:
-    """Runs Sphinx; pages that haven't changed are kept from the last time. Returns whether it had nothing to say."""
+def build(coverage: bool = False) -> bool:
+    """Writes the generated pages and runs Sphinx. Pages that haven't changed are kept from the last time.
+
+    Returns whether Sphinx had nothing to say.
+    """
+    generate = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--site", *["--coverage"] * coverage]
+    subprocess.run(generate, cwd=ROOT, check=True)
     options = ["-b", "html", "--nitpicky", "--fail-on-warning", "--keep-going", "--quiet"]
     folders = ["-c", "docs", "-d", str(BUILD / "doctrees"), ".", str(SITE)]
     return subprocess.run([sys.executable, "-m", "sphinx", *options, *folders], cwd=ROOT).returncode == 0
@@ -60,7 +67,7 @@ def broken_links(site: Path) -> list[str]:
 
 
 def main() -> int:
-    if not build():
+    if not build("--coverage" in sys.argv[1:]):
         return 1
     broken = broken_links(SITE)
     print("\n".join(broken) or f"the site is in {SITE.relative_to(ROOT)}; its links lead somewhere")

@@ -1,19 +1,17 @@
-"""Writes docs/reference/coverage.md: what ``veomni coverage`` finds in every causal model type, with veomni-torch.
+"""docs/reference/coverage.md: what ``veomni coverage`` finds in every causal model type, with veomni-torch.
 
-The same transformers and plugins always give the same text. ``make coverage-page`` runs this.
+The same transformers and plugins always give the same text. ``make generate COVERAGE=1`` writes it, in minutes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 from veomni_core import discover
 from veomni_core.discovery.registry import Registry
 from veomni_transformers.coverage import ModelCoverage, OpCoverage, claims, cover, model_types, summarise
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "coverage.md"
 MODELS, PLUGIN = "causal", "veomni-torch"
 COMMAND = f"veomni coverage --transformers-models {MODELS}"
 
@@ -130,11 +128,7 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")[:300]
 
 
-def main() -> None:
+def generated() -> str:
+    """The page for the installed transformers."""
     registry = discover({"VEOMNI_PLUGINS": PLUGIN})
-    page = coverage_page(list(cover(model_types(MODELS), registry)), registry, COMMAND)
-    PAGE.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return coverage_page(list(cover(model_types(MODELS), registry)), registry, COMMAND)

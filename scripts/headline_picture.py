@@ -1,18 +1,16 @@
-"""Draws docs/images/whole_steps.svg: time and memory of whole training steps, from the figures in benchmarks/results.
+"""Draws docs/images/whole_steps.svg: time and memory of whole training steps, from the figures in docs/benchmarks.
 
-``make headline-picture`` runs this, and draws the kernels' plot of ``reference_pages/headline.py`` too. Tests hold the
-pictures to the figures.
+``make generate`` runs this. Tests hold the picture to the figures.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-
-from reference_pages import benchmarks, headline
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "whole_steps.svg"
@@ -41,9 +39,9 @@ class Step:
         return f"{self.milliseconds:.0f} ms, {self.peak_gb:.1f} GB"
 
 
-def steps(file: str) -> dict[str, Step]:
-    """The steps of a result file, by contender."""
-    data = benchmarks.result(file)
+def steps(page: str) -> dict[str, Step]:
+    """The steps of a page of docs/benchmarks, by contender."""
+    data = json.loads((ROOT / "docs" / "benchmarks" / f"{page}.json").read_text(encoding="utf-8"))
     batches = {name: data["contenders"][name]["batches"][BATCH] for name in CONTENDERS}
     return {name: Step(each["ms"], each["peak GB"]) for name, each in batches.items()}
 
@@ -53,8 +51,8 @@ def draw() -> None:
     style = {"svg.fonttype": "none", "svg.hashsalt": PICTURE.stem, "font.size": 10, "text.color": _INK}
     with matplotlib.rc_context(style):  # type: ignore[arg-type]
         figure = Figure(figsize=(9.6, 2.5), layout="constrained", facecolor="white")
-        for axes, (file, title) in zip(figure.subplots(1, len(MODELS)), MODELS.items(), strict=True):
-            found = steps(file)
+        for axes, (page, title) in zip(figure.subplots(1, len(MODELS)), MODELS.items(), strict=True):
+            found = steps(page)
             times = [step.milliseconds for step in found.values()]
             colours = [_OURS if name == "preset: auto" else _THEIRS for name in found]
             bars = axes.barh([CONTENDERS[name] for name in found], times, color=colours, height=0.62)
@@ -66,8 +64,3 @@ def draw() -> None:
             axes.tick_params(left=False)
             axes.spines[:].set_visible(False)
         figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
-
-
-if __name__ == "__main__":
-    draw()
-    headline.draw()

@@ -1,6 +1,6 @@
 """Draws docs/images/plan.svg and docs/images/receipt.svg: what a plan and a receipt print, for two small models.
 
-``make printed-pictures`` runs this; a test compares the pictures with what is printed now. Hashes are left out of them,
+``make generate`` runs this; a test compares the pictures with what is printed now. Hashes are left out of them,
 since they change with every version of a plugin.
 """
 
@@ -87,8 +87,3 @@ def picture(name: str) -> str:
     for line in lines:
         console.print(Text(line), no_wrap=True, crop=False)
     return console.export_svg(title=title, code_format=_FORMAT, unique_id=name)
-
-
-if __name__ == "__main__":
-    for each in PICTURES:
-        (FOLDER / f"{each}.svg").write_text(picture(each), encoding="utf-8")

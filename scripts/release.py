@@ -93,9 +93,8 @@ def bumped(before: str, version: str) -> dict[Path, str]:
     for source in SOURCES:
         text = _project(source).replace(f'\nversion = "{before}"\n', f'\nversion = "{version}"\n')
         files[source / "pyproject.toml"] = re.sub(r'"veomni-core>=[\d.]+"', f'"veomni-core>={series}"', text)
-    citation, coverage = ROOT / "CITATION.cff", ROOT / "docs" / "reference" / "coverage.md"
+    citation = ROOT / "CITATION.cff"
     files[citation] = re.sub(r"^version: .*$", f"version: {version}", citation.read_text("utf-8"), flags=re.MULTILINE)
-    files[coverage] = re.sub(rf"(veomni-[a-z-]+) {re.escape(before)}\b", rf"\1 {version}", coverage.read_text("utf-8"))
     return files
 
 

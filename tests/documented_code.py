@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from generated import generated_pages
+
 ROOT = Path(__file__).resolve().parent.parent
 SHELLS = ("", "bash", "console", "sh", "shell")
 NO_CODE = ("mermaid", "{")  # drawings, which other tests compare with the code; and MyST's directives
@@ -78,9 +80,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page of Markdown of the repository."""
+    """Every page of Markdown of the repository, without those that are generated when the site is built."""
     skipped = {".venv", "dist", "runs"}
-    return [page for page in sorted(ROOT.glob("**/*.md")) if not skipped & {*page.relative_to(ROOT).parts}]
+    found = {page for page in ROOT.glob("**/*.md") if not skipped & {*page.relative_to(ROOT).parts}}
+    return sorted(found - generated_pages())
 
 
 def blocks(page: Path) -> Iterator[Block]:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.docs
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_current(name):
-    assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == picture(name), "run: make printed-pictures"
+    assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == picture(name), "run: make generate"
 
 
 @pytest.mark.parametrize("name", PICTURES)

@@ -13,7 +13,7 @@ import veomni_core
 
 def test_the_api_is_as_listed() -> None:
     assert public_api.PAGE.read_text("utf-8") == public_api.listing(), (
-        "the public API changed. If that is meant: python scripts/public_api.py --write, and a fragment in changes/"
+        "the public API changed. If that is meant: make generate, and a fragment in changes/"
     )
 
 

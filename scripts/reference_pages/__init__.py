@@ -1,7 +1,7 @@
-"""The pages that list what the code has: kernels, ops, hooks, errors, verbs, fields; and the tables of benchmarks.
+"""The pages that list what the code has, and the tables in docs/benchmarks.
 
-``make reference`` writes them (``python -m reference_pages`` in the folder ``scripts``); a test compares them with the
-code.
+``PAGES`` are whole pages of docs/reference, which are generated when the site is built and not kept in the repository.
+``PARTS`` are pages of docs/benchmarks that have a generated table. ``scripts/generate.py`` writes both.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from reference_pages import benchmarks, command_line, config, errors, hooks, kernels, ops
+from reference_pages import benchmarks, command_line, config, errors, hooks, job, kernels, ops
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "kernels.md": kernels.page,
     "ops.md": ops.page,
     "hooks.md": hooks.page,
     "errors.md": errors.page,
-    "command-line.md": command_line.page,
-    "config.md": config.page,
-    **{f"../benchmarks/{name}.md": partial(benchmarks.page, name) for name in benchmarks.TABLES},
+    "verbs.md": command_line.page,
+    "fields.md": config.page,
+    "job.md": job.page,
+}
+PARTS: dict[Path, Callable[[], str]] = {
+    benchmarks.PAGES / f"{name}.md": partial(benchmarks.page, name) for name in benchmarks.TABLES
 }

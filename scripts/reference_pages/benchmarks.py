@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks, from the result files in benchmarks/results. ``make reference`` writes them."""
+"""The tables of docs/benchmarks, from the result files in benchmarks/results. ``make generate`` writes them."""
 
 from __future__ import annotations
 

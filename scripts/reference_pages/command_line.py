@@ -1,4 +1,4 @@
-"""The generated parts of docs/reference/command-line.md: every verb with its options, exit codes, hardware by name."""
+"""docs/reference/verbs.md: every verb with its options, the exit codes, and hardware by name."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from reference_pages.markdown import prose, table
-from reference_pages.parts import with_parts
-from reference_pages.repository import ROOT, registry
+from reference_pages.repository import registry
 from veomni_core.cli import BAD_USAGE, FALLS_SHORT, GOOD
 from veomni_core.cli.app import BUILTIN_VERBS, command
 from veomni_core.descriptions.hardware import NAMED
 from veomni_core.descriptions.spec import CommandSpec
 from veomni_trainer.loop.signals import INTERRUPTED
 
-PAGE = ROOT / "docs" / "reference" / "command-line.md"
+_HEAD = """# Verbs
+
+Every verb of `veomni` with its arguments and options. A plugin may bring verbs; those of
+[veomni-trainer](../../plugins/trainer/README.md) and of [veomni-hub](../../plugins/hub/README.md) are here too.
+[The `veomni` command](command-line.md) says what they print and remember.
+"""
 _EXIT_CODES = {
     GOOD: "it did what was asked",
     FALLS_SHORT: "this machine, a plugin, a file or a run falls short; a check failed, or nothing could be checked",
@@ -25,14 +29,9 @@ _EXIT_CODES = {
 
 def page() -> str:
     """The page's text."""
-    return with_parts(
-        PAGE,
-        {
-            "exit codes": "\n".join(table(("code", "when"), ((str(code), when) for code, when in _EXIT_CODES.items()))),
-            "verbs": "\n".join(_verbs()),
-            "hardware": _hardware(),
-        },
-    )
+    codes = table(("code", "when"), ((str(code), when) for code, when in _EXIT_CODES.items()))
+    lines = [_HEAD, *_verbs(), "## Exit codes\n", *codes, "", "## Names of hardware\n"]
+    return "\n".join([*lines, "`--hardware` takes one of these, or any `sm75`-like name:\n", *_hardware(), ""])
 
 
 def _verbs() -> Iterator[str]:
@@ -45,7 +44,7 @@ def _verbs() -> Iterator[str]:
 def _verb(spec: CommandSpec, distribution: str) -> Iterator[str]:
     found = command(spec)
     shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
-    yield f"### `veomni {spec.name}`\n"
+    yield f"## `veomni {spec.name}`\n"
     yield f"From {distribution}. {prose(found.callback)}\n"
     if shown:
         rows = [(f"`{_written(each)}`", _default(each), each.help or "") for each in shown]
@@ -68,7 +67,7 @@ def _default(parameter: Any) -> str:
     return "" if parameter.default in (None, False) else f"`{parameter.default}`"
 
 
-def _hardware() -> str:
+def _hardware() -> Iterator[str]:
     named = [(each.distribution, device.named) for each in registry().plugins for device in each.devices]
     rows = [(", ".join(f"`{name}`" for name in names), who) for who, names in [("veomni-core", NAMED), *named]]
-    return "\n".join(table(("name", "from"), rows))
+    yield from table(("name", "from"), rows)

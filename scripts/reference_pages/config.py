@@ -1,30 +1,29 @@
-"""The generated parts of docs/reference/config.md: fields with their kernels, presets, and old names of kernels."""
+"""docs/reference/fields.md: the config's fields with their kernels, presets, and old names of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from reference_pages.markdown import table
-from reference_pages.parts import with_parts
-from reference_pages.repository import ROOT, registry
+from reference_pages.repository import registry
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.planning.choice import AUTO
 from veomni_core.planning.config import known_presets
 
-PAGE = ROOT / "docs" / "reference" / "config.md"
+_HEAD = """# Fields and presets
+
+The fields of `model.ops_implementation`, one per op; [the config](config.md) says what a value may be. A plugin's op is
+configurable as soon as it is installed. Behind each op's link is what its kernels need.
+"""
 
 
 def page() -> str:
     """The page's text."""
-    return with_parts(
-        PAGE,
-        {
-            "fields": "\n".join(table(("field", "op and variants", "values that exist"), map(_field, _ops()))),
-            "presets": "\n".join(table(("preset", "fills in"), _presets())),
-            "old values": "\n".join(table(("field of", "old value", "read as"), _old_values())),
-        },
-    )
+    fields = table(("field", "op and variants", "values that exist"), map(_field, _ops()))
+    lines = [_HEAD, *fields, "", "## Presets\n", *table(("preset", "fills in"), _presets()), "", "## Old values\n"]
+    lines += ["They are read as what they are called now, with a warning:\n"]
+    return "\n".join([*lines, *table(("field of", "old value", "read as"), _old_values()), ""])
 
 
 def _ops() -> Iterator[OpSpec]:

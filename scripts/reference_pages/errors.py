@@ -20,8 +20,6 @@ or a run falls short. A command prints the class behind the message: `error: ...
 Each section has lines that raise the error, and the message that they gave. In them `registry()` describes the plugins
 of this repository, `small_llama()` is a Llama of one layer, and `write_plugin` installs a plugin `acme`. They run on a
 CPU, in one process.
-
-<!-- all run by tests/test_reference_pages.py -->
 """
 
 

@@ -1,6 +1,6 @@
 """The plot of docs/benchmarks: of each GPU's results the fastest of our kernels beside its best peer.
 
-``make headline-picture`` draws it.
+``make generate`` draws it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tiny_training import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from documented_code import blocks
+from documented_code import Block, blocks
 from installed_beside import environment_with, installed_beside
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -35,9 +35,15 @@ def write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def write_files_of_page(page: str, folder: Path) -> None:
-    """Write each of the page's blocks that begins with a file's name."""
-    for block in blocks(REPOSITORY / "docs" / "how-to" / page):
+def blocks_of_page(test: str) -> list[Block]:
+    """The blocks of docs/how-to/bridges.md that name a test, which is given by its ``__file__``."""
+    mark = Path(test).resolve().relative_to(REPOSITORY).as_posix()
+    return [block for block in blocks(REPOSITORY / "docs" / "how-to" / "bridges.md") if block.value("run by ") == mark]
+
+
+def write_files_of_page(test: str, folder: Path) -> None:
+    """Write each of the test's blocks that begins with a file's name."""
+    for block in blocks_of_page(test):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
 

@@ -1,4 +1,7 @@
-"""The plugin of Axolotl in Axolotl itself, in the versions that it pins: the losses of the job without it."""
+"""The plugin of Axolotl in Axolotl itself, in the versions that it pins: the losses of the job without it.
+
+The files are those of bridges.md.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from foreign_trainings import REPOSITORY, error_of, measured, run_scripts, save_model, write_lines
+from foreign_trainings import blocks_of_page, error_of, measured, run_scripts, save_model, write_lines
 from tiny_training import close
-
-from documented_code import blocks
 
 pytestmark = pytest.mark.thorough
 
@@ -63,8 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": f"the quick {number} ", "chosen": "brown fox", "rejected": "fox the"} for number in range(64)]
     write_lines(folder / "pairs.jsonl", pairs)
 
-    page = blocks(REPOSITORY / "docs" / "how-to" / "axolotl.md")
-    (written,) = (each.text for each in page if each.language == "yaml")
+    (written,) = (each.text for each in blocks_of_page(__file__) if each.language == "yaml")
     job = {**yaml.safe_load(written), **ON_A_CPU}
     kinds = {"page": job, "lora": {**job, **ADAPTER, **NO_LORA_KERNELS}, "dpo": {**job, **PAIRS}}
     jobs = {f"{kind} bound": each for kind, each in kinds.items()}

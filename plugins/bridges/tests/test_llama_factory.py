@@ -1,7 +1,7 @@
 """Both engines of LLaMA-Factory, in the versions that it pins: the losses of the job without our kernels.
 
-LLaMA-Factory is the real one. Only torchaudio, whose wheel on PyPI needs CUDA and which it calls for audio
-alone, is an empty module.
+The files are those of bridges.md. LLaMA-Factory is the real one. Only torchaudio, whose wheel on PyPI needs CUDA and
+which it calls for audio alone, is an empty module.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where each job was run."""
     folder = tmp_path_factory.mktemp("llama_factory")
     save_model(folder / "base")
-    write_files_of_page("llama-factory.md", folder)
+    write_files_of_page(__file__, folder)
     for name, text in EAGER.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "torchaudio.py").touch()

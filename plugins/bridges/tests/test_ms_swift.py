@@ -1,4 +1,7 @@
-"""Our callback in ms-swift itself, in versions that it allows: the losses of the job without it."""
+"""Our callback in ms-swift itself, in versions that it allows: the losses of the job without it.
+
+The files are those of bridges.md.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where each job was run."""
     folder = tmp_path_factory.mktemp("ms_swift")
     save_model(folder / "base")
-    write_files_of_page("ms-swift.md", folder)
+    write_files_of_page(__file__, folder)
     (folder / "sft.py").write_text(SFT, encoding="utf-8")
     turns = [("user", "say {}"), ("assistant", "the quick brown fox {}")]
     chats = [

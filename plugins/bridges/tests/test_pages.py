@@ -1,4 +1,4 @@
-"""The pages of the bridges and of the Python API: each is one program, and its tables are the code's."""
+"""bridges.md and python.md: what they show of transformers, TRL and Python is a program."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from pathlib import Path
 import pytest
 
 import veomni_core
+from documented_code import blocks
 
 pytestmark = pytest.mark.docs
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 API = DOCS / "reference" / "python.md"
-PAGES = (API, DOCS / "how-to" / "transformers-trainer.md", DOCS / "how-to" / "trl.md")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert {written for written, _ in fences} <= {"python", "text"}  # nothing stands there that is not run or compared
-    return [block for written, block in fences if written == language]
+PAGES = (API, DOCS / "how-to" / "bridges.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_is_a_program(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    here = [block for block in blocks(page) if block.value("run by ") == "plugins/bridges/tests/test_pages.py"]
+    assert {block.language for block in here} <= {"python", "text"}
     names = {"__name__": "page"}
-    for block in blocks(page, "python"):
-        exec(compile(block, page.name, "exec"), names)
+    for block in here:
+        if block.language == "python":
+            exec(compile(block.text, page.name, "exec"), names)
     printed = capsys.readouterr().out
     assert "<Binding of LlamaForCausalLM on cpu (CPU): " in printed
-    for shown in blocks(page, "text"):
-        assert shown.strip() in printed
+    for block in here:
+        if block.language == "text":
+            assert block.text.strip() in printed
 
 
 def test_the_page_lists_every_public_name():

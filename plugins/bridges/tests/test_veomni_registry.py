@@ -1,4 +1,7 @@
-"""Kernels in VeOmni's registry: in VeOmni 0.1.12 with the transformers that it pins, and what needs no VeOmni here."""
+"""Kernels in VeOmni's registry: in VeOmni 0.1.12 with the transformers that it pins, and what needs no VeOmni here.
+
+The files are those of bridges.md.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from foreign_trainings import REPOSITORY, error_of, run_scripts, write_files_of_page
+from foreign_trainings import blocks_of_page, error_of, run_scripts, write_files_of_page
 from tiny_training import close
 
-from documented_code import blocks
 from veomni_bridges import veomni_registry
 from veomni_core.errors import KernelUnavailableError
 
-PAGE = "veomni-registry.md"
 # VeOmni, the transformers that it pins, and what that needs.
 VEOMNI = (
     *("veomni==0.1.12", "transformers==5.9.0", "huggingface_hub==1.9.0", "tokenizers==0.22.2", "kernels==0.12.3"),
@@ -27,8 +28,8 @@ VEOMNI = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What came of each script."""
     folder = tmp_path_factory.mktemp("veomni")
-    write_files_of_page(PAGE, folder)
-    (job,) = (each.text for each in blocks(REPOSITORY / "docs" / "how-to" / PAGE) if each.language == "yaml")
+    write_files_of_page(__file__, folder)
+    (job,) = (each.text for each in blocks_of_page(__file__) if each.language == "yaml")
     (folder / "job.yaml").write_text(job, encoding="utf-8")
     ops = yaml.safe_load(job)["model"]["ops_implementation"]
     text = yaml.safe_dump({"model": {"ops_implementation": dict.fromkeys(ops, "eager")}})

@@ -1,17 +1,11 @@
-"""Writes docs/reference/job.md: every key of a training job, from the JSON schema that editors get too.
-
-``make job-page`` runs this; a test holds the page to it.
-"""
+"""docs/reference/job.md: every key of a training job, from the JSON schema that editors get too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from veomni_trainer.job.json_schema import job_schema
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "job.md"
 
 _HEAD = """# The job's keys
 
@@ -20,6 +14,11 @@ the kernels that are installed on your machine; an editor that knows YAML langua
 `# yaml-language-server: $schema=job.schema.json` in the job's first line. Any key can be set from the command line:
 `--set train.steps=100`.
 """
+
+
+def page() -> str:
+    """The page's text."""
+    return job_page(job_schema())
 
 
 def job_page(schema: dict[str, Any]) -> str:
@@ -88,7 +87,3 @@ def _text(value: Any) -> str:
         if isinstance(value, float)
         else f"{value}"
     )
-
-
-if __name__ == "__main__":
-    PAGE.write_text(job_page(job_schema()), encoding="utf-8")
