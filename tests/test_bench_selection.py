@@ -9,6 +9,7 @@ import pytest
 CHANGED = {
     "plugins/torch_native/src/veomni_torch/kda.py": {"kda cpu", "kda cuda"},
     "plugins/triton/src/veomni_triton/rms_norm/launch.py": {"triton_rms_norm cuda"},
+    "plugins/triton_moe/src/veomni_triton_moe/moe_experts/launch.py": {"lora cuda", "moe cuda"},
     "plugins/torch_native/src/veomni_torch/rms_norm.py": {"cpu_kernels cpu"},
     "core/src/veomni_core/ops/mamba2_scan.py": {"mamba2_scan cpu", "mamba2_scan cuda"},
     "core/src/veomni_core/ops/attention.py": set(),
