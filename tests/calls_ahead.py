@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.testing.triton_ahead import compiling_for
-from veomni_core.testing.triton_targets import Target
+from veomni_conformance.triton_ahead import compiling_for
+from veomni_conformance.triton_targets import Target
 
 Call = Callable[[], Tensor]
 

@@ -60,7 +60,7 @@ def module_norm() -> Case:
 
 def bound_norm() -> Case:
     """The same in a module of a model that was bound, in which a norm's own code was."""
-    from veomni_core.sites.norms.rms_norm import NormModules
+    from veomni_transformers.norms.rms_norm import NormModules
     from veomni_core.sites.site import Site
     from veomni_triton import rms_norm
 

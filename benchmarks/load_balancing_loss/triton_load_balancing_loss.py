@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 import veomni_torch.load_balancing_loss
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
-from veomni_core.ops.load_balancing_loss import CONTRACTS
+from veomni_ops.load_balancing_loss import CONTRACTS
 from veomni_triton_moe import load_balancing_loss
 
 LAYERS, TOKENS, EXPERTS, TOP_K = 48, 16384, 128, 8

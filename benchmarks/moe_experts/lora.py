@@ -42,7 +42,7 @@ from benchmarks.shared.results import machine, write_results
 from veomni_core import KernelSpec, bind
 from veomni_core.discovery.conflicts import CORE
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
-from veomni_core.ops.moe_experts import standard as reference
+from veomni_ops.moe_experts import standard as reference
 from veomni_torch import moe_experts
 from veomni_torch.plugin import veomni_kernels as torch_kernels
 

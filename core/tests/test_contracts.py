@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
 from veomni_core import KernelSpec
-from veomni_core.ops import (
+from veomni_ops import (
     attention,
     cross_entropy_loss,
     load_balancing_loss,
@@ -30,9 +30,9 @@ from veomni_core.ops import (
     rotary_pos_emb,
     swiglu_mlp,
 )
-from veomni_core.ops.catalog import BUILTIN_OPS
-from veomni_core.ops.contract import Size, contract_for
-from veomni_core.testing import check_kernel
+from veomni_ops.catalog import BUILTIN_OPS
+from veomni_ops.contract import Size, contract_for
+from veomni_conformance import check_kernel
 
 DTYPES = ("float32", "bfloat16", "float16")
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -258,9 +258,9 @@ def test_attention_to_chosen_keys_is_attention_with_a_mask_of_them():
 def test_the_variants_of_rms_norm_differ_by_more_than_their_contracts_allow():
     """What float32 can't tell apart, bf16's rounding does: Llama's norm is not OLMo 2's."""
     for wrong in ("cast_after", "offset"):
-        spec = KernelSpec("wrong", "rms_norm", "standard", f"veomni_core.ops.rms_norm:{wrong}")
+        spec = KernelSpec("wrong", "rms_norm", "standard", f"veomni_ops.rms_norm:{wrong}")
         assert not check_kernel(spec, "cpu", "bfloat16").ok
-    as_llama = KernelSpec("wrong", "rms_norm", "cast_after", "veomni_core.ops.rms_norm:standard")
+    as_llama = KernelSpec("wrong", "rms_norm", "cast_after", "veomni_ops.rms_norm:standard")
     assert check_kernel(as_llama, "cpu", "float32").ok
     failures = check_kernel(as_llama, "cpu", "bfloat16").failures
     assert any("rounded elsewhere than the reference" in failure for failure in failures)

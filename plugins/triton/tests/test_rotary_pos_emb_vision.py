@@ -12,9 +12,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from kernels_anywhere import registry
 from veomni_core import bind
-from veomni_core.ops import rotary_pos_emb_vision as reference
-from veomni_core.ops.contract import Size
-from veomni_core.testing import check_kernel
+from veomni_ops import rotary_pos_emb_vision as reference
+from veomni_ops.contract import Size
+from veomni_conformance import check_kernel
 from veomni_triton import plugin
 from veomni_triton import rotary_pos_emb_vision as kernels
 from veomni_triton.rotary_pos_emb_vision.launch import Launch, rotate_patches

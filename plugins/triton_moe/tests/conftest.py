@@ -2,7 +2,7 @@
 
 import torch
 
-from veomni_core.testing.triton_interpreter import mend_interpreter
+from veomni_conformance.triton_interpreter import mend_interpreter
 
 if not torch.cuda.is_available():
     mend_interpreter()

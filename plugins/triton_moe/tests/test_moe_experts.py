@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.ops import moe_experts as reference
+from veomni_ops import moe_experts as reference
 from veomni_triton_moe import moe_experts
 from veomni_triton_moe.moe_experts import backward, layer, tiles
 from veomni_triton_moe.plugin import veomni_kernels

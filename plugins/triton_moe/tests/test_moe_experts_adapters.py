@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_core.ops import moe_experts as reference
+from veomni_ops import moe_experts as reference
 from veomni_triton_moe import moe_experts
 from veomni_triton_moe.moe_experts import backward
 

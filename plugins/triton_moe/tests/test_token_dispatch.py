@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distributed import run_ranks
-from veomni_core.testing import check_kernel
+from veomni_conformance import check_kernel
 from veomni_triton_moe.plugin import veomni_kernels
 
 pytest.importorskip("transformers.distributed.expert_parallel")
@@ -158,8 +158,8 @@ def test_it_sends_the_rows_that_are_counted(processes):
     from types import SimpleNamespace
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import expert_parallel
-    from veomni_core.ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout, rows_sent
-    from veomni_core.ops.expert_ranks import ExpertRanks
+    from veomni_ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout, rows_sent
+    from veomni_ops.expert_ranks import ExpertRanks
     from veomni_triton_moe.token_dispatch import alltoall_dedup
 
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()

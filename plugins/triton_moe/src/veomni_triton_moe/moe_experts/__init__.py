@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_core.ops.autocast import product_operands
-from veomni_core.ops.lora_samples import Adapter
+from veomni_ops.autocast import product_operands
+from veomni_ops.lora_samples import Adapter
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.autograd import Experts
 from veomni_triton_moe.moe_experts.factors import by_expert

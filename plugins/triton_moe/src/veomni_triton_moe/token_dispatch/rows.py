@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from veomni_core.ops.contract import compute_dtype
+from veomni_ops.contract import compute_dtype
 from veomni_triton_moe.token_dispatch.exchange import Exchange
 from veomni_triton_moe.token_dispatch.row_layout import RowLayout
 
