@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.descriptions.hardware import Hardware
 from veomni_conformance.triton_ahead import compiling_for
 from veomni_conformance.triton_targets import Target
+from veomni_core.descriptions.hardware import Hardware
 
 Call = Callable[[], Tensor]
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from veomni_core import HardwareRequirement
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,4 +21,4 @@ def registry(plugin: ModuleType, anywhere: bool):
         kernels = [replace(spec, hardware=HardwareRequirement()) for spec in kernels]
     name = plugin.__name__.partition(".")[0].replace("_", "-")
     record = PluginRecord(name, name, "0", plugin.__name__, kernels=tuple(kernels))
-    return build_registry([CORE, record], {})
+    return build_registry([*definitions(), record], {})

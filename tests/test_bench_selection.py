@@ -37,6 +37,6 @@ def test_a_shared_source_concerns_all_kernels_of_its_plugin_and_one_of_the_core_
 
 def chosen_for(revisions, path):
     selection = revisions("selection")
-    ops = [op.name for op in importlib.import_module("veomni_ops.catalog").BUILTIN_OPS]
+    ops = [op.name for op in importlib.import_module("veomni_ops.catalog").OPS]
     found = selection.changed([path], selection.GUARDED, ("cpu", "cuda"), ops)
     return {f"{each.name} {each.device}" for each in found}

@@ -12,8 +12,8 @@ from torch import nn
 
 from veomni_core import find_sites
 from veomni_ops import load_balancing_loss as contract
-from veomni_transformers.proving.functions import with_globals
 from veomni_torch import load_balancing_loss as veomni_torch
+from veomni_transformers.proving.functions import with_globals
 from veomni_triton_moe import load_balancing_loss as veomni_triton_moe
 
 NAME = "load_balancing_loss_func"

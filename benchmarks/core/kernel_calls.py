@@ -60,8 +60,8 @@ def module_norm() -> Case:
 
 def bound_norm() -> Case:
     """The same in a module of a model that was bound, in which a norm's own code was."""
-    from veomni_transformers.norms.rms_norm import NormModules
     from veomni_core.sites.site import Site
+    from veomni_transformers.norms.rms_norm import NormModules
     from veomni_triton import rms_norm
 
     model = nn.Sequential(nn.RMSNorm(1024, eps=1e-6, dtype=torch.bfloat16))

@@ -40,7 +40,7 @@ from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
 from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.results import machine, write_results
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.conflicts import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_ops.moe_experts import standard as reference
 from veomni_torch import moe_experts
@@ -119,7 +119,7 @@ def bound_experts(case: Case, device: str, kernel: str, features: tuple[str, ...
 def _registry(kernel: str, features: tuple[str, ...]) -> Registry:
     specs: list[KernelSpec] = list(_fused_kernels() if kernel == "fused_triton" else torch_kernels())
     kernels = tuple(replace(spec, features=features) for spec in specs if spec.op_name == "moe_experts")
-    return build_registry([CORE, PluginRecord("measured", "veomni", "0", __name__, kernels=kernels)], {})
+    return build_registry([*definitions(), PluginRecord("measured", "veomni", "0", __name__, kernels=kernels)], {})
 
 
 def _fused_kernels() -> list[KernelSpec]:

@@ -20,6 +20,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
+from veomni_conformance import check_kernel
 from veomni_core import KernelSpec
 from veomni_ops import (
     attention,
@@ -30,16 +31,15 @@ from veomni_ops import (
     rotary_pos_emb,
     swiglu_mlp,
 )
-from veomni_ops.catalog import BUILTIN_OPS
+from veomni_ops.catalog import OPS
 from veomni_ops.contract import Size, contract_for
-from veomni_conformance import check_kernel
 
 DTYPES = ("float32", "bfloat16", "float16")
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 VARIANTS = [
     # The check of token dispatch starts four processes; make test has it of veomni-triton-moe's kernel.
     pytest.param(op, variant, id=f"{op.name}/{variant}", marks=[pytest.mark.thorough] * (op.name == "token_dispatch"))
-    for op in BUILTIN_OPS
+    for op in OPS
     for variant in op.variants
 ]
 
@@ -279,7 +279,7 @@ def test_olmo2_is_built_as_cast_after_and_llama_as_standard():
 
 @pytest.mark.parametrize("variant", ["standard", "sigmoid", "gate_first"])
 def test_a_gated_norm_in_groups_norms_each_group_alone(variant):
-    norm = contract_for(next(op for op in BUILTIN_OPS if op.name == "rms_norm_gated"), variant).reference
+    norm = contract_for(next(op for op in OPS if op.name == "rms_norm_gated"), variant).reference
     x, gate, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
     groups = [norm(*parts, 1e-6) for parts in zip(x.split(16, -1), gate.split(16, -1), weight.split(16), strict=True)]
     torch.testing.assert_close(norm(x, gate, weight, 1e-6, 16), torch.cat(groups, dim=-1))

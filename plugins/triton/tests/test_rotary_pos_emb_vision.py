@@ -11,10 +11,10 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from kernels_anywhere import registry
+from veomni_conformance import check_kernel
 from veomni_core import bind
 from veomni_ops import rotary_pos_emb_vision as reference
 from veomni_ops.contract import Size
-from veomni_conformance import check_kernel
 from veomni_triton import plugin
 from veomni_triton import rotary_pos_emb_vision as kernels
 from veomni_triton.rotary_pos_emb_vision.launch import Launch, rotate_patches

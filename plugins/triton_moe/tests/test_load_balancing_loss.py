@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from veomni_conformance import check_kernel
 from veomni_ops.contract import Size
 from veomni_ops.load_balancing_loss import standard as reference
-from veomni_conformance import check_kernel
 from veomni_triton_moe import load_balancing_loss as kernels
 from veomni_triton_moe.plugin import veomni_kernels
 

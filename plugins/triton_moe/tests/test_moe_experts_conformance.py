@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_ops.contract import Size
 from veomni_conformance import check_kernel
+from veomni_ops.contract import Size
 from veomni_triton_moe.moe_experts import layer, tiles
 from veomni_triton_moe.plugin import veomni_kernels
 

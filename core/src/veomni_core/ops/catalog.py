@@ -5,7 +5,7 @@ from __future__ import annotations
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.descriptions.spec import SiteRule
 
-BUILTIN_OPS: tuple[OpSpec, ...] = (
+OPS: tuple[OpSpec, ...] = (
     OpSpec(
         name="attention",
         variants=("standard",),

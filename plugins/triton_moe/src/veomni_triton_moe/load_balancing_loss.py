@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_ops.autocast import as_softmax_takes
-from veomni_ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import as_softmax_takes, first_derivatives_only
 from veomni_triton_moe.gpu import multiprocessors, register_limit
 from veomni_triton_moe.limits import MAX_EXPERTS
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_ops.autocast import product_operands
+from veomni_core.kernels import product_operands
 from veomni_ops.lora_samples import Adapter
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.autograd import Experts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton_moe.moe_experts.operators import Constants, moe_experts_backward, moe_experts_forward
 
 _OPERANDS = 3  # forward's inputs before them

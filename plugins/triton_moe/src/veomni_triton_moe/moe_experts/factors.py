@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, library
 from torch.autograd import Function
 
-from veomni_ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton_moe.sizes import ceil_div, power_of_two
 
 

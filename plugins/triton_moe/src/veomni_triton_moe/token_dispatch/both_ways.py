@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_ops.first_derivatives import first_derivatives_only
+from veomni_core.kernels import first_derivatives_only
 from veomni_triton_moe.token_dispatch.exchange import Exchange
 from veomni_triton_moe.token_dispatch.row_layout import RowLayout
 from veomni_triton_moe.token_dispatch.rows import OVERFLOW, chosen_weights, packed, summed_rows, taken_rows
