@@ -24,7 +24,7 @@ from veomni_core import bind, discover, make_plan
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
 _WIDTH = 150
 # The distributions whose kernels the plan's reader has installed; a receipt on a CPU has use for the first one alone.
-_INSTALLED = ("veomni-torch", "veomni-triton", "veomni-liger", "veomni-flash-attn")
+_INSTALLED = ("veomni-torch", "veomni-triton", "veomni-triton-moe", "veomni-liger", "veomni-flash-attn")
 # A terminal's window without a font of its own: rich's names fonts that a browser would fetch.
 _FORMAT = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">

@@ -9,6 +9,7 @@ import pytest
 CHANGED = {
     "plugins/torch_native/src/veomni_torch/kda.py": {"kda cpu", "kda cuda"},
     "plugins/triton/src/veomni_triton/rms_norm/launch.py": {"triton_rms_norm cuda"},
+    "plugins/triton_moe/src/veomni_triton_moe/moe_experts/launch.py": {"lora cuda", "moe cuda"},
     "plugins/torch_native/src/veomni_torch/rms_norm.py": {"cpu_kernels cpu"},
     "plugins/ops/src/veomni_ops/mamba2_scan.py": {"mamba2_scan cpu", "mamba2_scan cuda"},
     "plugins/ops/src/veomni_ops/attention.py": set(),
@@ -36,6 +37,6 @@ def test_a_shared_source_concerns_all_kernels_of_its_plugin_and_one_of_the_core_
 
 def chosen_for(revisions, path):
     selection = revisions("selection")
-    ops = [op.name for op in importlib.import_module("veomni_ops.catalog").BUILTIN_OPS]
+    ops = [op.name for op in importlib.import_module("veomni_ops.catalog").OPS]
     found = selection.changed([path], selection.GUARDED, ("cpu", "cuda"), ops)
     return {f"{each.name} {each.device}" for each in found}

@@ -14,7 +14,7 @@ from veomni_core import find_sites
 from veomni_ops import load_balancing_loss as contract
 from veomni_torch import load_balancing_loss as veomni_torch
 from veomni_transformers.proving.functions import with_globals
-from veomni_triton import load_balancing_loss as veomni_triton
+from veomni_triton_moe import load_balancing_loss as veomni_triton_moe
 
 NAME = "load_balancing_loss_func"
 MODELS = Path(transformers.__file__).parent / "models"
@@ -53,7 +53,7 @@ KERNELS = {
     "the contract's product_keys": (contract.product_keys, (16, 4, 2)),
     "veomni-torch's standard": (veomni_torch.standard, (8, 2)),
     "veomni-torch's product_keys": (veomni_torch.product_keys, (16, 4, 2)),
-    "veomni-triton's standard": (veomni_triton.standard, (8, 2)),
+    "veomni-triton-moe's standard": (veomni_triton_moe.standard, (8, 2)),
 }
 
 

@@ -130,7 +130,7 @@ def test_the_gpu_preset_is_refused_for_all_fields_at_once(registry):
 
 
 def test_a_gpu_kernel_asked_for_by_name_is_refused_with_its_reason(npu):
-    registry = discover({"VEOMNI_PLUGINS": "veomni-npu,veomni-triton"})
+    registry = discover({"VEOMNI_PLUGINS": "veomni-npu,veomni-triton-moe"})
     with pytest.raises(KernelUnavailableError) as raised:
         on_npu(build("qwen3_moe"), {"preset": "auto", "moe_implementation": "fused_triton"}, registry)
     assert str(raised.value) == (

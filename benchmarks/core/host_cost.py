@@ -1,4 +1,4 @@
-"""What a call of veomni-triton's kernels costs on the host, without a GPU, and where it goes.
+"""What a call of our Triton kernels costs on the host, without a GPU, and where it goes.
 
 Writes ``benchmarks/results/host_cost.json``. Each kernel is compiled for sm90, and called on the CPU's tensors
 with a driver whose launch does nothing: what is timed is Python and PyTorch's dispatcher, up to Triton's launcher in C.
@@ -133,7 +133,7 @@ def no_launches_or_autograd() -> Iterator[None]:
 
 
 def _is_ours(operator: Any) -> bool:
-    return str(operator.namespace) == "veomni_triton"
+    return str(operator.namespace) in ("veomni_triton", "veomni_triton_moe")
 
 
 COUNTED = {"dispatch": "operators", "within operators": "tensors", "Triton": "launches"}

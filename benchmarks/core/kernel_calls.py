@@ -1,4 +1,4 @@
-"""The calls whose cost ``host_cost.py`` measures: of each kernel of veomni-triton, as models make them."""
+"""The calls whose cost ``host_cost.py`` measures: of each of our Triton kernels, as models make them."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def swiglu() -> Case:
 
 
 def load_balancing() -> Case:
-    from veomni_triton import load_balancing_loss
+    from veomni_triton_moe import load_balancing_loss
 
     logits = tuple(bfloat16(8, 128) for _ in range(48))
     return Case("load_balancing_loss, 48 layers", lambda: load_balancing_loss.standard(logits, 128, 8), logits)
 
 
 def experts(rank: int = 0) -> Case:
-    from veomni_triton import moe_experts
+    from veomni_triton_moe import moe_experts
 
     tokens, hidden, intermediate, count, k = 64, 128, 64, 16, 4
     states, weights = bfloat16(tokens, hidden), bfloat16(tokens, k)

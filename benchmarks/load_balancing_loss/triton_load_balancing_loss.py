@@ -22,7 +22,7 @@ import veomni_torch.load_balancing_loss
 from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
 from veomni_ops.load_balancing_loss import CONTRACTS
-from veomni_triton import load_balancing_loss
+from veomni_triton_moe import load_balancing_loss
 
 LAYERS, TOKENS, EXPERTS, TOP_K = 48, 16384, 128, 8
 TITLE = "Load-balancing loss, bf16"

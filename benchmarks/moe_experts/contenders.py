@@ -13,7 +13,7 @@ Kernel = Callable[..., Tensor]
 def contenders() -> Iterator[tuple[str, Kernel]]:
     """Every kernel that can be imported here, by name; what can't is said."""
     from veomni_torch.moe_experts import standard as grouped
-    from veomni_triton.moe_experts import standard, standard_accumulating, standard_recomputing
+    from veomni_triton_moe.moe_experts import standard, standard_accumulating, standard_recomputing
 
     yield "veomni fused_triton", standard
     yield "veomni fused_triton, recomputing", standard_recomputing

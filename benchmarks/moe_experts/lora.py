@@ -123,7 +123,7 @@ def _registry(kernel: str, features: tuple[str, ...]) -> Registry:
 
 
 def _fused_kernels() -> list[KernelSpec]:
-    from veomni_triton.plugin import veomni_kernels  # here, since CPUs are measured without Triton
+    from veomni_triton_moe.plugin import veomni_kernels  # here, since CPUs are measured without Triton
 
     return veomni_kernels()
 
@@ -144,7 +144,7 @@ def contenders(case: Case, device: str) -> tuple[Calls, list[Tensor]]:
     whole = [weight.clone().requires_grad_() for weight in frozen]
     calls[FULL] = lambda: moe_experts.standard(hidden, index, weights, *whole)
     if device == "cuda":
-        from veomni_triton.moe_experts import standard
+        from veomni_triton_moe.moe_experts import standard
 
         calls[FUSED_FULL] = lambda: standard(hidden, index, weights, *whole)
         calls[FUSED_FROZEN] = lambda: standard(hidden, index, weights, *frozen)

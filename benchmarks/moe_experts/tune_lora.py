@@ -19,9 +19,9 @@ from triton.runtime.errors import OutOfResources
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.shared.measuring import timing
-from veomni_triton.moe_experts.launch import NarrowLaunch
-from veomni_triton.moe_experts.narrow_products import factor_gradient, inner_product
-from veomni_triton.moe_experts.routing import route
+from veomni_triton_moe.moe_experts.launch import NarrowLaunch
+from veomni_triton_moe.moe_experts.narrow_products import factor_gradient, inner_product
+from veomni_triton_moe.moe_experts.routing import route
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, K, RANK = 8192, 2048, 768, 128, 8, 16
 INNER = [

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.moe_experts.problems import SHAPES, Problem, Shape
 from benchmarks.shared.measuring import timing
-from veomni_triton.moe_experts.activation import Activation
-from veomni_triton.moe_experts.gate_up import gate_up_product
-from veomni_triton.moe_experts.launch import Launch
-from veomni_triton.moe_experts.routing import Routing, route
-from veomni_triton.moe_experts.row_product import row_product
-from veomni_triton.moe_experts.weight_gradients import weight_gradient
+from veomni_triton_moe.moe_experts.activation import Activation
+from veomni_triton_moe.moe_experts.gate_up import gate_up_product
+from veomni_triton_moe.moe_experts.launch import Launch
+from veomni_triton_moe.moe_experts.routing import Routing, route
+from veomni_triton_moe.moe_experts.row_product import row_product
+from veomni_triton_moe.moe_experts.weight_gradients import weight_gradient
 
 GROUPS = (4, 8, 16)
 CANDIDATES = {

@@ -38,6 +38,7 @@ class Guarded:
 
 
 _TORCH, _TRITON, _BOTH = ("torch_native",), ("triton",), ("torch_native", "triton")
+_BOTH_OF_EXPERTS = ("torch_native", "triton_moe")
 _OF_CPU_KERNELS = ("cross_entropy_loss", "load_balancing_loss", "moe_experts", "rms_norm", "swiglu_mlp")
 GUARDED = (
     Guarded("causal_conv1d/causal_conv1d.py", "cpu", _TORCH),
@@ -52,10 +53,10 @@ GUARDED = (
     Guarded("chunk_gated_delta_rule/triton_chunk_gated_delta_rule.py", "cuda", _TRITON),
     Guarded("cross_entropy_loss/chunk_sizes.py", "cuda", _TORCH),
     Guarded("kda/kda.py", "cuda", _TORCH),
-    Guarded("load_balancing_loss/triton_load_balancing_loss.py", "cuda", _BOTH),
+    Guarded("load_balancing_loss/triton_load_balancing_loss.py", "cuda", _BOTH_OF_EXPERTS),
     Guarded("mamba2_scan/mamba2_scan.py", "cuda", _TORCH),
-    Guarded("moe_experts/lora.py", "cuda", _BOTH),
-    Guarded("moe_experts/moe.py", "cuda", (*_BOTH, "quack")),
+    Guarded("moe_experts/lora.py", "cuda", _BOTH_OF_EXPERTS),
+    Guarded("moe_experts/moe.py", "cuda", (*_BOTH_OF_EXPERTS, "quack")),
     Guarded("rms_norm/triton_rms_norm.py", "cuda", _TRITON),
     Guarded("rms_norm_gated/triton_rms_norm_gated.py", "cuda", _TRITON),
     Guarded("rotary_pos_emb/triton_rotary_pos_emb.py", "cuda", _TRITON),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from benchmarks.shared.gpu_kernels import IDLE
 
-# The first pattern found in a kernel's name says its kind. Triton's products are veomni-triton's.
+# The first pattern found in a kernel's name says its kind. Triton's products are veomni-triton-moe's.
 KINDS: Mapping[str, str] = {
     "attention": r"flash|fmha|sdpa|attention",
     "matrix products": r"gemm|nvjet|cutlass|cublas|^_(gate_up|row_product|weight_gradient)$",

@@ -40,7 +40,7 @@ def completed(line: str) -> list[str]:
         ("veomni explain swiglu", ["swiglu_mlp", "swiglu_mlp_implementation"]),
         ("veomni plan job.yaml --hardware h", ["h100", "h200"]),
         ("veomni explain rms_norm --hardware ascend-910b", ["ascend-910b"]),
-        ("veomni verify veomni-t", ["veomni-torch", "veomni-trainer", "veomni-triton"]),
+        ("veomni verify veomni-t", ["veomni-torch", "veomni-trainer", "veomni-triton", "veomni-triton-moe"]),
         ("veomni verify veomni-torch --kernel flash_a", [f"flash_attention_{version}" for version in (2, 3, 4)]),
         ("veomni verify veomni-torch --op moe", ["moe_experts", "moe_implementation"]),
         ("veomni verify veomni-torch --dtype b", ["bfloat16"]),

@@ -67,7 +67,7 @@ def test_values_and_fields_of_a_config(registry, config, hint):
     [
         (lambda registry: find_op(registry, "rope"), "'rotary_pos_emb'"),
         (lambda registry: find_op(registry, "moe"), "'moe_experts'"),
-        (lambda registry: registry.plugin("triton"), "'veomni-triton'"),
+        (lambda registry: registry.plugin("triton"), "'veomni-triton' or 'veomni-triton-moe'"),
         (lambda registry: check_device(registry, "gpu"), "'cuda'"),
         (lambda registry: check_device(registry, "ascend:1"), "'npu'"),
         (lambda registry: Hardware.named("h20"), "'h200'"),

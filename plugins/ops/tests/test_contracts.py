@@ -37,7 +37,7 @@ from veomni_ops.contract import Size, contract_for
 DTYPES = ("float32", "bfloat16", "float16")
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 VARIANTS = [
-    # The check of token dispatch starts four processes; make test has it of veomni-triton's kernel.
+    # The check of token dispatch starts four processes; make test has it of veomni-triton-moe's kernel.
     pytest.param(op, variant, id=f"{op.name}/{variant}", marks=[pytest.mark.thorough] * (op.name == "token_dispatch"))
     for op in OPS
     for variant in op.variants

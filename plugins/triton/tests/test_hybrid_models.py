@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels_anywhere import DEVICE, registry
 from peft import LoraConfig, inject_adapter_in_model
 
+from kernels_anywhere import DEVICE, registry
 from models import step
 from tiny_models import tiny_model
 from veomni_core import bind, find_sites
+from veomni_triton import plugin
 
 CONVOLUTION, NORM = "causal_conv1d_implementation", "rms_norm_gated_implementation"
 DELTA_RULE = "chunk_gated_delta_rule_implementation"
@@ -36,7 +37,7 @@ def model_of(model_type, dtype=torch.float32, **changes):
 
 def bound(model, model_type="qwen3_next"):
     fields = dict.fromkeys(MODELS[model_type][0], "triton")
-    binding = bind(model, {"preset": "eager", **fields}, registry=registry(anywhere=True))
+    binding = bind(model, {"preset": "eager", **fields}, registry=registry(plugin, anywhere=True))
     assert {op.config_field: op.chosen for op in binding.plan.ops if op.written} == dict.fromkeys(fields, ("triton",))
     return binding
 
@@ -54,7 +55,9 @@ def off(found, exact):
 def test_a_step_is_as_eager(model_type):
     model, ids = model_of(model_type), tokens(2, 12)
     wanted = step(model, ids)
-    variants = {site.variant for site in find_sites(model, registry(anywhere=True)) if site.op_name == "rms_norm_gated"}
+    variants = {
+        site.variant for site in find_sites(model, registry(plugin, anywhere=True)) if site.op_name == "rms_norm_gated"
+    }
     assert variants == {MODELS[model_type][1]}
     binding = bound(model, model_type)
     loss, gradients = off(step(model, ids), wanted)

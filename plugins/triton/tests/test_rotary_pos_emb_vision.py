@@ -6,20 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_anywhere import registry
 from peft import LoraConfig, get_peft_model
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from kernels_anywhere import registry
 from veomni_conformance import check_kernel
 from veomni_core import bind
 from veomni_ops import rotary_pos_emb_vision as reference
 from veomni_ops.contract import Size
+from veomni_triton import plugin
 from veomni_triton import rotary_pos_emb_vision as kernels
-from veomni_triton.plugin import veomni_kernels
 from veomni_triton.rotary_pos_emb_vision.launch import Launch, rotate_patches
 
-SPECS = [spec for spec in veomni_kernels() if spec.op_name == "rotary_pos_emb_vision"]
+SPECS = [spec for spec in plugin.veomni_kernels() if spec.op_name == "rotary_pos_emb_vision"]
 VARIANTS = [spec.variant for spec in SPECS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -202,7 +202,7 @@ def test_a_step_of_a_vision_tower_is_as_eager(setting):
 
     wanted = step()
     fields = {"preset": "eager", "rotary_pos_emb_vision_implementation": "triton"}
-    with bind(tower, fields, registry=registry(anywhere=True), autocast=autocast) as binding:
+    with bind(tower, fields, registry=registry(plugin, anywhere=True), autocast=autocast) as binding:
         found = step()
         assert [str(planned.spec) for planned in binding.plan.kernels] == ["rotary_pos_emb_vision/full:triton"]
     assert wanted[1]

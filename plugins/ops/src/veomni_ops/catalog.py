@@ -187,9 +187,9 @@ OPS: tuple[OpSpec, ...] = (
         variant_aliases={"gpt_oss": "clamped"},
         published={
             "grouped_mm": "veomni-torch",
-            "fused_triton": "veomni-triton",
-            "fused_triton_recompute": "veomni-triton",
-            "fused_triton_accumulate": "veomni-triton",
+            "fused_triton": "veomni-triton-moe",
+            "fused_triton_recompute": "veomni-triton-moe",
+            "fused_triton_accumulate": "veomni-triton-moe",
             "fused_liger": "veomni-liger",
             "fused_quack": "veomni-quack",
             "fused_npu": "veomni-npu",
@@ -203,7 +203,7 @@ OPS: tuple[OpSpec, ...] = (
         default="triton",
         contract="veomni_ops.load_balancing_loss:CONTRACTS",
         description="the auxiliary loss that keeps experts evenly used",
-        published={"torch": "veomni-torch", "triton": "veomni-triton"},
+        published={"torch": "veomni-torch", "triton": "veomni-triton-moe"},
     ),
     OpSpec(
         name="token_dispatch",
@@ -211,7 +211,7 @@ OPS: tuple[OpSpec, ...] = (
         config_field="token_dispatch_implementation",
         contract="veomni_ops.token_dispatch:CONTRACTS",
         description="how tokens reach the ranks that hold their experts, and come back",
-        published={"alltoall_dedup": "veomni-triton"},
+        published={"alltoall_dedup": "veomni-triton-moe"},
         legacy_values={"engine": "eager"},
     ),
 )

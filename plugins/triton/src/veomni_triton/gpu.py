@@ -17,19 +17,17 @@ class Gpu:
     Attributes:
         multiprocessors: how many there are. Grids of persistent programs are sized by it.
         shared_bytes: shared memory that one program may have.
-        has_copy_engine: whether tiles can be loaded and stored through TMA descriptors.
         limits_registers: whether a launch may say how many registers a thread has at most. Triton's compiler for AMD's
             GPUs takes no such limit.
     """
 
     multiprocessors: int
     shared_bytes: int
-    has_copy_engine: bool
     limits_registers: bool
 
 
 # Where Triton's interpreter runs one program after another.
-_INTERPRETED = Gpu(multiprocessors=2, shared_bytes=1 << 30, has_copy_engine=False, limits_registers=True)
+_INTERPRETED = Gpu(multiprocessors=2, shared_bytes=1 << 30, limits_registers=True)
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -59,11 +57,8 @@ def _detected(device: torch.device) -> Gpu:
 
 def _described_by_driver(index: int) -> Gpu:
     target, properties = driver.active.get_current_target(), driver.active.utils.get_device_properties(index)
-    is_nvidia = target.backend == "cuda"
     return Gpu(
         properties["multiprocessor_count"],
         properties["max_shared_mem"],
-        # The architectures of AMD's GPUs are names; torch has compute capabilities for them that mean something else.
-        has_copy_engine=is_nvidia and target.arch >= 90,
-        limits_registers=is_nvidia,
+        limits_registers=target.backend == "cuda",
     )

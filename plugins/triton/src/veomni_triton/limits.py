@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from veomni_core import Site
 
-# The top k are ranked by integers that hold an expert's number in the 13 bits that a float16 leaves unused in float32.
-MAX_EXPERTS = 2**13
 # A program holds the keys, or the values, of a chunk as one tile.
 MAX_HEAD_WIDTH = 256
 
@@ -16,9 +14,3 @@ def chunk_gated_delta_rule(site: Site) -> str:
     return (
         "" if widest <= MAX_HEAD_WIDTH else f"takes heads of at most {MAX_HEAD_WIDTH} columns, this site has {widest}"
     )
-
-
-def load_balancing_loss(site: Site) -> str:
-    """Why ``triton`` can't compute the load-balancing loss at ``site``; empty if it can."""
-    most = max(site.sizes.get("experts", ()), default=0)
-    return "" if most <= MAX_EXPERTS else f"ranks at most {MAX_EXPERTS} experts, this site has {most}"

@@ -1,0 +1,1 @@
+"""Triton kernels of experts for veomni-core. ``plugin`` registers them; each op has a module or package of its own."""

@@ -1,0 +1,69 @@
+"""What the kernels ask of the GPU that they run on: grids and tiles are sized by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as far as launches depend on it.
+
+    Attributes:
+        multiprocessors: how many there are. Grids of persistent programs are sized by it.
+        shared_bytes: shared memory that one program may have.
+        has_copy_engine: whether tiles can be loaded and stored through TMA descriptors.
+        limits_registers: whether a launch may say how many registers a thread has at most. Triton's compiler for AMD's
+            GPUs takes no such limit.
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+    has_copy_engine: bool
+    limits_registers: bool
+
+
+# Where Triton's interpreter runs one program after another.
+_INTERPRETED = Gpu(multiprocessors=2, shared_bytes=1 << 30, has_copy_engine=False, limits_registers=True)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that ``device`` is. For a CPU, the one that Triton's driver stands in for while it compiles ahead."""
+    if device.type == "cuda":
+        return _detected(device)
+    if knobs.runtime.interpret:
+        return _INTERPRETED
+    return _described_by_driver(driver.active.get_current_device())
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of ``device``; two in Triton's interpreter."""
+    return gpu_of(device).multiprocessors
+
+
+def register_limit(device: torch.device, registers: int | None) -> dict[str, int | None]:
+    """The option of a launch on ``device`` whose threads have so many registers at most; ``None`` for no limit."""
+    return {"maxnreg": registers} if gpu_of(device).limits_registers else {}
+
+
+@cache
+def _detected(device: torch.device) -> Gpu:
+    with torch.cuda.device(device):  # the driver describes the current device
+        return _described_by_driver(torch.cuda.current_device())
+
+
+def _described_by_driver(index: int) -> Gpu:
+    target, properties = driver.active.get_current_target(), driver.active.utils.get_device_properties(index)
+    is_nvidia = target.backend == "cuda"
+    return Gpu(
+        properties["multiprocessor_count"],
+        properties["max_shared_mem"],
+        # The architectures of AMD's GPUs are names; torch has compute capabilities for them that mean something else.
+        has_copy_engine=is_nvidia and target.arch >= 90,
+        limits_registers=is_nvidia,
+    )

@@ -1,0 +1,36 @@
+"""Every launch of a model's layer compiles, and fits, on GPUs that are not here: NVIDIA's with least memory, and AMD's.
+
+SM80 and SM90 have more shared memory than SM89, and compile what it and SM100 do. SM100 has products of its own, and
+SM120 a copy engine without the memory for its tiles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from calls_ahead import assert_compiled
+from veomni_core.descriptions.hardware import Hardware
+from veomni_triton_moe.plugin import veomni_kernels
+
+SCRIPT = Path(__file__).with_name("compile_ahead.py")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", ["l40s", "b200", "rtx5090", "mi300x"])
+def test_every_launch_compiles_and_fits(gpu, tmp_path):
+    assert_compiled(SCRIPT, gpu, "bfloat16", "", 6, tmp_path)
+
+
+def test_products_are_refused_where_triton_has_no_matrix_units():
+    refused = {spec.op_name for spec in veomni_kernels() if spec.hardware.unmet(Hardware.named("t4"))}
+    assert refused == {"moe_experts"}
+
+
+def test_an_amd_gpu_must_pass_first():
+    amd = Hardware.named("mi300x")
+    on_gpus = [spec for spec in veomni_kernels() if spec.op_name != "token_dispatch"]
+    assert on_gpus and all(not spec.hardware.unmet(amd) for spec in on_gpus)
+    assert {spec.must_pass_first(amd) for spec in on_gpus} == {"it was never run on an AMD GPU"}
+    assert not any(spec.must_pass_first(Hardware.named("h100")) for spec in on_gpus)
