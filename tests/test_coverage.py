@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from coverage_page import COMMAND, coverage_page
 from veomni_core import SiteRule
 from veomni_core.cli.app import build_app
-from veomni_core.discovery.conflicts import CORE
-from veomni_core.discovery.discover import discover
+from veomni_core.discovery.discover import definitions, discover
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import UnknownNameError
 from veomni_transformers.coverage import claims, cover, model_types
@@ -128,7 +127,7 @@ def test_a_probe_that_fails_is_told_from_a_model_that_computes_something_else(mo
     exec(textwrap.dedent(SITES), vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     rule = SiteRule("probing", "veomni_probing:Locator")
-    registry = build_registry([CORE, PluginRecord("p", "veomni-p", "1.0", "p", site_rules=(rule,))], {})
+    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.0", "p", site_rules=(rule,))], {})
     (model,) = cover([("causal", "llama")], registry)
     op = model.op("rms_norm_gated")
     assert (op.found, op.refused) == (3, 1)

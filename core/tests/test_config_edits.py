@@ -16,13 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import assert_same_bits, build, step, tokens
 from veomni_core import KernelSpec, bind, find_sites
-from veomni_core.discovery.discover import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 
 def registry():
     specs = (KernelSpec("sdpa", "attention", "standard", f"{__name__}:sdpa", features=("dense_mask", "sdpa_mask")),)
-    return build_registry([CORE, PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)], {})
+    return build_registry([*definitions(), PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)], {})
 
 
 def sdpa(module, query, key, value, attention_mask, **options):

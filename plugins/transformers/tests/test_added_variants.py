@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import ClassVar
 
 import pytest
@@ -156,7 +157,7 @@ def test_the_op_has_its_own_variants_besides(install):
 def test_a_variant_that_the_op_has_already_fails_its_plugin(install):
     install("acme-norms", source(variant="qwen3_5"))  # an alias
     record = discover({}).plugin("acme-norms")
-    assert record.problem == "veomni-core built in has the variant rms_norm/qwen3_5 already"
+    assert record.problem == f"veomni-ops {version('veomni-ops')} has the variant rms_norm/qwen3_5 already"
 
 
 def test_a_variant_that_two_plugins_add_fails_both(install):

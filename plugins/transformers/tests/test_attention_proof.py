@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 
 from models import FAMILIES, assert_same_bits, build, step, tokens
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.discover import CORE
+from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_ops.attention import MASK_FEATURES
@@ -59,7 +59,7 @@ def registry(**of_sdpa):
     features = of_sdpa.pop("features", ("dense_mask", "dropout", "odd_heads", "position_bias", "sdpa_mask"))
     factory = "transformers.integrations.sdpa_attention:sdpa_attention_forward"
     specs = (KernelSpec("sdpa", "attention", "standard", factory, features=features, **of_sdpa),)
-    return build_registry([CORE, PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)], {})
+    return build_registry([*definitions(), PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)], {})
 
 
 def bind_attention(model, asked="auto", **of_sdpa):

@@ -19,8 +19,8 @@ def complete_op(incomplete: str) -> list[str]:
 
 
 def complete_plugin(incomplete: str) -> list[str]:
-    """The installed plugins."""
-    return _begin_with(incomplete, (record.name for record in discover().plugins))
+    """The installed plugins, without those that define ops: they have no kernels."""
+    return _begin_with(incomplete, (record.name for record in discover().plugins if not record.defines))
 
 
 def complete_kernel(incomplete: str) -> list[str]:

@@ -15,7 +15,8 @@ def probe(name: str) -> dict[str, object]:
     registry = discover()
     record = registry.plugin(name)
     new = {module.partition(".")[0] for module in set(sys.modules) - before}
-    imported = sorted(new - set(sys.stdlib_module_names) - {record.module.partition(".")[0]})
+    loaded = {each.module.partition(".")[0] for each in registry.plugins if each.defines or each is record}
+    imported = sorted(new - set(sys.stdlib_module_names) - loaded)
     torch = sys.modules.get("torch")
     initialises_cuda = torch is not None and torch.cuda.is_initialized()
     return {

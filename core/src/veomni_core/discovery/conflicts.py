@@ -64,9 +64,8 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
         for name, claimants in owners.items():
             if len(claimants) > 1:
                 who = " and ".join(sorted({str(record) for record in claimants}))
-                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in claimants)
+                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in _losers(claimants))
     problems |= _variants_twice(healthy)
-    problems.pop(id(CORE), None)
     if problems:
         return problems
     ops = ops_of(healthy)
@@ -85,6 +84,12 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
                 problems[id(record)] = f"kernel {'{}/{}:{}'.format(*key)} is described twice by one plugin"
             seen.add(key)
     return problems
+
+
+def _losers(claimants: list[PluginRecord]) -> list[PluginRecord]:
+    """Of plugins that claim one name: all, but for the one among them that defines ops for everybody."""
+    others = [record for record in claimants if not record.defines]
+    return others if len(others) == len(claimants) - 1 else claimants
 
 
 def _variants_twice(healthy: list[PluginRecord]) -> dict[int, str]:

@@ -36,7 +36,16 @@ _MOST_FORMS = 8
 _OF_WHOLE_SEQUENCES = {"input_ids", "labels", "num_items_in_batch"}
 _WITHOUT = "write cuda_graphs: false"
 # Packages whose code calls kernels, and is none.
-_CALLERS = {"accelerate", "peft", "torch", "transformers", "triton", "veomni_core", "veomni_trainer"}
+_CALLERS = {
+    "accelerate",
+    "peft",
+    "torch",
+    "transformers",
+    "triton",
+    "veomni_core",
+    "veomni_trainer",
+    "veomni_transformers",
+}
 
 
 @dataclass(frozen=True)

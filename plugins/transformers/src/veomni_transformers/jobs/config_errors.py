@@ -10,7 +10,7 @@ from typing import Any
 
 from veomni_core.errors import ConfigError, VeOmniError
 
-_LIBRARIES = {"transformers", "torch", "huggingface_hub", "veomni_core", *sys.stdlib_module_names}
+_LIBRARIES = {"transformers", "torch", "huggingface_hub", "veomni_transformers", *sys.stdlib_module_names}
 # To be fixed on the machine: a package or a file that is missing, or too little memory.
 _NOT_THE_CONFIGS = (VeOmniError, ImportError, OSError, MemoryError)
 # Words of errors that name no key.
