@@ -16,7 +16,8 @@ from page_run import check_output
 
 pytestmark = pytest.mark.docs
 PAGE = ROOT / "docs" / "start.md"
-SOURCES = {"veomni-torch": "plugins/torch_native", "veomni-trainer": "plugins/trainer"}
+_KERNELS = "plugins/torch_native"
+SOURCES = {"veomni-kernels": "plugins/kernels", "veomni-trainer": "plugins/trainer"}
 
 
 class Newcomer:
@@ -41,7 +42,9 @@ class Newcomer:
             (self._folder / block.file).write_text(block.text, encoding="utf-8")
 
     def _install(self, names: list[str]) -> str:
-        wheels = [build_wheel(ROOT / source, self._folder) for source in (*FAMILY, *map(SOURCES.__getitem__, names))]
+        wheels = [
+            build_wheel(ROOT / source, self._folder) for source in (*FAMILY, _KERNELS, *map(SOURCES.__getitem__, names))
+        ]
         self._environment.link_requirements(wheels)
         self._environment.install(*wheels)
         return ""

@@ -8,7 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# The plan names the version of each plugin that it takes a kernel from. These compute the rest of the model.
+from veomni_core.discovery.installed_plugins import definition_distributions
+
+# The plan names the version of each plugin that it takes a kernel from. These compute the rest of the model, and
+# distributions that define ops prove its sites.
 _PACKAGES = ("veomni-core", "torch", "transformers", "triton")
 # What changes which code runs, or how it rounds, on a rank that has it. Paths may differ from rank to rank.
 _VARIABLES = (
@@ -57,7 +60,7 @@ def _nothing(name: str) -> str:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *definition_distributions()):
         try:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -60,6 +60,11 @@ def installed_plugins() -> list[InstalledPlugin]:
     return sorted(found, key=lambda plugin: (plugin.name, plugin.distribution))
 
 
+def definition_distributions() -> list[str]:
+    """The distributions that define what ops are and where; their versions decide what a plan finds and proves."""
+    return sorted({plugin.distribution for plugin in installed_plugins() if plugin.defines})
+
+
 def _identity(metadata: Distribution) -> tuple[str, str, str]:
     """Name and version of a distribution, and what is wrong with its METADATA."""
     try:

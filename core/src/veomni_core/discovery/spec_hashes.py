@@ -19,6 +19,8 @@ _DESCRIBED = {
     "kernels": "kernel",
     "devices": "device",
     "site_rules": "site rule",
+    "model_rules": "model rule",
+    "model_views": "model view",
     "commands": "command",
 }
 

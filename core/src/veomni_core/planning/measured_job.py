@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from veomni_core.discovery.installed_plugins import definition_distributions
 from veomni_core.planning.this_machine import ThisMachine
 
 # Of a config, what says nothing about what a step computes. A plan has the dtypes of its sites.
@@ -84,7 +85,8 @@ class MeasuredOn:
     def here(cls, machine: ThisMachine) -> MeasuredOn:
         """This machine, as it is now."""
         processor = _processor() if machine.hardware.device_type == "cpu" else ""
-        return cls(machine.hardware.describe(), processor, machine.driver, machine.packages(_PACKAGES))
+        packages = machine.packages((*_PACKAGES, *definition_distributions()))
+        return cls(machine.hardware.describe(), processor, machine.driver, packages)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MeasuredOn:

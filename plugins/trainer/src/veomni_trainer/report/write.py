@@ -135,5 +135,5 @@ def _op_row(op: dict[str, Any]) -> dict[str, Any]:
 def _versions(receipt: dict[str, Any]) -> dict[str, str]:
     """The versions of Python, of the libraries, and of every plugin whose kernels were bound."""
     plugins = {kernel["distribution"]: kernel["version"] for kernel in receipt["kernels"]}
-    ours = ("torch", "transformers", "accelerate", "veomni-core", "veomni-trainer")
+    ours = ("torch", "transformers", "accelerate", "veomni-core", "veomni-trainer", "veomni-transformers")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in ours}, **plugins}
