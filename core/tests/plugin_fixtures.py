@@ -66,13 +66,20 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(str(folder))
     installed: list[str] = []
 
-    def install(distribution: str, source: str, *, plugin: str | None = None, version: str = "1.0") -> str:
+    def install(
+        distribution: str,
+        source: str,
+        *,
+        plugin: str | None = None,
+        version: str = "1.0",
+        group: str = "veomni.plugins",
+    ) -> str:
         module = f"{distribution.replace('-', '_')}_{tmp_path.name.replace('-', '_')}"
         (folder / f"{module}.py").write_text(textwrap.dedent(source).replace("{module}", module))
         info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[veomni.plugins]\n{plugin or distribution} = {module}\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{plugin or distribution} = {module}\n")
         installed.append(module)
         importlib.invalidate_caches()
         return module
