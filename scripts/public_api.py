@@ -21,9 +21,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "veomni_core.authoring",
         "veomni_core.descriptions.hookspecs",
         "veomni_core.errors",
-        "veomni_transformers.sequence",
-        "veomni_conformance",
+        "veomni_core.kernels",
     ),
+    "veomni-transformers": ("veomni_transformers.authoring", "veomni_transformers.sequence"),
+    "veomni-conformance": ("veomni_conformance",),
     "veomni-bridges": (
         "veomni_bridges.axolotl",
         "veomni_bridges.llama_factory",

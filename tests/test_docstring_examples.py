@@ -19,7 +19,10 @@ import veomni_ops
 
 # Where users and plugins import from. What stands in `__all__` of the first is public; so is what the modules of the
 # second define under a name without an underscore.
-NAMESPACES = ("veomni_core", "veomni_core.authoring", "veomni_transformers.sequence", "veomni_conformance")
+NAMESPACES = (
+    *("veomni_core", "veomni_core.authoring", "veomni_core.kernels", "veomni_conformance"),
+    *("veomni_transformers.authoring", "veomni_transformers.sequence"),
+)
 PACKAGES = (veomni_ops,)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

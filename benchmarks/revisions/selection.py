@@ -91,7 +91,7 @@ def changed(
     """The benchmarks of kernels whose sources are among ``paths``.
 
     A path that names an op concerns that op, any other path in a package concerns all ops. A plugin concerns the
-    benchmarks of its kernels, and the core all of them. What is no source of a package concerns none: the benchmark
+    benchmarks of its kernels; the core, contracts and rules concern all of them. What is no source of a package concerns none: the benchmark
     itself is the same for both revisions.
     """
     return [
@@ -101,9 +101,12 @@ def changed(
     ]
 
 
+_OF_EVERY_KERNEL = ("ops", "transformers")
+
+
 def _concerns(path: PurePosixPath, guarded: Guarded, ops: Collection[str]) -> bool:
     parts = path.with_suffix("").parts
-    of_core = parts[:2] == ("core", "src")
+    of_core = parts[:2] == ("core", "src") or (parts[:1] == ("plugins",) and parts[1] in _OF_EVERY_KERNEL)
     of_plugin = parts[:1] == ("plugins",) and parts[1] in guarded.plugins and parts[2:3] == ("src",)
     if path.suffix != ".py" or not (of_core or of_plugin):
         return False
