@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import distributed
 
+import veomni_conformance
 import veomni_core
 import veomni_ops
+import veomni_tools
+import veomni_transformers
 
 # Where users and plugins import from. What stands in `__all__` of the first is public; so is what the modules of the
 # second define under a name without an underscore.
@@ -24,6 +27,7 @@ NAMESPACES = (
     *("veomni_transformers.authoring", "veomni_transformers.sequence"),
 )
 PACKAGES = (veomni_ops,)
+WITH_EXAMPLES = (veomni_core, veomni_ops, veomni_transformers, veomni_conformance, veomni_tools)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -46,11 +50,12 @@ def _name(value: Any) -> str:
 
 
 def _examples() -> Iterator[doctest.DocTest]:
-    """One per docstring with an example, public or not, in any module of the core."""
-    for found in pkgutil.walk_packages(veomni_core.__path__, "veomni_core."):
-        if not found.name.endswith(".__main__"):  # importing it runs the command
-            tests = doctest.DocTestFinder().find(importlib.import_module(found.name))
-            yield from (test for test in tests if test.examples)
+    """One per docstring with an example, public or not, in any module of the core and of what defines and checks ops."""
+    for package in WITH_EXAMPLES:
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith((".__main__", ".pytest_items")) and ".templates" not in found.name:
+                tests = doctest.DocTestFinder().find(importlib.import_module(found.name))
+                yield from (test for test in tests if test.examples)
 
 
 PUBLIC = _public()

@@ -91,8 +91,8 @@ def changed(
     """The benchmarks of kernels whose sources are among ``paths``.
 
     A path that names an op concerns that op, any other path in a package concerns all ops. A plugin concerns the
-    benchmarks of its kernels; the core, contracts and rules concern all of them. What is no source of a package concerns none: the benchmark
-    itself is the same for both revisions.
+    benchmarks of its kernels; the core, contracts and rules concern all of them. What is no source of a package
+    concerns none: the benchmark itself is the same for both revisions.
     """
     return [
         each
