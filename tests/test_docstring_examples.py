@@ -37,6 +37,8 @@ def _public() -> dict[str, Any]:
     values = [getattr(module, name) for module in modules for name in module.__all__]
     for package in PACKAGES:
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if found.name.endswith(".plugin"):  # only the core calls its hooks
+                continue
             names = vars(importlib.import_module(found.name))
             defined = (value for name, value in names.items() if not name.startswith("_"))
             values += [value for value in defined if getattr(value, "__module__", "") == found.name]
@@ -50,7 +52,7 @@ def _name(value: Any) -> str:
 
 
 def _examples() -> Iterator[doctest.DocTest]:
-    """One per docstring with an example, public or not, in any module of the core and of what defines and checks ops."""
+    """One per docstring with an example, public or not, in any module of these packages."""
     for package in WITH_EXAMPLES:
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith((".__main__", ".pytest_items")) and ".templates" not in found.name:

@@ -14,7 +14,21 @@ from veomni_core.planning.plan import Plan
 
 
 class WholeModelRule(Protocol):
-    """The methods of the class that a :class:`veomni_core.ModelRule` names. Subclass it to leave some out."""
+    """The methods of the class that a :class:`veomni_core.ModelRule` names. Subclass it to leave some out.
+
+    Example:
+        >>> from veomni_core.errors import BindingError
+        >>> class NoBatchNorm(WholeModelRule):
+        ...     def refuse(self, model):
+        ...         if any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+        ...             raise BindingError("its statistics depend on the batch")
+        >>> NoBatchNorm().refuse(nn.Sequential(nn.BatchNorm1d(4)))
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.BindingError: its statistics depend on the batch
+        >>> list(NoBatchNorm().changes(nn.Linear(2, 2), None, None))
+        []
+    """
 
     def refuse(self, model: nn.Module) -> None:
         """Raise ``BindingError`` if ``model`` can't be bound."""

@@ -24,6 +24,16 @@ class ModelView:
     Attributes:
         model: what the rules read; for a divided model, the whole that it is a part of.
         layout: how the sites of a whole ``model`` are divided; ``None`` where :meth:`placed` says it of each site.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> class FirstStage(ModelView):  # of a pipeline: this rank has the layers before the fourth
+        ...     def placed(self, site):
+        ...         there = site.path.startswith("layers.3")
+        ...         return replace(site, variant=None, evidence="it is another rank's") if there else site
+        >>> site = Site("rms_norm", "layers.3.norm", "norms", "standard", "compared", dtype="bfloat16")
+        >>> FirstStage(nn.Identity()).placed(site).evidence
+        "it is another rank's"
     """
 
     def __init__(self, model: nn.Module) -> None:
