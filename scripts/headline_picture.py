@@ -1,4 +1,4 @@
-"""Draws docs/images/whole_steps.svg: time and memory of whole training steps, from the figures in docs/benchmarks.
+"""Draws docs/images/whole_steps.svg: time and memory of whole training steps, from the figures in benchmarks/results.
 
 ``make generate`` runs this. Tests hold the picture to the figures.
 """
@@ -40,8 +40,8 @@ class Step:
 
 
 def steps(page: str) -> dict[str, Step]:
-    """The steps of a page of docs/benchmarks, by contender."""
-    data = json.loads((ROOT / "docs" / "benchmarks" / f"{page}.json").read_text(encoding="utf-8"))
+    """The steps of a result file, by contender."""
+    data = json.loads((ROOT / "benchmarks" / "results" / f"{page}.json").read_text(encoding="utf-8"))
     batches = {name: data["contenders"][name]["batches"][BATCH] for name in CONTENDERS}
     return {name: Step(each["ms"], each["peak GB"]) for name, each in batches.items()}
 
