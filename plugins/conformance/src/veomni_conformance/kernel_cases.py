@@ -11,7 +11,7 @@ from veomni_conformance.triton_interpreter import interpret_triton
 from veomni_core.descriptions.hardware import ANY_DEVICE, Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_core.discovery.asked_device import device_here
+from veomni_conformance.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import PluginError, UnknownNameError, did_you_mean

@@ -27,7 +27,7 @@ from veomni_core.cli.names import check_device, compiled_gpu, find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
-from veomni_core.discovery.asked_device import device_here
+from veomni_conformance.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, suggest
