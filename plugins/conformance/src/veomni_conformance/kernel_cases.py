@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from veomni_conformance.asked_device import device_here
 from veomni_conformance.conformance import check_kernel
 from veomni_conformance.report import ConformanceReport
 from veomni_conformance.triton_interpreter import interpret_triton
 from veomni_core.descriptions.hardware import ANY_DEVICE, Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
-from veomni_conformance.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import PluginError, UnknownNameError, did_you_mean

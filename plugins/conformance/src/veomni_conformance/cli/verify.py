@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from veomni_conformance.asked_device import device_here
 from veomni_conformance.cli.verify_processes import CONTRACT, EXPECTED, FAILED, OK, SKIPPED, Checks, Row, joined
 from veomni_core.cli.completion import (
     complete_device,
@@ -27,7 +28,6 @@ from veomni_core.cli.names import check_device, compiled_gpu, find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
-from veomni_conformance.asked_device import device_here
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, suggest
