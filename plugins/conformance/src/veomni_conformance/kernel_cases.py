@@ -1,21 +1,21 @@
-"""Which kernels of a plugin a test session checks: one case for each kernel and dtype."""
+"""The kernels of a plugin that tests or ``veomni verify`` check: one case for each kernel and dtype. No torch yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from veomni_conformance.asked_device import device_here
-from veomni_conformance.conformance import check_kernel
-from veomni_conformance.report import ConformanceReport
-from veomni_conformance.triton_interpreter import interpret_triton
 from veomni_core.descriptions.hardware import ANY_DEVICE, Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import PluginError, UnknownNameError, did_you_mean
-from veomni_ops.contract import Size
+
+if TYPE_CHECKING:
+    from veomni_conformance.report import ConformanceReport
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ class KernelCase:
 
     def check(self) -> ConformanceReport:
         """Run the conformance check. In an interpreter, on small samples, and the situations of training on one."""
+        from veomni_conformance.conformance import check_kernel
+        from veomni_ops.contract import Size
+
         if self.interpreted:
             size = Size.SMALL
             return check_kernel(self.spec, self.device, self.dtype, op=self.op, largest=size, every_form=False)
@@ -95,17 +98,20 @@ def cases_of(asked: CheckRequest) -> list[KernelCase]:
     for kernel in asked.kernels:
         _require_known("kernels", kernel, [name for spec in record.kernels for name in (spec.name, str(spec))])
     hardware, device = device_here(registry.detect_hardware(), asked.device, "device")
-    cases = list(_cases(asked, record, registry, hardware, device))
+    cases = list(cases_in(asked, record, registry, hardware, device))
     if any(case.interpreted for case in cases):
+        from veomni_conformance.triton_interpreter import interpret_triton
+
         interpret_triton()
     for name in asked.expected_failures:
         _require_known("expected_failures", name, [name for case in cases for name in (str(case.spec), str(case))])
     return cases
 
 
-def _cases(
+def cases_in(
     asked: CheckRequest, record: PluginRecord, registry: Registry, hardware: Hardware, device: str
 ) -> Iterator[KernelCase]:
+    """The cases of ``asked`` in one plugin, on ``hardware``."""
     for spec in record.kernels:
         if asked.kernels and not {spec.name, str(spec)} & set(asked.kernels):
             continue
