@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from veomni_conformance.asked_device import device_here
+from veomni_conformance.requested_device import device_here
 from veomni_core.descriptions.hardware import ANY_DEVICE, Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec

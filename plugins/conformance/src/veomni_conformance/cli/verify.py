@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from veomni_conformance.asked_device import device_here
 from veomni_conformance.cli.verify_processes import (
     CONTRACT,
     EXPECTED,
@@ -28,6 +27,7 @@ from veomni_conformance.cli.verify_processes import (
     joined,
 )
 from veomni_conformance.kernel_cases import CheckRequest, KernelCase, cases_in
+from veomni_conformance.requested_device import device_here
 from veomni_core.cli.completion import (
     complete_device,
     complete_dtype,
@@ -141,27 +141,28 @@ def verify(
     if not (slow or kernel or compile_for):
         cases = [(record, _unless_slow(case)) for record, case in cases]
     checks = Checks(where, jobs, timeout, launch, compiles=compile_for is not None)
-    results = _results(cases, checks, jobs if compile_for is None else 1)
+    rows = _results(cases, checks, jobs if compile_for is None else 1)
     if compile_for is None:
-        results = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(results, cases, strict=True)]
+        rows = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(rows, cases, strict=True)]
         passed: list[Certificate] = []
         for record in records:
-            rows = [row for row, (its, _) in zip(results, cases, strict=True) if its is record]
-            passed += keep_results(rows if launch is None else failures(rows), record, hardware)
+            its_rows = [row for row, (its, _) in zip(rows, cases, strict=True) if its is record]
+            passed += keep_results(its_rows if launch is None else failures(its_rows), record, hardware)
         if certify is not None:
             write_certificates(certify, passed)
-    nothing = _why_nothing_ran(results, kernel, op, dtype, [str(spec) for record in records for spec in record.kernels])
+    nothing = _why_nothing_ran(rows, kernel, op, dtype, [str(spec) for record in records for spec in record.kernels])
     plugins = ", ".join(map(str, records))
     if json:
-        rows_as_data = [row.to_dict() for row in results]
-        print_json({"plugin": plugins, "device": name, "results": rows_as_data, "nothing_ran": nothing})
+        print_json(
+            {"plugin": plugins, "device": name, "results": [row.to_dict() for row in rows], "nothing_ran": nothing}
+        )
     else:
-        show_results(results, f"{plugins} {'on' if compile_for is None else 'compiled for'} {name}")
-        show_slowest(results)
-        show_functions(results)
+        show_results(rows, f"{plugins} {'on' if compile_for is None else 'compiled for'} {name}")
+        show_slowest(rows)
+        show_functions(rows)
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
-    if nothing or any(row.result in (FAILED, CONTRACT) for row in results):
+    if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
 
 

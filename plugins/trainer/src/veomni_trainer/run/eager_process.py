@@ -21,12 +21,12 @@ def main(told: str) -> int:
     with contextlib.suppress(VeOmniError):  # said below, once the other process can be told that this one ends
         postpone_bitsandbytes(load_job(Path(json.loads(told)["job"])))
 
-    from veomni_trainer.loop.turns import Turns
+    from veomni_trainer.loop.alternating_steps import AlternatingSteps
     from veomni_trainer.run.eager import EagerRun
     from veomni_trainer.run.run_job import run_job
 
     run = EagerRun(**json.loads(told))
-    turns = Turns(*run.turns, first=False) if run.turns else None
+    turns = AlternatingSteps(*run.turns, first=False) if run.turns else None
     try:
         output = f"train.output_dir={json.dumps(run.folder)}"
         # Models' own code may wait for the GPU, which a CUDA graph can't.

@@ -14,7 +14,7 @@ from veomni_core.errors import HostError
 _SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
 
-def limit_waiting(seconds: int) -> None:
+def set_process_timeout(seconds: int) -> None:
     """Give every process group of this process the job's timeout.
 
     Groups of a device mesh, which transformers makes, get torch's default of 10 or 30 minutes, whatever the timeout of
