@@ -133,21 +133,21 @@ def verify(
     wanted = find_op(registry, op).name if op else None
     dtypes = (dtype,) if dtype else ()
     cases = [
-        (record, case)
-        for record in records
-        for case in cases_in(CheckRequest(record.name, dtypes=dtypes), record, registry, hardware, where)
+        (owner, case)
+        for owner in records
+        for case in cases_in(CheckRequest(owner.name, dtypes=dtypes), owner, registry, hardware, where)
         if wanted in (None, case.spec.op_name) and kernel in (None, case.spec.name, str(case.spec))
     ]
     if not (slow or kernel or compile_for):
-        cases = [(record, _unless_slow(case)) for record, case in cases]
+        cases = [(owner, _unless_slow(case)) for owner, case in cases]
     checks = Checks(where, jobs, timeout, launch, compiles=compile_for is not None)
     rows = _results(cases, checks, jobs if compile_for is None else 1)
     if compile_for is None:
         rows = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(rows, cases, strict=True)]
         passed: list[Certificate] = []
-        for record in records:
-            its_rows = [row for row, (its, _) in zip(rows, cases, strict=True) if its is record]
-            passed += keep_results(its_rows if launch is None else failures(its_rows), record, hardware)
+        for owner in records:
+            of_it = [row for row, (its, _) in zip(rows, cases, strict=True) if its is owner]
+            passed += keep_results(of_it if launch is None else failures(of_it), owner, hardware)
         if certify is not None:
             write_certificates(certify, passed)
     nothing = _why_nothing_ran(rows, kernel, op, dtype, [str(spec) for record in records for spec in record.kernels])
