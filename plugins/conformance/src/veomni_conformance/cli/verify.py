@@ -222,7 +222,7 @@ def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
 
 
 def as_expected(row: Row, spec: KernelSpec, hardware: Hardware) -> Row:
-    """The row of a kernel that is wrong where somebody saw it wrong says what was seen; other rows are as they are.
+    """``row``, with a failure marked as expected where the kernel was seen to fail on such hardware.
 
     A check that compared nothing, as where a library can't be imported or time runs out, shows no such fault.
     """
@@ -239,7 +239,7 @@ def failures(rows: Iterable[Row]) -> list[Row]:
 def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
-    A contract that failed, or a skipped kernel, says nothing.
+    A contract that failed, or a skipped kernel, is left out.
     """
     machine, specs = ThisMachine(hardware), {str(spec): spec for spec in record.kernels}
     failed: dict[CheckedKernel, str] = {}
@@ -263,7 +263,7 @@ def show_results(rows: Iterable[Row], title: str) -> None:
 
 
 def show_slowest(rows: Iterable[Row]) -> None:
-    """Print what the time of the slowest checks was spent on, if there are some that ran."""
+    """Print how the slowest checks spent their time, if any ran."""
     ran = sorted((row for row in rows if row.spent), key=lambda row: -row.seconds)
     if ran:
         parts = list(ran[0].spent)

@@ -143,7 +143,7 @@ def _needs_an_interpreter_of_its_own(environment: Mapping[str, str]) -> bool:
 
 
 def _limit_threads() -> None:
-    """What the environment says is read by imports, which were made before the fork."""
+    """Apply the environment's limits, which libraries read when they are imported, and so before the fork."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     if inductor := sys.modules.get("torch._inductor.config"):

@@ -164,7 +164,7 @@ class Checks:
 
 
 def import_once() -> None:
-    """Have checks be forks of a process that has imported what each needs; without this, each imports it."""
+    """Fork checks from a process with the common imports made; without this call each check makes them."""
     CONTEXT.set_forkserver_preload(["veomni_conformance.cli.verify_preload"])
 
 

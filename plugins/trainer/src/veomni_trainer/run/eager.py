@@ -24,7 +24,7 @@ _STANDARD_ERROR = 2  # its file descriptor
 
 @dataclass(frozen=True)
 class EagerRun:
-    """What the process of the eager run is told.
+    """The arguments of the eager run's process.
 
     Attributes:
         job: the file of the job that it is compared with.

@@ -27,7 +27,7 @@ def set_process_timeout(seconds: int) -> None:
 
 @contextmanager
 def naming_lost_processes(seconds: int) -> Iterator[None]:
-    """Turn what torch raises when another process is gone into an error that says so.
+    """Turn torch's errors about a process that is gone into one that names the cause.
 
     Raises:
         HostError: another process ended, or did not answer for ``seconds``.
