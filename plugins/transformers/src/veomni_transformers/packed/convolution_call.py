@@ -1,4 +1,4 @@
-"""The function in the place of a mixer's convolution: finds the boundaries of packed sequences, and calls the kernel."""
+"""The function in place of a mixer's convolution: finds the boundaries of packed sequences, and calls the kernel."""
 
 from __future__ import annotations
 
