@@ -24,8 +24,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Which tests a command runs, and what they cost; an sdist has one distribution's tests, and runs them all.
-pytest_plugins = ["suites.selection", "suites.cpu_time"] if importlib.util.find_spec("suites") else []
+# Which tests a command runs, what they cost, and Triton's interpreter at several times its speed. An sdist has one
+# distribution's tests, and runs them all, in the interpreter as it is.
+pytest_plugins = (
+    ["suites.selection", "suites.cpu_time", "fast_interpreter"] if importlib.util.find_spec("suites") else []
+)
 
 # What is printed depends on no terminal: readline, which pytest imports, sets the width for the workers of xdist.
 os.environ.pop("COLUMNS", None)

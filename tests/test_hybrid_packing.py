@@ -28,17 +28,19 @@ KERNELS = {
 # Beside attention, only convolutions, delta rules and scans of Mamba 2 mix along the sequence here.
 RIGHT = {
     *("bailing_hybrid", "kimi_linear"),
-    *("inkling_text", "inkling2_text of sliding layers"),
     *("lfm2", "lfm2_moe", "lfm3", "lfm3_vl"),
     *("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     *("qwen4_exp", "qwen4_exp_text"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
 }
+DROPPED = r"calls its \w+ without saying where a sequence begins"
 STATE = "what it carries along the sequence is computed by its own code"
-# What mixes along the sequence in the others, and no kernel is told of.
+# What mixes along the sequence in the others, and gets no boundaries.
 REFUSED = {
     "falcon_mamba": rf"mixer \(FalconMambaMixer\) would mix them: {STATE}",
     "glm5_next": r"\(Glm5NextTextModel\) would mix them: the masks that it gives to its attention",
+    "inkling_text": rf"\.k_sconv \(InklingShortConvolution\) would mix them: .*{DROPPED}",
+    "inkling2_text of sliding layers": rf"would mix them: .*{DROPPED}",
     "inkling2_text": rf"k_sconv \(Inkling2DynamicShortConvolution\) would mix them: {STATE}",
     "jamba": rf"mamba \(JambaMambaMixer\) would mix them: {STATE}",
     "mamba": rf"mixer \(MambaMixer\) would mix them: {STATE}",

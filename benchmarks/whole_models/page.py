@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.gpu_kernels import IDLE
-from benchmarks.shared.results import PICTURES, table, write_results
+from benchmarks.shared.results import table, write_results
 from benchmarks.whole_models.contenders import THEIRS
 from benchmarks.whole_models.kernel_kinds import KINDS, OTHER
 
@@ -26,7 +26,6 @@ COLUMNS = (
 def write(name: str, data: dict[str, Any], script: str) -> None:
     """What has been measured so far: ``benchmarks/results/<name>.json``; measured by ``script``."""
     contenders = data["contenders"]
-    plot(contenders, PICTURES / f"{name}.svg")
     failed = [f"- {each}: {found['failed']}" for each, found in contenders.items() if "failed" in found]
     parts = [
         *(["\n".join(failed)] if failed else []),

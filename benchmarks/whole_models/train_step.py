@@ -1,6 +1,6 @@
 """Forward and backward of a whole model on one GPU: transformers, compiled, Liger's own patch, and our presets.
 
-    python benchmarks/whole_models/train_step.py llama-1b --name train_step_llama_1b_h200
+    python benchmarks/whole_models/train_step.py llama-1b --name train_step_llama_1b_h200 --picture
     python benchmarks/whole_models/train_step.py qwen3-moe --name train_step_qwen3_moe_h200
     python benchmarks/whole_models/train_step.py qwen3-next --name train_step_qwen3_next_h200 --batches 2x4096 1x16384 \
         --only transformers "preset: auto"
@@ -10,7 +10,7 @@ of its layers; random bf16 weights, and by default 16384 tokens as 4 sequences o
 contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more
 step is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50
 steps on Python's own sources, from weights drawn with one seed, and the losses are compared. Writes
-``benchmarks/results/<name>.json`` and, of the losses, ``docs/benchmarks/<name>.svg``.
+``benchmarks/results/<name>.json`` and, with ``--picture``, the losses as ``docs/benchmarks/<name>.svg``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.measuring import event_milliseconds, warm_up
-from benchmarks.shared.results import machine
+from benchmarks.shared.results import PICTURES, machine
 from benchmarks.whole_models.contenders import AS_A_GRAPH, CONTENDERS, MODELS, build, contenders_of
 from benchmarks.whole_models.kernel_kinds import by_kind
-from benchmarks.whole_models.page import write
+from benchmarks.whole_models.page import plot, write
 from veomni_trainer.loop.step_graphs import graphs_on
 
 Step = Callable[[Tensor], Tensor]
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", default=list(BATCHES), metavar="SEQUENCESxLENGTH")
     parser.add_argument("--limit", type=int, default=400, help="seconds for one contender")
     parser.add_argument("--name", default="train_step")
+    parser.add_argument("--picture", action="store_true", help="also draw the losses")
     parser.add_argument("--once", metavar="CONTENDER", help="print one's figures as JSON")
     options = parser.parse_args()
     if options.once:
@@ -155,6 +156,8 @@ def main() -> None:
         found = contenders[contender] = measure_in_a_process(options.model, contender, batches, options.limit)
         print(f"{contender}: { {key: value for key, value in found.items() if key != 'losses'} }", flush=True)
         write(options.name, {"machine": machine(), "model": options.model, "contenders": contenders}, __file__)
+    if options.picture:
+        plot(contenders, PICTURES / f"{options.name}.svg")
 
 
 if __name__ == "__main__":

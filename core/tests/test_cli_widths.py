@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from models import build
 from veomni_conformance.cli.verify import show_results
-from veomni_conformance.cli.verify_processes import Checks
+from veomni_conformance.cli.verify_processes import Check, Checks
 from veomni_core import bind, discover
 from veomni_core.cli.app import build_app
 from veomni_core.cli.doctor import examine, show_examination
@@ -106,8 +106,7 @@ def test_doctor(monkeypatch, capsys):
 def test_verify(monkeypatch, capsys):
     record = discover().plugin("veomni-torch")
     (spec,) = [spec for spec in record.kernels if str(spec) == "rms_norm/unweighted_rounded_scale:torch"]
-    with Checks.running(1) as checks:
-        rows = checks.rows(record.name, spec, "cpu", ("float32",), 600)
+    rows = Checks("cpu", 1).rows([Check(record.name, spec, "float32")])
 
     def show() -> str:
         show_results(rows, "veomni-torch on cpu")

@@ -36,7 +36,7 @@ def printed(script, *arguments, **variables):
         [sys.executable, str(TESTS / script), *arguments],
         capture_output=True,
         text=True,
-        env=environment_with(folder, **variables),
+        env=environment_with(folder, TESTS.parents[2] / "tests", **variables),
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from veomni_core import bind
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.packing import pack
-from veomni_trainer.setup.document_gradients import first_module_that_sees_others
 from veomni_trainer.setup.packing import check_packing
 from veomni_transformers.packed.boundaries import boundaries_in
+from veomni_transformers.packed.document_gradients import first_module_that_sees_others
 
 _SMALL = {
     "hidden_size": 32,

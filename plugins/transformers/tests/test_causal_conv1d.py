@@ -8,7 +8,7 @@ from planted_faults import assert_caught, failures_of
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from veomni_ops.causal_conv1d import numbered, standard
-from veomni_transformers.forwards.packed_convolution import for_packed_calls, sequence_numbers
+from veomni_transformers.packed.convolution_call import for_packed_calls, sequence_numbers
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swish"])

@@ -1,21 +1,21 @@
-"""Which kernels of a plugin a test session checks: one case for each kernel and dtype."""
+"""The kernels of a plugin that tests or ``veomni verify`` check: one case for each kernel and dtype. No torch yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from veomni_conformance.asked_device import device_here
-from veomni_conformance.conformance import check_kernel
-from veomni_conformance.report import ConformanceReport
-from veomni_conformance.triton_interpreter import interpret_triton
+from veomni_conformance.requested_device import device_here
 from veomni_core.descriptions.hardware import ANY_DEVICE, Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import PluginError, UnknownNameError, did_you_mean
-from veomni_ops.contract import Size
+
+if TYPE_CHECKING:
+    from veomni_conformance.report import ConformanceReport
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,16 @@ class KernelCase:
 
     def check(self) -> ConformanceReport:
         """Run the conformance check. In an interpreter, on small samples, and the situations of training on one."""
+        from veomni_conformance.conformance import check_kernel
+        from veomni_ops.contract import Size
+
         if self.interpreted:
             size = Size.SMALL
             return check_kernel(self.spec, self.device, self.dtype, op=self.op, largest=size, every_form=False)
         return check_kernel(self.spec, self.device, self.dtype, op=self.op)
 
 
-def cases_of(asked: CheckRequest) -> list[KernelCase]:
+def cases_of(request: CheckRequest) -> list[KernelCase]:
     """The cases of a request, in the order in which the plugin describes its kernels.
 
     With ``triton_interpreter`` on a machine without an accelerator, Triton is switched to its interpreter for the rest
@@ -85,38 +88,41 @@ def cases_of(asked: CheckRequest) -> list[KernelCase]:
         HostError: this machine has no such device, or Triton can no longer be switched to its interpreter.
     """
     registry = discover()
-    record = registry.plugin(asked.plugin)
+    record = registry.plugin(request.plugin)
     if not record.healthy:
         raise PluginError(f"{record} {record.absence}")
     if not record.kernels:
         raise PluginError(f"{record} describes no kernels, so there is nothing to check")
-    for dtype in asked.dtypes:
+    for dtype in request.dtypes:
         _require_known("dtypes", dtype, DTYPES)
-    for kernel in asked.kernels:
+    for kernel in request.kernels:
         _require_known("kernels", kernel, [name for spec in record.kernels for name in (spec.name, str(spec))])
-    hardware, device = device_here(registry.detect_hardware(), asked.device, "device")
-    cases = list(_cases(asked, record, registry, hardware, device))
+    hardware, device = device_here(registry.detect_hardware(), request.device, "device")
+    cases = list(cases_in(request, record, registry, hardware, device))
     if any(case.interpreted for case in cases):
+        from veomni_conformance.triton_interpreter import interpret_triton
+
         interpret_triton()
-    for name in asked.expected_failures:
+    for name in request.expected_failures:
         _require_known("expected_failures", name, [name for case in cases for name in (str(case.spec), str(case))])
     return cases
 
 
-def _cases(
-    asked: CheckRequest, record: PluginRecord, registry: Registry, hardware: Hardware, device: str
+def cases_in(
+    request: CheckRequest, record: PluginRecord, registry: Registry, hardware: Hardware, device: str
 ) -> Iterator[KernelCase]:
+    """The cases of ``request`` in one plugin, on ``hardware``."""
     for spec in record.kernels:
-        if asked.kernels and not {spec.name, str(spec)} & set(asked.kernels):
+        if request.kernels and not {spec.name, str(spec)} & set(request.kernels):
             continue
         reasons = spec.hardware.unmet(hardware)
-        interpreted = asked.triton_interpreter and hardware.device_type == "cpu" and _needs_a_gpu(spec)
+        interpreted = request.triton_interpreter and hardware.device_type == "cpu" and _needs_a_gpu(spec)
         if interpreted:  # the interpreter needs the packages, and no GPU
             reasons = replace(spec.hardware.chosen_for(hardware), device_type=ANY_DEVICE).unmet(hardware)
         for dtype in spec.dtypes:
-            if asked.dtypes and dtype not in asked.dtypes:
+            if request.dtypes and dtype not in request.dtypes:
                 continue
-            expected = asked.expected_failures.get(f"{spec}-{dtype}") or asked.expected_failures.get(str(spec), "")
+            expected = request.expected_failures.get(f"{spec}-{dtype}") or request.expected_failures.get(str(spec), "")
             op, skip = registry.ops.get(spec.op_name), "; ".join(reasons)
             yield KernelCase(
                 spec, op, device, dtype, skip, interpreted and not skip, expected, spec.fault_seen(hardware)

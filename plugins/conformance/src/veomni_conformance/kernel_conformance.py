@@ -76,14 +76,14 @@ class KernelConformance:
         )
 
 
-def collected(asked: CheckRequest) -> list[KernelCase]:
+def collected(request: CheckRequest) -> list[KernelCase]:
     """The request's cases. An error ends pytest's collection with its message, without a traceback."""
     import pytest
 
     try:
-        if not asked.plugin:
+        if not request.plugin:
             raise SpecError("a subclass of KernelConformance must name its plugin: plugin = 'acme'")
-        return cases_of(asked)
+        return cases_of(request)
     except VeOmniError as error:
         raise pytest.Collector.CollectError(f"{type(error).__name__}: {error}") from error
 

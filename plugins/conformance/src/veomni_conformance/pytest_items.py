@@ -46,23 +46,23 @@ class KernelItems:
         Raises:
             UsageError: the plugin, or the device, isn't here.
         """
-        for asked in self._requests:
+        for request in self._requests:
             try:
-                cases = cases_of(asked)
+                cases = cases_of(request)
             except VeOmniError as error:
-                raise pytest.UsageError(f"--veomni-plugin {asked.plugin}: {type(error).__name__}: {error}") from error
+                raise pytest.UsageError(f"--veomni-plugin {request.plugin}: {type(error).__name__}: {error}") from error
             tests: list[pytest.Item] = [
                 KernelItem.from_parent(
                     session,
                     name=str(case),
-                    nodeid=f"{asked.plugin}::{case}",
+                    nodeid=f"{request.plugin}::{case}",
                     path=session.path,
                     case=case,
-                    plugin=asked.plugin,
+                    plugin=request.plugin,
                 )
                 for case in cases
             ]
             # What pytest prints as collected is counted by these reports.
-            report = pytest.CollectReport(asked.plugin, "passed", None, list(tests))
+            report = pytest.CollectReport(request.plugin, "passed", None, list(tests))
             session.config.hook.pytest_collectreport(report=report)
             items += tests

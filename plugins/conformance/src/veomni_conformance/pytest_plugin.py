@@ -1,6 +1,7 @@
 """Options of pytest that check a plugin's kernels: ``pytest --veomni-plugin acme``.
 
-pytest imports this module in every session in which veomni-core is installed. It imports nothing until it is asked.
+pytest imports this module in every session in which veomni-conformance is installed. It imports nothing else unless
+``--veomni-plugin`` is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles a kernel's Triton functions for a GPU that isn't here, and says what they need there.
+"""Compiles a kernel's Triton functions for a GPU that isn't here, and measures the resources that they need.
 
 The kernel's own host code runs on the contract's samples, on the CPU, and each launch of a Triton function is compiled
 for the target in place of being launched. What the host code then reads is uninitialised, so it may end early: a

@@ -3,7 +3,6 @@
 Written against Triton 3.6. Bugs of the interpreter: NumPy 2.4 rejects its loop bounds; it truncates float32 to bfloat16
 where GPUs round; it multiplies bfloat16 as integers and has no atomic add of bfloat16; it passes a float argument as a
 Python float; its minimum is NaN where a GPU returns the other number; two threads can't launch kernels at once.
-What makes it faster is in ``triton_quickening`` and ``triton_repeated_launches``.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from veomni_conformance.triton_quickening import quicken
-from veomni_conformance.triton_repeated_launches import run_repeated_launches_once
 from veomni_core.errors import HostError
 
 
@@ -60,8 +57,6 @@ def mend_interpreter() -> None:
     _mend_numbers(interpreter)
     _mend_extremes(interpreter)
     _launch_one_at_a_time(interpreter)
-    quicken(interpreter)
-    run_repeated_launches_once(interpreter)
 
 
 def _mend_numbers(interpreter: Any) -> None:

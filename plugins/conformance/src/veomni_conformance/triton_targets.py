@@ -1,4 +1,4 @@
-"""The GPUs that Triton compiles for without having them, and what a program may use on each."""
+"""The GPUs that Triton compiles for without having them, and the resources of a program on each."""
 
 from __future__ import annotations
 

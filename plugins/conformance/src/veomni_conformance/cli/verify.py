@@ -1,21 +1,33 @@
-"""``veomni verify``: runs each kernel of a plugin, or of all plugins, through its op's contract, in a process each."""
+"""``veomni verify``: runs each kernel of a plugin, or of all plugins, through its op's contract."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Annotated
 
 import typer
 
-from veomni_conformance.asked_device import device_here
-from veomni_conformance.cli.verify_processes import CONTRACT, EXPECTED, FAILED, OK, SKIPPED, Checks, Row, joined
+from veomni_conformance.cli.verify_processes import (
+    CONTRACT,
+    EXPECTED,
+    FAILED,
+    LONGEST_OPS,
+    OK,
+    SKIPPED,
+    Check,
+    Checks,
+    Row,
+    import_once,
+    joined,
+)
+from veomni_conformance.kernel_cases import CheckRequest, KernelCase, cases_in
+from veomni_conformance.requested_device import device_here
 from veomni_core.cli.completion import (
     complete_device,
     complete_dtype,
@@ -37,17 +49,6 @@ from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.tables import render_table
 
 _SLOWEST = 10
-# Ops whose contracts take longest: four ranks, recurrences by the token, many samples, many kernels to compile.
-LONGEST_OPS = (
-    "token_dispatch",
-    "chunk_gated_delta_rule",
-    "causal_conv1d",
-    "kda",
-    "mamba2_scan",
-    "moe_experts",
-    "attention",
-    "token_logprobs",
-)
 
 
 def verify(
@@ -72,7 +73,7 @@ def verify(
         str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.", autocompletion=complete_dtype)
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds that one kernel may take; with several jobs, in one dtype.")
+        float, typer.Option(help="Seconds that one kernel may take in one dtype, or one part of its check.")
     ] = 600.0,
     jobs: Annotated[int, typer.Option(help="How many kernels are checked at a time.", min=1)] = 1,
     certify: Annotated[
@@ -121,66 +122,42 @@ def verify(
     if launch is not None and find_spec("triton") is None:
         raise HostError("--launch is for searches of Triton's, which is not installed here; leave it out")
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
-    where = _device(registry, device, launch) if compile_for is None else _target(registry, compile_for)
+    if compile_for is not None:
+        hardware = compiled_gpu(registry, compile_for)
+        where, name = compile_for, hardware.describe()
+    else:
+        if device is not None:
+            check_device(registry, device)
+        hardware, where = device_here(registry.detect_hardware(), device, "--device")
+        name = where
     wanted = find_op(registry, op).name if op else None
-    wholes = [
-        _Asked(record, spec, dtypes)
-        for record in records
-        for spec in record.kernels
-        if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
-        for dtypes in _checked_together(spec, dtype, 1 if spec.hardware.unmet(where.hardware) else jobs)
+    dtypes = (dtype,) if dtype else ()
+    cases = [
+        (owner, case)
+        for owner in records
+        for case in cases_in(CheckRequest(owner.name, dtypes=dtypes), owner, registry, hardware, where)
+        if wanted in (None, case.spec.op_name) and kernel in (None, case.spec.name, str(case.spec))
     ]
-
-    def is_left_out(spec: KernelSpec) -> bool:
-        return bool(spec.slow_check) and not (slow or kernel or where.compiles)
-
-    def runs(spec: KernelSpec) -> bool:
-        return not (where.compiles or spec.hardware.unmet(where.hardware) or is_left_out(spec))
-
-    checks_run = sum(runs(each.spec) for each in wholes)
-    asked = [part for each in wholes for part in (each.parts(jobs, checks_run) if runs(each.spec) else [each])]
-    progress = _Progress(len(asked))
-
-    def rows_of(each: _Asked) -> list[Row]:
-        spec, dtypes = each.spec, each.dtypes
-        if unmet := spec.hardware.unmet(where.hardware):
-            return progress.done([Row(str(spec), "-", SKIPPED, unmet)])
-        if not dtypes:
-            return progress.done([Row(str(spec), dtype or "-", SKIPPED, (f"declares {', '.join(spec.dtypes)} only",))])
-        if is_left_out(spec):
-            why = f"slow to check, --slow checks it too: {spec.slow_check}"
-            return progress.done([Row(str(spec), name, SKIPPED, (why,)) for name in dtypes])
-        return progress.done(checks.rows(each.record.name, spec, where.asked, dtypes, timeout, each.part))
-
-    with where.checks(jobs) as checks, ThreadPoolExecutor(jobs) as pool:
-        # The longest first, so that none of them is the last one, alone.
-        submitted = {index: pool.submit(rows_of, asked[index]) for index in _longest_first(asked)}
-        found = [submitted[index].result() for index in range(len(asked))]
-    by_plugin: dict[str, dict[tuple[str, str], list[Row]]] = {}
-    for each, its_rows in zip(asked, found, strict=True):
-        for row in its_rows:
-            by_plugin.setdefault(each.record.name, {}).setdefault((row.kernel, row.dtype), []).append(row)
-    specs = {str(each.spec): each.spec for each in asked}
-    joined_rows = {name: [joined(parts) for parts in cases.values()] for name, cases in by_plugin.items()}
-    if not where.compiles:
-        joined_rows = {
-            name: [as_expected(row, specs[row.kernel], where.hardware) for row in of_it]
-            for name, of_it in joined_rows.items()
-        }
-    rows = [row for of_it in joined_rows.values() for row in of_it]
+    if not (slow or kernel or compile_for):
+        cases = [(owner, _unless_slow(case)) for owner, case in cases]
+    checks = Checks(where, jobs, timeout, launch, compiles=compile_for is not None)
+    rows = _results(cases, checks, jobs if compile_for is None else 1)
     if compile_for is None:
-        plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
-        kept = ((record, of_it if launch is None else failures(of_it)) for record, of_it in plugins)
-        passed = [each for record, of_it in kept for each in keep_results(of_it, record, where.hardware)]
+        rows = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(rows, cases, strict=True)]
+        passed: list[Certificate] = []
+        for owner in records:
+            of_it = [row for row, (its, _) in zip(rows, cases, strict=True) if its is owner]
+            passed += keep_results(of_it if launch is None else failures(of_it), owner, hardware)
         if certify is not None:
             write_certificates(certify, passed)
-    nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for record in records for spec in record.kernels])
-    name = ", ".join(map(str, records))
+    nothing = _why_nothing_ran(rows, kernel, op, dtype, [str(spec) for record in records for spec in record.kernels])
+    plugins = ", ".join(map(str, records))
     if json:
-        results = [row.to_dict() for row in rows]
-        print_json({"plugin": name, "device": where.name, "results": results, "nothing_ran": nothing})
+        print_json(
+            {"plugin": plugins, "device": name, "results": [row.to_dict() for row in rows], "nothing_ran": nothing}
+        )
     else:
-        show_results(rows, f"{name} {where}")
+        show_results(rows, f"{plugins} {'on' if compile_for is None else 'compiled for'} {name}")
         show_slowest(rows)
         show_functions(rows)
     if nothing:
@@ -189,19 +166,25 @@ def verify(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What one process is asked: a kernel in some dtypes, and one of so many parts of its check."""
+def _unless_slow(case: KernelCase) -> KernelCase:
+    why = case.spec.slow_check
+    return case if case.skip or not why else replace(case, skip=f"slow to check, --slow checks it too: {why}")
 
-    record: PluginRecord
-    spec: KernelSpec
-    dtypes: tuple[str, ...]
-    part: tuple[int, int] = (0, 1)
 
-    def parts(self, jobs: int, checks: int) -> list[_Asked]:
-        """This check in parts, where some of the jobs would have nothing to do or would wait for it alone."""
-        count = parts_of_check(self.spec, jobs, checks)
-        return [replace(self, part=(index, count)) for index in range(count)]
+def _results(cases: Sequence[tuple[PluginRecord, KernelCase]], checks: Checks, most_parts: int) -> list[Row]:
+    """A row for each case. A check in parts, of which there are ``most_parts`` at most, has one row."""
+    running = [index for index, (_, case) in enumerate(cases) if not case.skip]
+    counts = {index: parts_of_check(cases[index][1].spec, most_parts, len(running)) for index in running}
+    parts = [(index, (part, of)) for index, of in counts.items() for part in range(of)]
+    asked = [Check(cases[index][0].name, cases[index][1].spec, cases[index][1].dtype, part) for index, part in parts]
+    import_once()
+    found: dict[int, list[Row]] = {}
+    for (index, _), row in zip(parts, checks.rows(asked, _progress(len(asked))), strict=True):
+        found.setdefault(index, []).append(row)
+    return [
+        joined(found[index]) if index in found else Row(str(case.spec), case.dtype, SKIPPED, (case.skip,))
+        for index, (_, case) in enumerate(cases)
+    ]
 
 
 def parts_of_check(spec: KernelSpec, jobs: int, checks: int) -> int:
@@ -215,70 +198,17 @@ def parts_of_check(spec: KernelSpec, jobs: int, checks: int) -> int:
     return max(1, jobs // checks, jobs // len(spec.dtypes) if spec.slow_check else long)
 
 
-def _longest_first(asked: list[_Asked]) -> list[int]:
-    ranks = {op: rank for rank, op in enumerate(LONGEST_OPS)}
-    return sorted(
-        range(len(asked)),
-        key=lambda index: (not asked[index].spec.slow_check, ranks.get(asked[index].spec.op_name, 99)),
-    )
+def _progress(total: int) -> Callable[[Row], None]:
+    """Prints each check that is over on standard error, if that is a terminal: all kernels of a GPU take minutes."""
+    ended, one_at_a_time = count(1), Lock()
 
-
-def _checked_together(spec: KernelSpec, dtype: str | None, jobs: int) -> list[tuple[str, ...]]:
-    """The dtypes that one process checks: all of them, but where several kernels are checked at a time, one each.
-
-    The longest check then ends sooner. Alone, a kernel needs its libraries imported only once.
-    """
-    dtypes = tuple(name for name in spec.dtypes if dtype in (None, name))
-    return [(name,) for name in dtypes] if jobs > 1 and dtypes else [dtypes]
-
-
-class _Progress:
-    """Says on standard error, if it is a terminal, which checks are over: all kernels of a GPU take minutes."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._ended, self._lock = total, 0, Lock()
-
-    def done(self, rows: list[Row]) -> list[Row]:
-        with self._lock:
-            self._ended += 1
-            results = ", ".join(f"{row.dtype} {row.result} in {row.seconds:.0f} s" for row in rows)
+    def show(row: Row) -> None:
+        with one_at_a_time:
+            place = f"{next(ended)} of {total}: {row.kernel} {row.dtype}"
             if sys.stderr.isatty():
-                typer.echo(f"{self._ended} of {self._total}: {rows[0].kernel}: {results}", err=True)
-        return rows
+                typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s", err=True)
 
-
-@dataclass(frozen=True)
-class _Where:
-    """Where kernels are checked, or for what they are compiled, and how.
-
-    Attributes:
-        hardware: what kernels ask for.
-        name: in words.
-        checks: starts the processes that check, for so many jobs.
-        asked: the device, or the GPU's name, as these processes take it.
-        compiles: whether nothing is run.
-    """
-
-    hardware: Hardware
-    name: str
-    checks: Callable[[int], Checks]
-    asked: str
-    compiles: bool = False
-
-    def __str__(self) -> str:
-        return f"compiled for {self.name}" if self.compiles else f"on {self.name}"
-
-
-def _device(registry: Registry, asked: str | None, launch: int | None) -> _Where:
-    if asked is not None:
-        check_device(registry, asked)
-    hardware, name = device_here(registry.detect_hardware(), asked, "--device")
-    return _Where(hardware, name, partial(Checks.running, launch=launch), name)
-
-
-def _target(registry: Registry, asked: str) -> _Where:
-    hardware = compiled_gpu(registry, asked)
-    return _Where(hardware, hardware.describe(), Checks.compiling, asked, compiles=True)
+    return show
 
 
 def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
@@ -292,7 +222,7 @@ def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
 
 
 def as_expected(row: Row, spec: KernelSpec, hardware: Hardware) -> Row:
-    """The row of a kernel that is wrong where somebody saw it wrong says what was seen; other rows are as they are.
+    """``row``, with a failure marked as expected where the kernel was seen to fail on such hardware.
 
     A check that compared nothing, as where a library can't be imported or time runs out, shows no such fault.
     """
@@ -309,7 +239,7 @@ def failures(rows: Iterable[Row]) -> list[Row]:
 def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
-    A contract that failed, or a skipped kernel, says nothing.
+    A contract that failed, or a skipped kernel, is left out.
     """
     machine, specs = ThisMachine(hardware), {str(spec): spec for spec in record.kernels}
     failed: dict[CheckedKernel, str] = {}
@@ -333,7 +263,7 @@ def show_results(rows: Iterable[Row], title: str) -> None:
 
 
 def show_slowest(rows: Iterable[Row]) -> None:
-    """Print what the time of the slowest checks was spent on, if there are some that ran."""
+    """Print how the slowest checks spent their time, if any ran."""
     ran = sorted((row for row in rows if row.spent), key=lambda row: -row.seconds)
     if ran:
         parts = list(ran[0].spent)
@@ -360,11 +290,12 @@ def show_functions(rows: Iterable[Row]) -> None:
         print(render_table(heads, table, "Triton's functions; the most over the alignments of their arguments"))
 
 
-def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, known: list[str]) -> str:
+def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, dtype: str | None, known: list[str]) -> str:
     if any(row.result not in (SKIPPED, EXPECTED) for row in rows):
         return ""
     if rows:
         expected = any(row.result == EXPECTED for row in rows)
         return "every kernel was skipped" + expected * ", or failed where it was wrong before"
-    asked = " ".join(f"--{name} {value}" for name, value in (("kernel", kernel), ("op", op)) if value)
+    given = ("kernel", kernel), ("op", op), ("dtype", dtype)
+    asked = " ".join(f"--{name} {value}" for name, value in given if value)
     return f"no kernel matches {asked}; the plugin has {', '.join(known)}" if asked else "the plugin has no kernels"

@@ -1,56 +1,153 @@
-"""Checks one kernel in this process and writes a line of JSON per dtype. Run by ``veomni verify``."""
+"""The process of one check: runs or compiles one kernel in one dtype, and writes its row as JSON."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
-from veomni_conformance import check_kernel
-from veomni_conformance.cli.verify_processes import LAUNCH
-from veomni_conformance.triton_searches import taking_launch
+from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import ContractError
+from veomni_core.discovery.registry import Registry
+from veomni_core.errors import ContractError, VeOmniError
+
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def probe(
-    plugin: str, kernel: str, device: str, dtypes: list[str], part: tuple[int, int]
-) -> Iterator[dict[str, object]]:
-    """Check ``kernel`` of ``plugin`` in each dtype, or one part of what is asked, and yield one row each."""
-    registry = discover()
-    (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
-    for dtype in dtypes:
-        start, cases, spent = time.perf_counter(), {}, {}
-        try:
-            report = check_kernel(spec, device, dtype, op=registry.ops.get(spec.op_name), part=part)
-            passes = report.ok or (part[1] > 1 and not report.cases)  # fewer samples than parts
-            result, detail = ("ok" if passes else "FAILED"), list(report.failures)
-            detail = detail or ([] if passes else ["its contract has no samples"])
-            detail += [f"not run: {words}" for words in report.skipped]
-            spent = dict(report.seconds)
-            cases = {case.sample: (case.worst_value, case.worst_gradient) for case in report.cases}
-        except ContractError as error:
-            result, detail = "CONTRACT FAILED", [str(error)]
-        except Exception as error:
-            result, detail = "FAILED", [f"{type(error).__name__}: {error}"]
-        seconds = round(time.perf_counter() - start, 2)
-        row = {"dtype": dtype, "result": result, "detail": detail, "seconds": seconds, "cases": cases}
-        yield {**row, "spent": spent}
+@dataclass(frozen=True)
+class Request:
+    """One check.
+
+    Attributes:
+        plugin, kernel: the kernel, as ``op/variant:name``, and its plugin.
+        dtype: of the samples.
+        where: a device, or the name of a GPU to compile for.
+        file: to which the row is written, since kernels may print to standard output.
+        part: ``(index, count)``: only this one of ``count`` parts of the check.
+        launch: which launch Triton's searches take; ``None`` if they are free.
+        compiles: whether the kernel is compiled for a GPU, and not run.
+    """
+
+    plugin: str
+    kernel: str
+    dtype: str
+    where: str
+    file: str
+    part: tuple[int, int] = (0, 1)
+    launch: int | None = None
+    compiles: bool = False
+
+
+def begin(request: Request, errors: str, environment: Mapping[str, str]) -> NoReturn:
+    """Check in this process, a fork, and end it. Standard error goes to the file ``errors``."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # a group of its own, so that compilers that it starts end with it
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for place, stream in ((0, nowhere), (1, nowhere), (2, os.open(errors, os.O_WRONLY | os.O_CREAT))):
+            os.dup2(stream, place)
+        arguments = [json.dumps(asdict(request))]
+        if _needs_an_interpreter_of_its_own(environment):
+            command = [sys.executable, "-X", "faulthandler", "-m", __name__, *arguments]
+            os.execve(sys.executable, command, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        faulthandler.enable()
+        os.environ.clear()
+        os.environ.update(environment)
+        _limit_threads()
+        main(arguments)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Append the rows to a file: the kernel's plugin, the kernel, the device, the dtypes, the part, the file."""
-    plugin, kernel, device, dtypes, part, file = arguments
-    index, count = map(int, part.split("/"))
-    launch = os.environ.get(LAUNCH)
-    with taking_launch(int(launch)) if launch else nullcontext():
-        for row in probe(plugin, kernel, device, dtypes.split(","), (index, count)):
-            with Path(file).open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+    """Check, and write the row. The one argument is a request as JSON."""
+    request = Request(**json.loads(arguments[0]))
+    start = time.perf_counter()
+    row = _compiled(request) if request.compiles else _checked(request)
+    row |= {"dtype": request.dtype, "seconds": round(time.perf_counter() - start, 2)}
+    Path(request.file).write_text(json.dumps(row))
+
+
+def _checked(request: Request) -> dict[str, Any]:
+    from veomni_conformance import check_kernel
+    from veomni_conformance.triton_searches import taking_launch
+
+    registry = discover()
+    spec = _spec(registry, request)
+    part = (request.part[0], request.part[1])
+    try:
+        with nullcontext() if request.launch is None else taking_launch(request.launch):
+            report = check_kernel(spec, request.where, request.dtype, op=registry.ops.get(spec.op_name), part=part)
+    except ContractError as error:
+        return {"result": "CONTRACT FAILED", "detail": [str(error)]}
+    except Exception as error:
+        return {"result": "FAILED", "detail": [f"{type(error).__name__}: {error}"]}
+    passes = report.ok or (part[1] > 1 and not report.cases)  # fewer samples than parts
+    detail = list(report.failures) or ([] if passes else ["its contract has no samples"])
+    return {
+        "result": "ok" if passes else "FAILED",
+        "detail": [*detail, *(f"not run: {words}" for words in report.skipped)],
+        "cases": {case.sample: (case.worst_value, case.worst_gradient) for case in report.cases},
+        "spent": dict(report.seconds),
+    }
+
+
+def _compiled(request: Request) -> dict[str, Any]:
+    from veomni_conformance.triton_ahead import compile_ahead
+    from veomni_conformance.triton_targets import Target
+    from veomni_ops.contract import contract_for
+
+    registry = discover()
+    spec = _spec(registry, request)
+    target = Target.of(registry.named_hardware(request.where))
+    try:
+        found = compile_ahead(spec, contract_for(registry.op(spec.op_name), spec.variant), request.dtype, target)
+    except VeOmniError as error:
+        return {"result": "FAILED", "detail": [f"{type(error).__name__}: {error}"]}
+    nothing = [] if found.functions or found.failures else ["it launches no Triton function"]
+    return {
+        "result": "FAILED" if found.failures else "ok" if found.functions else "skipped",
+        "detail": [*found.failures, *nothing, *(f"not reached: {each}" for each in found.not_reached)],
+        "functions": [asdict(each) for each in found.functions],
+    }
+
+
+def _spec(registry: Registry, request: Request) -> KernelSpec:
+    return next(spec for spec in registry.plugin(request.plugin).kernels if str(spec) == request.kernel)
+
+
+def _needs_an_interpreter_of_its_own(environment: Mapping[str, str]) -> bool:
+    """Whether an import before the fork used the GPU, so that a fork can't, or read how Triton is to run."""
+    torch = sys.modules.get("torch")
+    how = "TRITON_INTERPRET"
+    reads = "triton" in sys.modules and os.environ.get(how, "0") != environment.get(how, "0")
+    return reads or (torch is not None and torch.cuda._is_in_bad_fork())
+
+
+def _limit_threads() -> None:
+    """Apply the environment's limits, which libraries read when they are imported, and so before the fork."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+    if inductor := sys.modules.get("torch._inductor.config"):
+        inductor.compile_threads = int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
 
 
 if __name__ == "__main__":

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any
 
+from veomni_conformance.cli.verify_probe import Request, begin
 from veomni_core.descriptions.kernel_spec import KernelSpec
 
 OK, FAILED, SKIPPED, CONTRACT = "ok", "FAILED", "skipped", "CONTRACT FAILED"
 EXPECTED = "failed as expected"
-LAUNCH = "VEOMNI_LAUNCH"  # in the environment of a check: which launch searches give; empty if they are free
+# Ops whose contracts take longest: four ranks, recurrences by the token, many samples, many kernels to compile.
+LONGEST_OPS = (
+    "token_dispatch",
+    "chunk_gated_delta_rule",
+    "causal_conv1d",
+    "kda",
+    "mamba2_scan",
+    "moe_experts",
+    "attention",
+    "token_logprobs",
+)
+CONTEXT = multiprocessing.get_context("forkserver")
+_ONE_AT_A_TIME = Lock()  # processes are started and looked after by several threads
+_PAUSE = 0.02  # seconds between two looks at a check
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel in one dtype: what is its ``result``, ``OK`` or another of the words above, and the ``detail`` of why.
+    """One kernel in one dtype: its ``result``, ``OK`` or another of the words above, and the ``detail`` of why.
 
     ``cases`` has the largest errors of values and gradients of each case, as shares of the tolerance. ``spent`` has the
     ``seconds`` by what they were spent on, as a :class:`~veomni_conformance.ConformanceReport`. ``functions`` has what
@@ -61,142 +76,100 @@ def joined(parts: list[Row]) -> Row:
     return replace(parts[0], result=result, detail=detail, seconds=seconds, cases=cases, spent=spent)
 
 
-class Checks:
-    """Runs checks of kernels, several at a time if several threads ask. Each has a process of its own.
+@dataclass(frozen=True)
+class Check:
+    """A kernel of a plugin in one dtype, and which of how many parts of its check."""
 
-    The processes are forks of :mod:`~veomni_conformance.cli.verify_worker`, one of which is started for each thread.
+    plugin: str
+    spec: KernelSpec
+    dtype: str
+    part: tuple[int, int] = (0, 1)
+
+
+class Checks:
+    """Runs checks of kernels, several at a time, each in a process of its own.
+
+    pytest-xdist is not used: its workers run many tests each, and end none that hangs. The processes are forks of one
+    that has imported torch and its compilers (:mod:`~veomni_conformance.cli.verify_preload`).
 
     Args:
-        probe: the module whose ``main`` runs one check.
-        jobs: how many checks will run at a time.
-        environment: what its processes have in their environment besides ours.
+        where: a device, or with ``compiles`` the name of a GPU.
+        jobs: how many checks run at a time.
+        timeout: seconds that one may take.
+        launch: which launch Triton's searches take; ``None`` leaves them free.
+        compiles: compile what kernels launch by Triton, and run nothing.
     """
 
-    def __init__(self, probe: str, jobs: int, environment: Mapping[str, str]) -> None:
-        self._command = [sys.executable, "-X", "faulthandler", "-m", "veomni_conformance.cli.verify_worker", probe]
+    def __init__(
+        self, where: str, jobs: int, timeout: float = 600.0, launch: int | None = None, compiles: bool = False
+    ) -> None:
+        self._request = Request("", "", "", where, "", launch=launch, compiles=compiles)
+        self._jobs, self._timeout, self._over = jobs, timeout, False
         # By default each process has a thread per core, and torch.compile starts as many compilers beside it. Two
         # threads in each of as many processes as there are cores wait for each other: a check took five times as long.
         threads = {"OMP_NUM_THREADS": "2" if jobs == 1 else "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        self._environment = {**threads, **os.environ, **environment}
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._environment = {**threads, **os.environ, **({"TRITON_INTERPRET": "0"} if compiles else {})}
 
-    @classmethod
-    def running(cls, jobs: int, launch: int | None = None) -> Checks:
-        """Checks that run kernels through their contracts; ``launch`` is the one that Triton's searches give."""
-        return cls("veomni_conformance.cli.verify_probe", jobs, {LAUNCH: "" if launch is None else str(launch)})
+    def rows(self, asked: Sequence[Check], done: Callable[[Row], object] = lambda row: None) -> list[Row]:
+        """Check each kernel, and call ``done`` with each row. One whose process ends before it has its row fails.
 
-    @classmethod
-    def compiling(cls, jobs: int) -> Checks:
-        """Checks that compile what kernels launch by Triton, and run nothing."""
-        return cls("veomni_conformance.cli.compile_probe", jobs, {"TRITON_INTERPRET": "0"})
-
-    def __enter__(self) -> Checks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                self._idle.get_nowait().end()
-
-    def rows(
-        self,
-        plugin: str,
-        spec: KernelSpec,
-        where: str,
-        dtypes: tuple[str, ...],
-        timeout: float,
-        part: tuple[int, int] = (0, 1),
-    ) -> list[Row]:
-        """Check one kernel; one row per dtype. If its process ends early, the dtype that it was at and the rest fail.
-
-        Args:
-            plugin: the kernel's.
-            spec: the kernel.
-            where: a device, or the name of the GPU to compile for.
-            dtypes: in which it is checked, one after the other.
-            timeout: seconds for all of them.
-            part: ``(index, count)``: only this one of ``count`` parts of the check.
+        The longest begin first, so that none of them is the last one, alone.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            written, errors = Path(folder) / "rows", Path(folder) / "errors"
-            # Results go through a file, since kernels may print to standard output.
-            arguments = [plugin, str(spec), where, ",".join(dtypes), f"{part[0]}/{part[1]}", str(written)]
-            problem = self._run(arguments, errors, timeout)
-            lines = written.read_text().splitlines() if written.exists() else []
-        rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
-        rows = [replace(row, detail=tuple(row.detail), functions=tuple(row.functions)) for row in rows]
-        missing = dtypes[len(rows) :]
-        if not missing:
-            return rows
-        sentences = [f"{problem}, at {missing[0]}", *(["not reached: its process was gone"] * (len(missing) - 1))]
-        return [
-            *rows,
-            *(Row(str(spec), name, FAILED, (words,)) for name, words in zip(missing, sentences, strict=True)),
-        ]
+        longest_first = sorted(range(len(asked)), key=lambda index: _rank(asked[index].spec))
+        with ThreadPoolExecutor(self._jobs) as pool:
+            try:
+                found = {index: pool.submit(self._row, asked[index], done) for index in longest_first}
+                return [found[index].result() for index in range(len(asked))]
+            except BaseException:  # an interrupt: nobody waits for the checks any more
+                self._over = True
+                pool.shutdown(cancel_futures=True)
+                raise
 
-    def _run(self, arguments: list[str], errors: Path, timeout: float) -> str:
-        """Run one check and describe how its process ended, for the case that it did not write all results."""
-        worker = self._worker()
-        try:
-            answer = worker.answer({"arguments": arguments, "errors": str(errors), "timeout": timeout})
-        except BaseException:  # an interrupt: nobody waits for the check any more
-            worker.end()
-            raise
-        if answer is None:  # the worker itself is gone
-            code = worker.end()
-            errors.write_text(worker.last_words())
-        else:
-            code = answer["code"]
-            self._idle.put(worker)
+    def _row(self, check: Check, done: Callable[[Row], object]) -> Row:
+        row = self._checked(check)
+        done(row)
+        return row
+
+    def _checked(self, check: Check) -> Row:
+        with tempfile.TemporaryDirectory() as folder:
+            written, errors = Path(folder) / "row", Path(folder) / "errors"
+            names = {"plugin": check.plugin, "kernel": str(check.spec), "dtype": check.dtype}
+            request = replace(self._request, **names, file=str(written), part=check.part)
+            problem = self._run(request, errors)
+            if not written.exists():
+                return Row(str(check.spec), check.dtype, FAILED, (problem,))
+            row = Row(kernel=str(check.spec), **json.loads(written.read_text()))
+        return replace(row, detail=tuple(row.detail), functions=tuple(row.functions))
+
+    def _run(self, request: Request, errors: Path) -> str:
+        """Run one check and describe how its process ended, for the case that it did not write its row."""
+        process = CONTEXT.Process(target=begin, args=(request, str(errors), self._environment))
+        with _ONE_AT_A_TIME:
+            process.start()
+        code, ends = None, time.monotonic() + self._timeout
+        while code is None and time.monotonic() < ends and not self._over:
+            time.sleep(_PAUSE)
+            with _ONE_AT_A_TIME:
+                code = process.exitcode
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
         if code is None:
-            return f"did not end within {timeout:g} s (--timeout gives it longer)"
+            process.kill()
+            return f"did not end within {self._timeout:g} s (--timeout gives it longer)"
         if code < 0:
             return f"its process was killed by {_signal_name(-code)}"
         text = errors.read_text() if errors.exists() else ""
         last = (text.strip().splitlines() or ["no message"])[-1]
         return f"its process ended with code {code} before the check was over ({last})"
 
-    def _worker(self) -> _Worker:
-        with contextlib.suppress(Empty):
-            return self._idle.get_nowait()
-        return _Worker(self._command, self._environment)
+
+def import_once() -> None:
+    """Fork checks from a process with the common imports made; without this call each check makes them."""
+    CONTEXT.set_forkserver_preload(["veomni_conformance.cli.verify_preload"])
 
 
-class _Worker:
-    """A process that forks one check after the other."""
-
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,  # an interrupt in the terminal is ours to pass on
-        )
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Wait for its answer; ``None`` if it is gone."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else None
-
-    def end(self) -> int:
-        """End it, with a check that it runs, and give its exit code."""
-        self._process.terminate()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
-        return self._process.returncode
-
-    def last_words(self) -> str:
-        """What it wrote on standard error."""
-        self._errors.seek(0)
-        return self._errors.read()
+def _rank(spec: KernelSpec) -> tuple[bool, int]:
+    return not spec.slow_check, LONGEST_OPS.index(spec.op_name) if spec.op_name in LONGEST_OPS else len(LONGEST_OPS)
 
 
 def _signal_name(number: int) -> str:

@@ -1,13 +1,12 @@
-"""Runs the conformance checks that kernels still need before they may be measured, and keeps what they say."""
+"""Runs the conformance checks that kernels still need before they may be measured, and keeps their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from veomni_conformance.cli.verify import LONGEST_OPS, keep_results
-from veomni_conformance.cli.verify_processes import OK, Checks, Row
+from veomni_conformance.cli.verify import keep_results
+from veomni_conformance.cli.verify_processes import OK, Check, Checks, Row, import_once
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
@@ -26,7 +25,7 @@ class MissingChecks:
         jobs: how many checks run at a time.
         timeout: seconds that one may take.
         slow: whether those are run that take many minutes.
-        say: is told of each check that is over.
+        say: prints a line for each check that is over.
     """
 
     registry: Registry
@@ -65,21 +64,12 @@ class MissingChecks:
         """A row for each kernel and dtype, which is kept for this machine's plans."""
         if not asked:
             return []
-        ranks = {op: rank for rank, op in enumerate(LONGEST_OPS)}
-        asked = sorted(
-            asked, key=lambda each: ranks.get(each[0].op_name, len(ranks))
-        )  # so that none is the last, alone
         self.say(f"{len(asked)} checks of kernels that are not certified here, {self.jobs} at a time")
-
-        def row_of(each: tuple[KernelSpec, str]) -> Row:
-            spec, dtype = each
-            plugin = self.registry.plugin_of(spec)
-            (row,) = checks.rows(plugin.name, spec, self.hardware.torch_device_type, (dtype,), self.timeout)
-            self.say(f"{spec} in {dtype}: {row.result} in {row.seconds:.0f} s")
-            return row
-
-        with Checks.running(self.jobs) as checks, ThreadPoolExecutor(self.jobs) as pool:
-            rows = list(pool.map(row_of, asked))
+        import_once()
+        rows = Checks(self.hardware.torch_device_type, self.jobs, self.timeout).rows(
+            [Check(self.registry.plugin_of(spec).name, spec, dtype) for spec, dtype in asked],
+            lambda row: self.say(f"{row.kernel} in {row.dtype}: {row.result} in {row.seconds:.0f} s"),
+        )
         for (spec, _), row in zip(asked, rows, strict=True):
             keep_results([row], self.registry.plugin_of(spec), self.hardware)
         return [(row, spec) for row, (spec, _) in zip(rows, asked, strict=True)]

@@ -60,7 +60,7 @@ class SiteSteps:
         with self._bound(spec, recorder.marking(kernel)):
             replay = self._recorded(recorder, module, seen)
         if self._caller is None:
-            self._caller, self._replayed, self._hands_on = seen.path, {*replay.results}, replay.hands_on
+            self._caller, self._replayed, self._hands_on = seen.path, {*replay.results}, replay.skipped_output
         return self._module_step(seen, replay, partial(self._bound, spec, kernel))
 
     def of_own_code(self, spec: KernelSpec, kernel: Function) -> Step:
@@ -79,7 +79,7 @@ class SiteSteps:
         module = self._on.model.get_submodule(seen.path)
         replay = self._recorded(Recorder(module, self._replayed), module, seen)
         replay.results = {name: results for name, results in replay.results.items() if name in self._replayed}
-        replay.hands_on = self._hands_on
+        replay.skipped_output = self._hands_on
         return self._module_step(seen, replay, nullcontext)
 
     def _function(self, spec: KernelSpec, kernel: Function) -> _Replaced | None:
@@ -101,7 +101,7 @@ class SiteSteps:
 
     def _module_step(self, seen: Seen, replay: Replay, bound: Callable[[], Any]) -> Step:
         module, args, kwargs = self._on.model.get_submodule(seen.path), as_leaves(seen.args), as_leaves(seen.kwargs)
-        left_out = {*replay.results, replay.hands_on}
+        left_out = {*replay.results, replay.skipped_output}
         names = [name for name, _ in module.named_children() if name in left_out]
         self.timed = self._where(seen.path) + (f", without {' and '.join(names)}" if names else "")
         parameters = [
@@ -119,7 +119,7 @@ class SiteSteps:
                 yield
 
         leaves: list[Tensor] = [*(each for each in tensors_in(given) if each.requires_grad), *parameters]
-        form = (type(module).__name__, form_of(given), form_of(parameters), replay.hands_on)
+        form = (type(module).__name__, form_of(given), form_of(parameters), replay.skipped_output)
         return Step(partial(module, *args, **kwargs), leaves, self._on.autocast_on, in_place, form, shapes_of(given))
 
     def _recorded(self, recorder: Recorder, module: nn.Module, seen: Seen) -> Replay:

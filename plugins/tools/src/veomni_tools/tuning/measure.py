@@ -36,7 +36,7 @@ class Tuning:
         survey: finds its sites, and the kernels that could run there.
         turns: how often each contender is timed.
         clock: takes the times; by default that of the model's device.
-        say: is told of each kind of site when its turn comes.
+        say: prints a line for each kind of site.
     """
 
     survey: Survey

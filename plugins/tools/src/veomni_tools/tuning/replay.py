@@ -25,20 +25,20 @@ class Replay:
 
     Attributes:
         results: for each child that ran before the kernel, its results, in the order of its calls.
-        hands_on: the linear whose result is the module's own, and which no kernel touches: it hands on its input, so
-            that only what comes before it is timed. Empty if there is none.
+        skipped_output: the module's last linear, which no kernel covers: identity replaces it, so that only what comes
+            before it is timed. Empty if there is none.
     """
 
     results: dict[str, list[Any]] = field(default_factory=dict)
-    hands_on: str = ""
+    skipped_output: str = ""
 
     @contextmanager
     def in_place_of_children(self, module: nn.Module) -> Iterator[None]:
         """Let the children of ``module`` give the recorded results, in each call of it the same."""
         children: Mapping[str, Any] = module._modules
         stand_ins: dict[str, Function] = {name: _given(results) for name, results in self.results.items()}
-        if self.hands_on:
-            stand_ins[self.hands_on] = _handed_on
+        if self.skipped_output:
+            stand_ins[self.skipped_output] = _unchanged
         try:
             for name, stand_in in stand_ins.items():
                 vars(children[name])["forward"] = stand_in
@@ -94,7 +94,7 @@ class Recorder:
         first = result[0] if isinstance(result, (tuple, list)) else result
         runs_after = self._marked and name != "" and name not in self._replay.results
         if runs_after and first is last and type(self._module._modules[name]) is nn.Linear:
-            self._replay.hands_on = name
+            self._replay.skipped_output = name
         return self._replay
 
 
@@ -116,5 +116,5 @@ def _given(results: list[Any]) -> Function:
     return lambda *args, **kwargs: next(turns)
 
 
-def _handed_on(input: Any) -> Any:
+def _unchanged(input: Any) -> Any:
     return input

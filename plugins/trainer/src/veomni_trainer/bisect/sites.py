@@ -64,7 +64,7 @@ def find_causes(
         job: the job's file.
         changes: the values of ``--set``.
         steps, tolerance: as of :class:`~veomni_trainer.bisect.runs.Runs`.
-        say: is told of each run.
+        say: prints a line for each run.
 
     Raises:
         VeOmniError: what training the job would raise.

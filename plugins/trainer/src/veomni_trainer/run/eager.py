@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from veomni_trainer.loop.alternating_steps import AlternatingSteps
 from veomni_trainer.loop.signals import receiving
-from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.folder import RunFolder
 
 EAGER = "eager"  # the name of the run, and of its folder
@@ -24,7 +24,7 @@ _STANDARD_ERROR = 2  # its file descriptor
 
 @dataclass(frozen=True)
 class EagerRun:
-    """What the process of the eager run is told.
+    """The arguments of the eager run's process.
 
     Attributes:
         job: the file of the job that it is compared with.
@@ -58,7 +58,7 @@ class EagerRun:
 class EagerBeside:
     """The eager run that takes turns with the training in this process."""
 
-    def __init__(self, child: subprocess.Popen[bytes], turns: Turns) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], turns: AlternatingSteps) -> None:
         self._child, self.turns = child, turns
 
     def wait(self, stop: bool) -> int:
@@ -87,7 +87,7 @@ def eager_beside(job_text: str, folder: RunFolder, resume: bool, accept_plan_cha
         child = EagerRun(str(job), str(eager.path), resume, accept_plan_change, (received, sent)).start()
         os.close(received)
         os.close(sent)
-        beside = EagerBeside(child, Turns(hears, sends, first=True))
+        beside = EagerBeside(child, AlternatingSteps(hears, sends, first=True))
         try:
             yield beside
         except BaseException:

@@ -1,4 +1,4 @@
-"""The process of the all-eager run, which ``run.eager`` starts and tells what to do."""
+"""The process of the all-eager run, which ``run.eager`` starts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from veomni_trainer.setup.postponed import postpone_bitsandbytes
 _ALL_EAGER = "model.ops_implementation={preset: eager}"
 
 
-def main(told: str) -> int:
+def main(arguments: str) -> int:
     """Run the job; returns the exit code."""
     with contextlib.suppress(VeOmniError):  # said below, once the other process can be told that this one ends
-        postpone_bitsandbytes(load_job(Path(json.loads(told)["job"])))
+        postpone_bitsandbytes(load_job(Path(json.loads(arguments)["job"])))
 
-    from veomni_trainer.loop.turns import Turns
+    from veomni_trainer.loop.alternating_steps import AlternatingSteps
     from veomni_trainer.run.eager import EagerRun
     from veomni_trainer.run.run_job import run_job
 
-    run = EagerRun(**json.loads(told))
-    turns = Turns(*run.turns, first=False) if run.turns else None
+    run = EagerRun(**json.loads(arguments))
+    turns = AlternatingSteps(*run.turns, first=False) if run.turns else None
     try:
         output = f"train.output_dir={json.dumps(run.folder)}"
         # Models' own code may wait for the GPU, which a CUDA graph can't.

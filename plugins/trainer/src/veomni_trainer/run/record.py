@@ -16,8 +16,8 @@ from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
 from veomni_trainer.report.ending import RunEnding
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.report.write import write_report
+from veomni_trainer.run.console import print_once
 from veomni_trainer.run.live_report import LiveReport
-from veomni_trainer.run.saying import say
 
 
 class RunRecord(TrainerCallback):
@@ -40,7 +40,7 @@ class RunRecord(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **parts: Any) -> None:
         if self._resumed_from:
-            say(f"in force from step {state.global_step + 1} on: {settings_in_force(parts['optimizer'], args)}")
+            print_once(f"in force from step {state.global_step + 1} on: {settings_in_force(parts['optimizer'], args)}")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero and not self._begun:
@@ -54,7 +54,7 @@ class RunRecord(TrainerCallback):
         append_metrics(self._folder.metrics, row)
         if "bad" in row and not self._warned:
             self._warned = True
-            say(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
+            print_once(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
         self._progress.show(row)
         self._trackers.send(row)
         self._live.update(soon="validation_loss" in row)

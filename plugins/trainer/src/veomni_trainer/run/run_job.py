@@ -19,8 +19,8 @@ from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
+from veomni_trainer.loop.alternating_steps import AlternatingSteps
 from veomni_trainer.loop.signals import INTERRUPTED
-from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
@@ -28,13 +28,13 @@ from veomni_trainer.output.lock import locked
 from veomni_trainer.report.ending import RunEnding, State
 from veomni_trainer.report.write import describe_run, write_report
 from veomni_trainer.run.check import check_frozen
+from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
-from veomni_trainer.run.fit import Ending, fit
-from veomni_trainer.run.saying import is_main_process, say
 from veomni_trainer.run.start import prepare
 from veomni_trainer.run.starting_point import completion, starting_point
+from veomni_trainer.run.training import Ending, fit
 from veomni_trainer.setup.machine_defaults import for_this_machine
-from veomni_trainer.setup.waiting import naming_lost_processes
+from veomni_trainer.setup.process_timeout import naming_lost_processes
 
 
 def run_job(
@@ -45,7 +45,7 @@ def run_job(
     overwrite: bool = False,
     accept_plan_change: bool = False,
     compared: bool = False,
-    turns: Turns | None = None,
+    turns: AlternatingSteps | None = None,
     frozen: FrozenJob | None = None,
 ) -> bool:
     """Train, compare and report; returns whether an interrupt ended the job early.
@@ -95,7 +95,7 @@ class _Run:
     accept_plan_change: bool
     compare: str | None
     compared: bool
-    turns: Turns | None
+    turns: AlternatingSteps | None
     frozen: FrozenJob | None
     registry: Registry
 
@@ -107,7 +107,7 @@ class _Run:
         _let_go()
         stopped = ending.interrupted or bool(ending.bad_step)
         if self.compare and eager_code is None and not stopped:
-            say(f"\nThe same job, all-eager, in {folder.compared(EAGER).path}:")
+            print_once(f"\nThe same job, all-eager, in {folder.compared(EAGER).path}:")
             eager_code = train_eager(folder, self.accept_plan_change)
         interrupted = ending.interrupted or eager_code == INTERRUPTED
         if is_main_process():
@@ -120,7 +120,7 @@ class _Run:
                 "this job is complete"
             )
         if interrupted:
-            say("Interrupted. Continue with the same command and --resume.")
+            print_once("Interrupted. Continue with the same command and --resume.")
         return interrupted
 
     def _train(self) -> tuple[Ending, int | None]:
@@ -132,15 +132,15 @@ class _Run:
         job, folder = self.job, self.folder
         point = starting_point(job, folder, self.resume, self.overwrite)
         if done := completion(job, folder, point, job.train.steps):
-            say(done)
+            print_once(done)
             return Ending(), None
         start = prepare(job, folder, point, self.accept_plan_change, self.frozen, self.registry)
         if done := completion(job, folder, point, start.steps):  # of a job in epochs, whose steps depend on its data
-            say(done)
+            print_once(done)
             return Ending(), None
         if self.compare != EAGER:
             return fit(start, self.compared, self.turns), None
-        say(f"The same job, all-eager, takes turns with this one, in {folder.compared(EAGER).path}")
+        print_once(f"The same job, all-eager, takes turns with this one, in {folder.compared(EAGER).path}")
         with eager_beside(dump_job(job), folder, bool(point.step), self.accept_plan_change) as eager:
             ending = fit(start, self.compared, eager.turns)
             return ending, eager.wait(stop=ending.interrupted or bool(ending.bad_step))
@@ -156,7 +156,7 @@ class _Run:
                 export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
                 print(f"weights: {folder.exported}", flush=True)
             write_report(folder, RunEnding(state, ending.bad_step))
-        say(describe_run(folder))
+        print_once(describe_run(folder))
 
 
 def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:

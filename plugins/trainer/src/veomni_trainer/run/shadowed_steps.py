@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerState
 from veomni_core import Shadow
 from veomni_core.errors import BindingError
 from veomni_trainer.loop.expert_loads import ExpertLoads
-from veomni_trainer.run.saying import say
+from veomni_trainer.run.console import print_once
 
 
 class ShadowedSteps(TrainerCallback):
@@ -43,7 +43,7 @@ class ShadowedSteps(TrainerCallback):
         self._left -= 1
         if not self._left or control.should_training_stop:
             self._shadow.end()
-            say(f"equal to their own code until step {state.global_step}: {self._shadow.describe()}")
+            print_once(f"equal to their own code until step {state.global_step}: {self._shadow.describe()}")
             self._shadow = None
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -27,19 +27,19 @@ from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.run.saying import say
+from veomni_trainer.run.console import print_once
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
 from veomni_trainer.setup.arguments import training_arguments
+from veomni_trainer.setup.disk_space import check_disk_space
 from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
 from veomni_trainer.setup.packing import check_packing
-from veomni_trainer.setup.room import check_room
+from veomni_trainer.setup.process_timeout import set_process_timeout
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
-from veomni_trainer.setup.waiting import limit_waiting
 from veomni_transformers.sequence import apply_ulysses
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def prepare(
     model = build_model(job, ops, tokenizer, arguments.device, point.checkpoint, frozen.check if frozen else None)
     binding = binding_of(model)
     assert binding is not None
-    limit_waiting(job.train.timeout)
+    set_process_timeout(job.train.timeout)
     arguments.ddp_find_unused_parameters = may_leave_parameters_unused(model, binding.plan, job.train)
     if group is not None:
         apply_ulysses(model, group)
@@ -116,17 +116,17 @@ def prepare(
         check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.uses_trl else None
-    check_room(job.train, folder, trained)
+    check_disk_space(job.train, folder, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
-    say(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
+    print_once(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
     if frozen:
-        say(f"frozen: the plugins and the plan are those of {frozen.lock.path}")
+        print_once(f"frozen: the plugins and the plan are those of {frozen.lock.path}")
     for what in (*binding.receipt.verification.kernels, *binding.receipt.verification.sites):
-        say(f"verified: {what}")
+        print_once(f"verified: {what}")
     for change in accepted:
-        say(f"plan change accepted: {change}")
+        print_once(f"plan change accepted: {change}")
     if point.checkpoint:
-        say(describe_resumption(job, folder, point))
+        print_once(describe_resumption(job, folder, point))
     origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
     return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin, inputs)
 

@@ -1,196 +1,30 @@
-"""Runs a model on packed documents and on the same documents alone, and refuses it where the outputs differ."""
+"""``data.packing``: refuses a model that doesn't compute packed documents as it computes each of them alone."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any
-
-import torch
-from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
-from veomni_core.errors import ConfigError, PackedSequencesError
-from veomni_core.random_states import random_states_kept
-from veomni_trainer.setup.document_gradients import first_module_that_sees_others
-from veomni_transformers.sequence import gather_outputs
-
-_ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
-# The largest relative difference that rounding makes, with much to spare. A document that is seen where it should not
-# be changes the output of attention or of a convolution by about its own size, whatever the weights are. What a state
-# carries over may be smaller than rounding, so gradients are asked too.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
-_WORST = 0.75  # this quantile over tokens: a convolution over three tokens changes only the first two of a document
-
-Outputs = dict[str, Tensor]
+from veomni_core.errors import ConfigError
+from veomni_transformers.packed.document_values import why_documents_mix
 
 
 def check_packing(
     model: PreTrainedModel, batch_size: int, autocast: str | None = None, group: ProcessGroup | None = None
 ) -> None:
-    """Check by value that ``model`` computes packed documents as if each were alone, from positions that restart.
-
-    Every module's output is compared, so that a difference is seen where it arises, and not after layers of untrained
-    weights have made it small. All ranks must call this together.
+    """Run ``model`` on packed documents and on the same documents alone. All ranks must call this together.
 
     Args:
         model: bound, with weights, on its device.
-        batch_size: how many packed sequences a batch has; some attention keeps the documents only of one apart.
+        batch_size: how many packed sequences a batch has.
         autocast: the type that the model trains under.
         group: the ranks that share each sequence.
 
     Raises:
-        ConfigError: it doesn't; the message names the first module whose output differs, or that stays eager.
+        ConfigError: the outputs differ; the message names the first module whose output does, or that stays eager.
     """
-    name = type(model).__name__
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if problem := why_documents_mix(model, batch_size, autocast, group):
         raise ConfigError(
-            f"data.packing: {name} takes no position_ids, so it can't know where a document starts. Write "
-            "data.packing: false"
+            f"data.packing: {type(model).__name__} {problem}. Write data.packing: false, or choose another kernel for "
+            "the module that is named"
         )
-    model.config.use_cache = False  # as Trainer sets it: transformers sees no boundaries beside a cache
-    tolerance = _TOLERANCES[getattr(torch, autocast) if autocast else model.dtype]
-    with _evaluating(model), _under(autocast, model.device):
-        try:
-            problem = _first_difference(model, _ROWS[: min(batch_size, len(_ROWS))], group, tolerance)
-        except PackedSequencesError as error:
-            problem = str(error)
-    if problem:
-        raise ConfigError(
-            f"data.packing: {name} can't keep packed documents apart. {problem}. Write data.packing: false, or choose "
-            "another kernel for that module"
-        )
-
-
-def _first_difference(
-    model: PreTrainedModel,
-    rows: tuple[tuple[int, ...], ...],
-    group: ProcessGroup | None,
-    tolerance: float,
-) -> str:
-    """A sentence about the first module whose output differs; empty if none does."""
-    documents = _documents(rows, group.size() if group else 1, model)
-    packed = _packed(documents)
-    together = _by_document(_run(model, group, **packed), documents)
-    alone = [[_run(model, group, input_ids=ids[None]) for ids in row] for row in documents]
-    for path, error in _largest_anywhere(_differences(together, alone), model.device).items():
-        if not error <= tolerance:  # a NaN is no smaller
-            kind = type(model.get_submodule(path)).__name__
-            return (
-                f"The output of {path or 'the model'} ({kind}) for a document differs by {error:.2g} of its size from "
-                f"that for the same document alone, where rounding makes {tolerance:g} at most. It is the first module "
-                "whose output does"
-            )
-    if group is not None or _is_sharded(model):
-        return ""  # of modules that ranks share, values alone are asked
-    if seen := first_module_that_sees_others(model, rows[0], {name: each[:1] for name, each in packed.items()}):
-        path, module = seen
-        return (
-            f"The output of {path or 'the model'} ({type(module).__name__}) for a document depends on another one, as "
-            "its gradient says. It is the first module whose output does"
-        )
-    return ""
-
-
-def _is_sharded(model: PreTrainedModel) -> bool:
-    return any(isinstance(each, DTensor) for each in model.parameters())
-
-
-def _documents(rows: tuple[tuple[int, ...], ...], ranks: int, model: PreTrainedModel) -> list[list[Tensor]]:
-    """Random documents; each length is a multiple of the ranks that share a sequence."""
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randint(vocabulary, (length * ranks,), generator=generator).to(model.device) for length in row]
-        for row in rows
-    ]
-
-
-def _packed(documents: list[list[Tensor]]) -> Mapping[str, Tensor]:
-    positions = [torch.cat([torch.arange(len(ids), device=ids.device) for ids in row]) for row in documents]
-    return {"input_ids": torch.stack([torch.cat(row) for row in documents]), "position_ids": torch.stack(positions)}
-
-
-def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Any) -> Outputs:
-    """Every module's output that has a value for each token, in the order in which modules return."""
-    outputs: Outputs = {}
-    batch, length = inputs["input_ids"].shape
-    here = (batch, length // (group.size() if group else 1))
-
-    paths = {module: path for path, module in model.named_modules()}
-
-    def record(module: nn.Module, args: Any, output: Any) -> None:
-        for value in _tensors(output) if module in paths else ():
-            if value.shape[:2] == here and value.is_floating_point():
-                whole = gather_outputs(value, 1, group) if group else value
-                outputs[paths[module]] = whole.detach().float().reshape(*whole.shape[:2], -1)
-                return
-
-    # A hook of all modules in the process: bound modules would take one of their own for a change of what was proven.
-    with register_module_forward_hook(record):
-        model(**inputs)
-    return outputs
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, DTensor):
-        yield output.to_local()
-    elif isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from (each for value in output.values() for each in _tensors(value))
-    elif isinstance(output, tuple | list):
-        yield from (each for value in output for each in _tensors(value))
-
-
-def _by_document(outputs: Outputs, documents: list[list[Tensor]]) -> list[list[Outputs]]:
-    """The outputs of packed sequences, apart for each document."""
-    lengths = [[len(ids) for ids in row] for row in documents]
-    split = {path: [value[row].split(each) for row, each in enumerate(lengths)] for path, value in outputs.items()}
-    return [
-        [{path: values[row][number] for path, values in split.items()} for number in range(len(lengths[row]))]
-        for row in range(len(documents))
-    ]
-
-
-def _differences(packed: list[list[Outputs]], alone: list[list[Outputs]]) -> dict[str, float]:
-    """By module, how far a token's output is from that of its document alone: relative, and of most tokens.
-
-    Nothing comes before the first document of a sequence, so it is left out.
-    """
-    pairs = [pair for rows in zip(packed, alone, strict=True) for pair in [*zip(*rows, strict=True)][1:]]
-    found = {}
-    for path in pairs[0][0]:
-        if all(path in each for _, each in pairs):
-            values = [(one[path], other[path][0]) for one, other in pairs]
-            errors = [(one - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(1e-30) for one, other in values]
-            found[path] = float(torch.cat(errors).quantile(_WORST))
-    return found
-
-
-def _largest_anywhere(errors: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The largest error of any rank, so that all of them come to the same end."""
-    if not distributed.is_initialized():
-        return errors
-    values = torch.tensor([*errors.values()], device=device)
-    distributed.all_reduce(values, distributed.ReduceOp.MAX)
-    return dict(zip(errors, values.tolist(), strict=True))
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), random_states_kept():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def _under(autocast: str | None, device: torch.device) -> Any:
-    return torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()

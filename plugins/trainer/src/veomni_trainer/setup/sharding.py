@@ -1,4 +1,4 @@
-"""Sharded jobs: what the core is told about the sizes, and what is refused before processes join or weights load."""
+"""Sharded jobs: their sizes as the core takes them, and what is refused before processes join or weights load."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.convolutions import proof, trace
-from veomni_transformers.forwards.packed_convolution import for_packed_calls
+from veomni_transformers.packed.convolution_call import for_packed_calls
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, Function, callers, replaced
 from veomni_transformers.proving.package_functions import chosen

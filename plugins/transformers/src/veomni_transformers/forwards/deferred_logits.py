@@ -155,12 +155,7 @@ class _FusedLoss:
         upstream = upstream.to(log_probabilities.dtype)
         gradient = aten.nll_loss_backward(upstream, log_probabilities, labels, *how, items)
         gradient = aten._log_softmax_backward_data(gradient, log_probabilities, -1, log_probabilities.dtype)
-        each = self.step
-        while each is not step:
-            gradient = each.backward(gradient)
-            assert each.parent is not None
-            each = each.parent
-        return gradient
+        return self.step.gradient_at(step, gradient)
 
 
 def fused_cross_entropy(

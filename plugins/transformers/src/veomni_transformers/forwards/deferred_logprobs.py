@@ -75,12 +75,7 @@ class _FusedLogprobs:
             entropy_N1 = -(p_NV * logprobs_NV).sum(-1, keepdim=True)
             gradient -= dentropy.unsqueeze(1) * p_NV * (logprobs_NV + entropy_N1)
         gradient = (torch.where(counts_N1, gradient, 0.0) / divisor).to(self.step.dtype)
-        each = self.step
-        while each is not step:
-            gradient = each.backward(gradient)
-            assert each.parent is not None
-            each = each.parent
-        return gradient
+        return self.step.gradient_at(step, gradient)
 
     def _targets(self) -> Tensor:
         return torch.where(self.labels != self.ignore_index, self.labels, 0).to(self.step.call.device)

@@ -121,6 +121,13 @@ class Step:
             return whole
         return gradient.reshape(self.parent.shape).to(self.parent.dtype)
 
+    def gradient_at(self, earlier: Step, gradient: Tensor) -> Tensor:
+        """The gradient with respect to the logits of an ``earlier`` step, from that with respect to these."""
+        if self is earlier:
+            return gradient
+        assert self.parent is not None
+        return self.parent.gradient_at(earlier, self.backward(gradient))
+
     def _noted(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
         """The recorded arithmetic with ``operator`` added; ``None`` if a fused loss can't take the operator over."""
         noted = {"scale": self.scale, "capped": self.capped, "softcap": self.softcap}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from veomni_ops.mamba2_scan import UNLIMITED
-from veomni_transformers.forwards.packed_convolution import sequence_numbers
+from veomni_transformers.packed.convolution_call import sequence_numbers
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

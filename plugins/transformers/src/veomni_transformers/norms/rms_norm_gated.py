@@ -10,23 +10,21 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.contract import Contract
 from veomni_ops.rms_norm_gated import CONTRACTS
 from veomni_transformers.forwards import norms
 from veomni_transformers.forwards.signatures import why_not_callable, with_own_signature
 from veomni_transformers.norms.proof import Case, Inputs, eps_of, prove_norm
-from veomni_transformers.norms.sharded import sharded_norm
+from veomni_transformers.norms.rms_norm import NormModules
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_reading import Reading, guarded_names, unseen_changes
-from veomni_transformers.proving.module_locator import ModuleLocator, refuse_empty
 from veomni_transformers.proving.proof import Proof
 
 _WEIGHTS = ("weight",)
 
 
-class GatedNormModules(ModuleLocator):
+class GatedNormModules(NormModules):
     """Finds gated norms by running their own code, and replaces their ``forward``.
 
     A subclass with other ``contracts`` proves modules that compute those variants.
@@ -56,10 +54,6 @@ class GatedNormModules(ModuleLocator):
     op_name = "rms_norm_gated"
     contracts: Mapping[str, Contract] = CONTRACTS
 
-    def __init__(self) -> None:
-        super().__init__()
-        refuse_empty(self, "contracts", "variant: Contract(...)")
-
     def is_candidate(self, module: nn.Module) -> bool:
         if eps_of(module) is None or "norm" not in type(module).__name__.lower() or module._modules:
             return False
@@ -67,12 +61,6 @@ class GatedNormModules(ModuleLocator):
 
     def prove(self, module: nn.Module) -> Proof:
         return _prove(module, self.readings.of(module), self.contracts)
-
-    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
-        return probe.width_of(module)
-
-    def sharded(self, site: Site, layout: EngineLayout) -> Site:
-        return sharded_norm(site, layout)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)

@@ -1,7 +1,7 @@
 """The forward of a model whose layers mix positions: once a step it finds where packed sequences begin, for all layers.
 
-transformers' attention reads positions that restart. Convolutions, delta rules and scans don't: they are told where
-sequences begin by ``seq_idx`` or ``cu_seq_lens_q``, and without that one sequence runs into the next.
+transformers' attention reads positions that restart. Convolutions, delta rules and scans don't: they need
+``seq_idx`` or ``cu_seq_lens_q``, and without these one sequence runs into the next.
 
 Shapes: B rows, S positions of each, N sequences in all rows together.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from veomni_core.errors import PackedSequencesError
 
 Inputs = Mapping[str, Any]
-# The argument that tells delta rules of the boundaries in a batch of several rows, which ``cu_seq_lens_q`` can't give.
+# The boundaries of delta rules in a batch of several rows, for which ``cu_seq_lens_q`` has no form.
 BOUNDS_OF_ROWS = "cu_seqlens_of_rows"
 _CACHES = ("past_key_values", "cache_params")
 
@@ -37,7 +37,7 @@ def with_boundaries(forward: Callable[..., Any], mixing: str = "") -> Callable[.
 
     Raises:
         PackedSequencesError: in a step that packs sequences, if ``mixing``, if the boundaries don't fit the input, or
-            if a cache is asked for, beside which transformers' attention doesn't keep sequences apart.
+            if ``use_cache`` is set: with a cache transformers' attention doesn't keep sequences apart.
     """
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)]
@@ -62,7 +62,7 @@ def with_boundaries(forward: Callable[..., Any], mixing: str = "") -> Callable[.
 
 
 def boundaries_in(inputs: Inputs) -> dict[str, Any]:
-    """The arguments that tell every layer where packed sequences begin; empty if none are packed.
+    """The arguments with the boundaries of packed sequences; empty if none are packed.
 
     Args:
         inputs: the arguments of a model's forward, by name.
@@ -114,7 +114,7 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
 
 
 def _numbers(inputs: Inputs, rows: int, length: int) -> Tensor | None:
-    """The number of each position's sequence ``[B, S]``; ``None`` where nothing says that sequences are packed."""
+    """The number of each position's sequence ``[B, S]``; ``None`` where no argument has boundaries."""
     given, ends, positions = (inputs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "position_ids"))
     if isinstance(ends, Tensor):
         return _numbered_by_ends(ends, rows, length)

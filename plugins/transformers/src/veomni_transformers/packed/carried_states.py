@@ -31,7 +31,7 @@ def carries_state(module: nn.Module) -> bool:
 
 
 def carries_inputs(module: nn.Module) -> bool:
-    """Whether ``module`` itself reads what it was given at earlier positions, as short convolutions do.
+    """Whether ``module`` itself reads its inputs at earlier positions, as short convolutions do.
 
     Example:
         >>> from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv

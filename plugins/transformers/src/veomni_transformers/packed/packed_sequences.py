@@ -1,13 +1,13 @@
 """Which models have layers that mix positions outside of attention, and whether a plan keeps packed sequences apart.
 
-An op whose kernels are told where packed sequences begin says so (``OpSpec.reads_boundaries``). Sequences stay apart
-if all sites of such ops get a kernel and can be told, and nothing else carries a state or inputs along the sequence.
+Kernels of some ops take the boundaries of packed sequences (``OpSpec.reads_boundaries``). Sequences stay apart if all
+sites of such ops get a kernel and the boundaries, and nothing else carries a state or inputs along the sequence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,7 +17,7 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.planning.decisions import OpDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state, carrying_paths
-from veomni_transformers.packed.handed_on import keeps_boundaries, takes_boundaries
+from veomni_transformers.packed.dropped_boundaries import drops_boundaries
 from veomni_transformers.proving.functions import current_forward, global_functions
 
 _WITHOUT_STATE = "causal_conv1d"
@@ -40,65 +40,57 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
         _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
     }
     return {
-        path: _mixing(model, path, reading) or (_blind(model, path) if path in attending else "")
+        path: _mixing(model, path, reading) or (_why_masks_mix(model, path) if path in attending else "")
         for path in sorted(paths)
     }
 
 
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
-    told: set[str] = set()  # of where sequences begin, for their states too
+    apart: set[str] = set()  # modules whose kernels reset states too where a sequence begins
     convolved: set[str] = set()
     for op in ops:
         for decision in op.sites:
             path = decision.site.path
             if _model_around(model, path) != inside:
                 continue
-            if not decision.bound and (why := _untold(decision.site)):
+            if not decision.bound and (why := _why_eager_mixes(decision.site)):
                 return (
                     f"{named(model, path)} would mix them: its {op.op_name} {why} ({decision.reason}). Pass each "
                     f"sequence alone, or choose a kernel for it ({op.config_field})"
                 )
-            if why := _out_of_earshot(model, path):
+            if why := _layer_that_drops_boundaries(model, path):
                 return why
-            (convolved if op.op_name == _WITHOUT_STATE else told).add(path)
+            (convolved if op.op_name == _WITHOUT_STATE else apart).add(path)
     for below, module in model.get_submodule(inside).named_modules():
         path = f"{inside}.{below}".strip(".")
         around = _itself_and_around(path)
-        state_runs_on = carries_state(module) and not told & around
-        if state_runs_on or (carries_inputs(module) and not (told | convolved) & around):
+        state_runs_on = carries_state(module) and not apart & around
+        if state_runs_on or (carries_inputs(module) and not (apart | convolved) & around):
             return (
                 f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
-                "which isn't told where a sequence begins. Pass each sequence alone"
+                "which gets no boundaries of sequences. Pass each sequence alone"
             )
     return ""
 
 
-def _out_of_earshot(model: nn.Module, path: str) -> str:
-    """Why the kernel at ``path`` can't be told of boundaries; empty if it can."""
-    for layer, child in links_without_boundaries(model, path):
-        both = model.get_submodule(layer), model.get_submodule(f"{layer}.{child}".strip("."))
-        if not all(takes_boundaries(each) for each in both):
+def _layer_that_drops_boundaries(model: nn.Module, path: str) -> str:
+    """A sentence about a layer around ``path`` that doesn't pass boundaries to its child; empty if all do.
+
+    Layers outside the innermost model of transformers are left out.
+    """
+    kernel, inside = path, _model_around(model, path)
+    while path != inside:
+        path, _, child = path.rpartition(".")
+        if drops_boundaries(model.get_submodule(path), child):
             return (
-                f"{named(model, path)} would mix them: {named(model, layer)} calls its {child} without saying where a "
+                f"{named(model, kernel)} would mix them: {named(model, path)} calls its {child} without saying where a "
                 "sequence begins. Pass each sequence alone"
             )
     return ""
 
 
-def links_without_boundaries(model: nn.Module, path: str) -> Iterator[tuple[str, str]]:
-    """The layers around the module at ``path`` whose code keeps from a child what it is told of boundaries.
-
-    Each comes as its own path and the child's name; those outside the innermost model of transformers are left out.
-    """
-    inside = _model_around(model, path)
-    while path != inside:
-        path, _, child = path.rpartition(".")
-        if keeps_boundaries(model.get_submodule(path), child):
-            yield path, child
-
-
-def _untold(site: Site) -> str:
-    """Why what the model itself runs at ``site`` mixes sequences; empty for a package's function that is told."""
+def _why_eager_mixes(site: Site) -> str:
+    """Why the model's own code at ``site`` mixes sequences; empty for a package's function that gets boundaries."""
     if site.own == EAGER:
         return "stays eager"
     if argument := site.detail.get("untold"):
@@ -106,8 +98,8 @@ def _untold(site: Site) -> str:
     return ""
 
 
-def _blind(model: nn.Module, path: str) -> str:
-    """Why the attention of the model at ``path`` mixes packed sequences: it sees padding and no positions."""
+def _why_masks_mix(model: nn.Module, path: str) -> str:
+    """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions."""
     if mask_functions(model.get_submodule(path)) != {_PADDING}:
         return ""
     return (

@@ -6,38 +6,12 @@ row's result would depend on the batch it comes in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
 from veomni_triton.sizes import power_of_two
 
 # 16384 elements of bfloat16: backward's x, dy, weight and weight gradient, each in float32, then fill the 256 KiB of
 # registers of a multiprocessor.
 WHOLE_ROW_BYTES = 32768
-
-
-@dataclass(frozen=True)
-class ForwardLaunch:
-    """One program normalises a tile of ``rows`` rows with ``warps`` warps."""
-
-    rows: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class BackwardLaunch:
-    """Persistent programs that loop over tiles of rows.
-
-    Attributes:
-        rows: Rows of a tile.
-        warps: Warps per program.
-        programs: Programs per multiprocessor.
-        stages: Depth of the software pipeline: ``stages - 1`` tiles are loaded ahead.
-    """
-
-    rows: int
-    warps: int
-    programs: int
-    stages: int
 
 
 # Key: the bytes of one row, padded to a power of two. The entries of 256, 4096, 8192 and 16384 bytes are the best that

@@ -6,46 +6,16 @@ row's result would depend on the batch it comes in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
+from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
 from veomni_triton.sizes import power_of_two
 
 # Backward holds x, the gate, dy, the weight and its gradient in float32: 40960 of a multiprocessor's 65536 registers.
 WHOLE_GROUP = 8192
-_REGISTERS = 65536  # of a multiprocessor
 _LOADED_AHEAD = 3  # tensors: dy, x and the gate
 _SCRATCH_BYTES = 1024  # of shared memory, more than the sums of a program's warps take
-
-
-@dataclass(frozen=True)
-class ForwardLaunch:
-    """One program normalises one group of each of ``rows`` rows with ``warps`` warps."""
-
-    rows: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class BackwardLaunch:
-    """Persistent programs that loop over tiles of rows, each with one group of them.
-
-    Attributes:
-        rows: Rows of a tile.
-        warps: Warps per program.
-        programs: Programs per multiprocessor.
-        stages: Depth of the software pipeline: ``stages - 1`` tiles are loaded ahead.
-    """
-
-    rows: int
-    warps: int
-    programs: int
-    stages: int
-
-    @property
-    def registers(self) -> int:
-        """The most that a thread may have, so that a multiprocessor can hold all of its programs."""
-        return min(255, _REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
 
 
 # Key: the elements of a group, padded to a power of two. The entries of 128, 1024 and 8192 are the best that

@@ -12,20 +12,20 @@ import torch
 from safetensors import SafetensorError
 
 from veomni_core.errors import HostError
+from veomni_trainer.loop.alternating_steps import AlternatingSteps
 from veomni_trainer.loop.checkpoints import CheckpointCallback
 from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.loop.trainer import JobTrainer
-from veomni_trainer.loop.turns import Turns
 from veomni_trainer.output.disk import free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
+from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.record import RunRecord
-from veomni_trainer.run.saying import is_main_process, say
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
-from veomni_trainer.setup.room import checkpoint_bytes, describe_room
+from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ending:
     bad_step: str = ""
 
 
-def fit(start: Start, compared: bool = False, turns: Turns | None = None) -> Ending:
+def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = None) -> Ending:
     """Train until the job's last step, an interrupt, or a step that the job doesn't go on after.
 
     Args:
@@ -129,7 +129,7 @@ def _kernels_in_fused_heads(start: Start) -> Iterator[None]:
 
     heads = FusedHeads(start.binding)
     if heads.kernels:
-        say(f"{heads.name}: {heads.describe()}")
+        print_once(f"{heads.name}: {heads.describe()}")
     try:
         yield
     finally:
@@ -148,6 +148,6 @@ def _can_count(start: Start) -> bool:
 
 def _explain(why: str, start: Start) -> str:
     saved = start.folder.checkpoints()
-    room = describe_room(start.folder, checkpoint_bytes(start.model), free_bytes(start.folder.path))
+    room = describe_disk_space(start.folder, checkpoint_bytes(start.model), free_bytes(start.folder.path))
     whole = f" The checkpoints before are whole: go on from {saved[-1][1].name} with --resume." if saved else ""
     return f"{start.folder.path} can't be written: {why}. For comparison, {room}.{whole}"

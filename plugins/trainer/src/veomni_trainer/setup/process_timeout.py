@@ -14,7 +14,7 @@ from veomni_core.errors import HostError
 _SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
 
-def limit_waiting(seconds: int) -> None:
+def set_process_timeout(seconds: int) -> None:
     """Give every process group of this process the job's timeout.
 
     Groups of a device mesh, which transformers makes, get torch's default of 10 or 30 minutes, whatever the timeout of
@@ -27,7 +27,7 @@ def limit_waiting(seconds: int) -> None:
 
 @contextmanager
 def naming_lost_processes(seconds: int) -> Iterator[None]:
-    """Turn what torch raises when another process is gone into an error that says so.
+    """Turn torch's errors about a process that is gone into one that names the cause.
 
     Raises:
         HostError: another process ended, or did not answer for ``seconds``.

@@ -1,6 +1,6 @@
 """Whether a model's output for one packed document depends on another document, by gradients.
 
-A gradient that is exactly zero says so whatever the weights are. Values alone don't: a state that a fresh Mamba layer
+A gradient that is exactly zero shows it whatever the weights are. Values alone don't: a state that a fresh Mamba layer
 carries over changes its output by less than rounding, and by a percent once the layer has learned.
 """
 

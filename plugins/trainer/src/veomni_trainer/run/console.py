@@ -12,7 +12,7 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print ``text`` in the first process, broken between words where a line is longer than the terminal."""
     if is_main_process():
         print(fit(text), flush=True)

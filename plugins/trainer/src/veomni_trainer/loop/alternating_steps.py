@@ -15,7 +15,7 @@ from veomni_trainer.loop.device import wait_for
 _STEP_DONE, _ALL_DONE = b".", b"!"
 
 
-class Turns(TrainerCallback):
+class AlternatingSteps(TrainerCallback):
     """Lets a step begin when the other process has ended its own. Validation and checkpoints belong to the turn.
 
     Args:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from forked_workers import ForkedWorker
-from veomni_conformance.cli import verify_processes, verify_worker
-from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, Checks, Row, joined
+from veomni_conformance.cli import verify_probe
+from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, Check, Checks, Row, joined
 from veomni_core.discovery.discover import discover
 
 PLUGIN = """
@@ -53,20 +55,18 @@ PLUGIN = """
 
 @pytest.fixture
 def check(install, tmp_path, monkeypatch):
-    """Checks one of the plugin's kernels, in the worker that checked the one before."""
-    monkeypatch.setattr(verify_processes, "_Worker", ForkedWorker)
+    """Checks one of the plugin's kernels, in a fork of the server from which the one before was forked."""
     install("forked-plugin", PLUGIN.replace("{folder}", str(tmp_path)))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path / "site-packages"), os.environ.get("PYTHONPATH", "")])
     )
     specs = {spec.name: spec for spec in discover().plugin("forked-plugin").kernels}
-    with Checks.running(1) as checks:
 
-        def run(name, timeout=120.0):
-            (row,) = checks.rows("forked-plugin", specs[name], "cpu", ("float32",), timeout)
-            return row
+    def run(name, timeout=120.0):
+        (row,) = Checks("cpu", 1, timeout).rows([Check("forked-plugin", specs[name], "float32")])
+        return row
 
-        yield run
+    return run
 
 
 def _is_there(process: int) -> bool:
@@ -96,78 +96,53 @@ def test_what_a_check_started_ends_with_it_and_the_next_one_runs(check, tmp_path
     assert check("finds").result == OK
 
 
-def test_a_check_that_takes_its_worker_along_fails_and_the_next_one_runs(check):
+@pytest.mark.thorough  # the server that follows imports everything again
+def test_a_check_that_takes_the_server_along_fails_and_the_next_one_runs(check):
     row = check("kills")
-    assert (row.result, row.detail) == (FAILED, ("its process was killed by SIGKILL, at float32",))
+    assert row.result == FAILED and row.detail[0].startswith("its process ended with code 255")
     assert check("finds").result == OK
 
 
-@pytest.fixture
-def write_probe(tmp_path, monkeypatch):
-    """Writes the module of a probe for workers that are started, and need not wait for torch: it can't be imported."""
-    folder = tmp_path / "modules"
-    (folder / "torch").mkdir(parents=True)
-    (folder / "torch" / "__init__.py").write_text("raise ImportError('no torch here')")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    return lambda name, text: (folder / f"{name}.py").write_text(text)
+RUNS = """
+import os, sys, time
+from pathlib import Path
+from veomni_conformance.cli import verify_probe
+from veomni_conformance.cli.verify_processes import Check, Checks
+from veomni_core.discovery.discover import discover
+
+spec = discover().plugin("forked-plugin").kernels[2]
+if __name__ == "__main__":
+    Checks("cpu", 1).rows([Check("forked-plugin", spec, "float32")])
+"""
 
 
 @pytest.mark.thorough
-def test_a_started_worker_that_a_check_takes_along_is_followed_by_another(write_probe, tmp_path):
-    write_probe(
-        "kill_probe", "import os, sys\ndef main(arguments): sys.exit(3) if arguments else os.kill(os.getppid(), 9)\n"
-    )
-    errors = tmp_path / "errors"
-    with Checks("kill_probe", 1, {}) as checks:
-        assert checks._run([], errors, 60.0) == "its process was killed by SIGKILL"
-        assert checks._run(["go on"], errors, 60.0).startswith("its process ended with code 3 before")
-
-
-def test_a_worker_that_cannot_start_says_why(write_probe):
-    checks = Checks("veomni_core.cli.no_such_probe", 1, {})
-    (spec,) = [spec for spec in discover().plugin("veomni-torch").kernels if str(spec) == "swiglu_mlp/gelu:torch"]
-    row, *_ = checks.rows("veomni-torch", spec, "cpu", ("float32",), 60.0)
-    assert row.result == FAILED and "No module named 'veomni_core.cli.no_such_probe'" in row.detail[0]
-
-
-def test_a_worker_that_is_ended_ends_its_check(tmp_path):
-    """As when the user interrupts `veomni verify`."""
-    noted, errors = tmp_path / "pid", tmp_path / "errors"
-    worker = os.fork()
-    if not worker:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        try:
-            verify_worker.run_forked(_Sleeps, [str(noted)], errors, 600.0)
-        finally:
-            os._exit(0)
-    while not (noted.exists() and noted.read_text()):
-        time.sleep(0.02)
-    os.kill(worker, signal.SIGTERM)
-    os.waitpid(worker, 0)
-    assert _gone(int(noted.read_text()))
-
-
-class _Sleeps:
-    """A probe."""
-
-    __name__ = "sleeps"
-
-    @staticmethod
-    def main(arguments):
-        Path(arguments[0]).write_text(f"{os.getpid()}")
-        time.sleep(600)
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_ended_ends_its_check(check, tmp_path, ended_by):
+    command = subprocess.Popen([sys.executable, "-c", RUNS], start_new_session=True, stderr=subprocess.DEVNULL)
+    while not (started := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]):
+        time.sleep(0.05)
+        assert command.poll() is None
+    status = Path(f"/proc/{started[0]}/status").read_text()
+    parent = int(re.search(r"PPid:\s*(\d+)", status)[1])
+    os.kill(command.pid, ended_by)
+    command.wait()
+    assert _gone(parent)
+    if _is_there(started[0]):  # of a command that was killed, only the check ends
+        os.kill(started[0], signal.SIGKILL)
 
 
 @pytest.mark.thorough
 def test_where_the_fork_has_lost_the_device_a_new_interpreter_checks(tmp_path, monkeypatch):
     """An import that used the GPU leaves forks without it. It is as if nothing had been imported then."""
-    monkeypatch.setattr(verify_worker, "_device_is_lost", lambda: True)
-    written = tmp_path / "rows"
-    arguments = ["veomni-torch", "swiglu_mlp/gelu:torch", "cpu", "float32", "0/1", str(written)]
-    from veomni_conformance.cli import verify_probe
-
-    code = verify_worker.run_forked(verify_probe, arguments, tmp_path / "errors", 300.0)
-    assert code == 0 and '"result": "ok"' in written.read_text()
+    monkeypatch.setattr(verify_probe, "_needs_an_interpreter_of_its_own", lambda environment: True)
+    request = verify_probe.Request("veomni-torch", "swiglu_mlp/gelu:torch", "float32", "cpu", str(tmp_path / "row"))
+    process = multiprocessing.get_context("fork").Process(
+        target=verify_probe.begin, args=(request, str(tmp_path / "errors"), dict(os.environ))
+    )
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0 and '"result": "ok"' in (tmp_path / "row").read_text()
 
 
 def test_rows_of_parts_are_joined():
@@ -182,18 +157,10 @@ def test_rows_of_parts_are_joined():
 
 
 @pytest.mark.parametrize("jobs, threads", [(1, "2"), (2, "1")])
-def test_several_jobs_have_one_thread_each_unless_the_user_says_otherwise(
-    monkeypatch, write_probe, tmp_path, jobs, threads
-):
+def test_several_jobs_have_one_thread_each_unless_the_user_says_otherwise(monkeypatch, jobs, threads):
     """Two threads in each of as many processes as there are cores wait for each other."""
-    write_probe(
-        "thread_probe",
-        "import os\ndef main(arguments): open(arguments[-1], 'w').write(str(os.environ['OMP_NUM_THREADS']))\n",
-    )
     for set_to, wanted in ((None, threads), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if set_to:
             monkeypatch.setenv("OMP_NUM_THREADS", set_to)
-        with Checks("thread_probe", jobs, {}) as checks:
-            assert checks._run([str(tmp_path / "answer")], tmp_path / "errors", 60.0)
-        assert (tmp_path / "answer").read_text() == wanted
+        assert Checks("cpu", jobs)._environment["OMP_NUM_THREADS"] == wanted

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from veomni_trainer.loop.turns import Turns
+from veomni_trainer.loop.alternating_steps import AlternatingSteps
 
 CPU: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
 @pytest.fixture
-def both() -> tuple[Turns, Turns]:
+def both() -> tuple[AlternatingSteps, AlternatingSteps]:
     """The turns of the process that begins, and those of the other one."""
     (a, b), (c, d) = os.pipe(), os.pipe()
-    return Turns(c, b, first=True), Turns(a, d, first=False)
+    return AlternatingSteps(c, b, first=True), AlternatingSteps(a, d, first=False)
 
 
-def _train(turns: Turns, name: str, steps: int, log: list[str]) -> None:
+def _train(turns: AlternatingSteps, name: str, steps: int, log: list[str]) -> None:
     for step in range(1, steps + 1):
         turns.on_step_begin(CPU)
         log.append(f"{name}{step}")
@@ -30,7 +30,9 @@ def _train(turns: Turns, name: str, steps: int, log: list[str]) -> None:
 
 
 @pytest.mark.parametrize("steps", [(3, 3), (2, 4), (4, 1)])
-def test_steps_alternate_until_one_has_done_its_last(both: tuple[Turns, Turns], steps: tuple[int, int]) -> None:
+def test_steps_alternate_until_one_has_done_its_last(
+    both: tuple[AlternatingSteps, AlternatingSteps], steps: tuple[int, int]
+) -> None:
     log: list[str] = []
     lost: list[str] = []
     other = threading.Thread(target=_train, args=(both[1], "b", steps[1], log))
@@ -46,7 +48,7 @@ def test_steps_alternate_until_one_has_done_its_last(both: tuple[Turns, Turns], 
 
 def test_a_process_that_dies_is_missed_once_and_its_wait_counted() -> None:
     (hears, sent), (received, sends) = os.pipe(), os.pipe()
-    turns, lost, waits = Turns(hears, sends, first=False), [], []
+    turns, lost, waits = AlternatingSteps(hears, sends, first=False), [], []
     turns.on_lost, turns.on_wait = lambda: lost.append(True), waits.append
     os.write(sent, b".")
     turns.on_step_begin(CPU)

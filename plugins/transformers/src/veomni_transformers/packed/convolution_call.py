@@ -1,4 +1,4 @@
-"""What a mixer calls in place of its convolution: it finds the boundaries of packed sequences, and calls the kernel."""
+"""The function in place of a mixer's convolution: finds the boundaries of packed sequences, and calls the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from veomni_core.sites.site import Kernel
 
 
 def for_packed_calls(kernel: Kernel) -> Kernel:
-    """``kernel`` with the signature of transformers' ``causal_conv1d_fn``, which is handed all of a step's arguments.
+    """``kernel`` with the signature of transformers' ``causal_conv1d_fn``, which gets all arguments of a step.
 
     Boundaries come from ``seq_idx``, or else from ``cu_seq_lens_q``. transformers' own function raises for the first,
     without a package that takes it, and mixes sequences for the second.

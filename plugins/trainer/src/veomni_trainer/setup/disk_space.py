@@ -24,13 +24,15 @@ def checkpoint_bytes(model: PreTrainedModel | PeftModel) -> int:
     return sum(p.numel() * p.element_size() * (3 if p.requires_grad else frozen) for p in model.parameters())
 
 
-def check_room(train: TrainSection, folder: RunFolder, model: PreTrainedModel | PeftModel) -> None:
+def check_disk_space(train: TrainSection, folder: RunFolder, model: PreTrainedModel | PeftModel) -> None:
     """Raise HostError if the job writes checkpoints, and the disk has no room for one."""
     needed, free = checkpoint_bytes(model), free_bytes(folder.path)
     if train.save_every != "never" and free < needed:
-        raise HostError(f"train.output_dir: {describe_room(folder, needed, free)}. Free some, or name another folder")
+        raise HostError(
+            f"train.output_dir: {describe_disk_space(folder, needed, free)}. Free some, or name another folder"
+        )
 
 
-def describe_room(folder: RunFolder, needed: int, free: int) -> str:
+def describe_disk_space(folder: RunFolder, needed: int, free: int) -> str:
     """``a checkpoint takes about 1,200 bytes, and the disk of runs/first has 800 free``."""
     return f"a checkpoint takes about {needed:,} bytes, and the disk of {folder.path} has {free:,} free"

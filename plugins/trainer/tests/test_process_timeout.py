@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from veomni_core.errors import HostError
-from veomni_trainer.setup.waiting import limit_waiting, naming_lost_processes
+from veomni_trainer.setup.process_timeout import naming_lost_processes, set_process_timeout
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def group() -> Iterator[distributed.ProcessGroup]:
 
 
 def test_every_group_gets_the_jobs_timeout(group: distributed.ProcessGroup) -> None:
-    limit_waiting(7)
+    set_process_timeout(7)
     for each in (group, distributed.group.WORLD):
         assert each is not None
         assert each._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)

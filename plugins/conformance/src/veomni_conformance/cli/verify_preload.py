@@ -1,0 +1,18 @@
+"""Imported once, by the server whose forks are the checks of ``veomni verify``.
+
+torch and its compilers take seconds to import, and each check needs them. Nothing here may use a device when it is
+imported: a fork can't use it then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+
+for _name in ("torch", "torch._dynamo", "torch._inductor", "hypothesis", "veomni_conformance.cli.verify_probe"):
+    with contextlib.suppress(Exception):  # each check that needs it raises the error again
+        importlib.import_module(_name)
+# A check collects garbage several times. Without this each would go through all that was imported, and copy it.
+gc.collect()
+gc.freeze()
