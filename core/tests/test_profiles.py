@@ -28,17 +28,17 @@ from measured_norms import (
 )
 from veomni_core import Plan
 from veomni_core.binding import ranks
-from veomni_core.discovery.lock_file import Lock
 from veomni_core.errors import HostError, LockMismatchError
 from veomni_core.planning import measured_job
 from veomni_core.planning.certificates import keep
 from veomni_core.planning.failed_checks import remember
-from veomni_core.planning.locked_plans import FrozenJob, hardware_key, locked_plan
 from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
 from veomni_core.planning.profile import Contender, Times, best, shown_ms
 from veomni_core.planning.profile_store import profile_file, read_profile, write_profile
 from veomni_core.planning.site_kind import SiteKind
 from veomni_core.planning.this_machine import ThisMachine
+from veomni_tools.locks.lock_file import Lock
+from veomni_tools.locks.locked_plans import FrozenJob, hardware_key, locked_plan
 
 
 def config_of(**settings):

@@ -19,7 +19,7 @@ from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GR
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
-from veomni_core.discovery.locked import frozen_lock, refuse_changed_files, refuse_changed_specs
+from veomni_core.discovery.lock_guard import lock_guard
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 
@@ -49,7 +49,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
         ConfigError: an on/off variable holds something other than a boolean.
         PluginLoadError: a plugin failed, under ``VEOMNI_PLUGINS_STRICT=1``.
         LockMismatchError: something differs from the lock file; the message names all of it.
-        LockFileError: there is no such lock file, or it is damaged.
+        LockFileError: there is no such lock file, it is damaged, or veomni-tools, which reads it, is not installed.
 
     Example:
         >>> registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
@@ -65,12 +65,12 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
-    lock = frozen_lock(environ)
-    if lock:
-        refuse_changed_files(lock)
+    guard = lock_guard(environ)
+    if guard:
+        guard.refuse_changed_files()
     described = describe(environ)
-    if lock:
-        refuse_changed_specs(lock, described)
+    if guard:
+        guard.refuse_changed_specs(described)
     records = settle(described)
     if strict:
         _raise_first(records)

@@ -1,0 +1,44 @@
+"""Where a lock file is named: what holds this process to it is veomni-tools', and imported only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from veomni_core.descriptions.references import load_from
+from veomni_core.discovery.registry import PluginRecord
+from veomni_core.errors import LockFileError
+
+FROZEN = "VEOMNI_FROZEN"
+
+
+class LockGuard(Protocol):
+    """Refuses what differs from one lock file, with a LockMismatchError that names all of it."""
+
+    def refuse_changed_files(self) -> None:
+        """Compare what is installed, before any plugin is imported."""
+
+    def refuse_changed_specs(self, records: Iterable[PluginRecord]) -> None:
+        """Compare what the plugins describe."""
+
+
+def lock_guard(environ: Mapping[str, str]) -> LockGuard | None:
+    """The guard of the lock file that ``VEOMNI_FROZEN`` names; ``None`` where it is not set.
+
+    Raises:
+        LockFileError: there is no such file, it is damaged, or veomni-tools is not installed.
+    """
+    name = environ.get(FROZEN, "").strip()
+    return lock_reader("locked:Guard", FROZEN)(name) if name else None
+
+
+def lock_reader(reference: str, named_by: str) -> Any:
+    """What veomni-tools has under ``reference``, in its folder of lock files.
+
+    Raises:
+        LockFileError: veomni-tools is not installed, and ``named_by`` requires it.
+    """
+    try:
+        return load_from(f"veomni_tools.locks.{reference}")
+    except ImportError as error:
+        raise LockFileError(f"{named_by} names a lock file, and {error}") from error
