@@ -15,17 +15,25 @@ def load_attribute(reference: str) -> Any:
     return value
 
 
+def load_if_installed(reference: str) -> Any | None:
+    """As :func:`load_attribute`, of another distribution of the family; ``None`` if that is not installed."""
+    try:
+        return load_attribute(reference)
+    except ModuleNotFoundError as error:
+        if error.name != reference.partition(".")[0]:
+            raise
+        return None
+
+
 def load_from(reference: str) -> Any:
     """As :func:`load_attribute`, of another distribution of the family.
 
     Raises:
         ImportError: the distribution is not installed; the message says how to install it.
     """
-    package = reference.partition(".")[0]
-    try:
-        return load_attribute(reference)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
+    found = load_if_installed(reference)
+    if found is None:
+        package = reference.partition(".")[0]
         distribution = package.replace("_", "-")
-        raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package) from error
+        raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package)
+    return found

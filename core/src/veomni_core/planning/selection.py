@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from veomni_core.descriptions.hardware import Hardware
@@ -11,13 +11,8 @@ from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError
-from veomni_core.planning.certificates import HERE, NEVER, Certificates
 from veomni_core.planning.choice import AUTO, Requested
-from veomni_core.planning.failed_checks import FailedCheck
-from veomni_core.planning.measured_choice import MeasuredChoices
-from veomni_core.planning.measured_job import MeasuredJob
-from veomni_core.planning.site_kind import SiteKind
-from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
+from veomni_core.planning.evidence import HERE, NEVER, Evidence, NoEvidence, Times
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -51,7 +46,7 @@ class _Place:
     refuses: tuple[tuple[str, str], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     own: str
-    kind: SiteKind | None  # where something may be measured: what is looked up
+    kind: Hashable  # where something may be measured: what is looked up
     site: Site | None = field(compare=False)  # the first site with these properties
 
 
@@ -59,7 +54,7 @@ class Selection:
     """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
 
     With ``certified_only``, a kernel must have a certificate of this machine in the dtypes of its site. With
-    ``measured_job``, ``auto`` goes by what was measured of that job on this machine.
+    ``times``, ``auto`` goes by what was measured before it goes by ranks.
     """
 
     def __init__(
@@ -69,20 +64,14 @@ class Selection:
         profile: Mapping[str, Mapping[str, float]],
         autocast: str | None = None,
         training: bool = True,
-        failed: Mapping[CheckedKernel, FailedCheck] | None = None,
+        evidence: Evidence | None = None,
         certified_only: bool = False,
-        measured_job: MeasuredJob | None = None,
+        times: Times | None = None,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
-        self._failed, self._certified_only = failed or {}, certified_only
-        self._have_failed = {checked.kernel for checked in self._failed}  # asked first: the rest hashes plugins' files
-        self._machine = ThisMachine(hardware)
-        self.certificates = Certificates(self._machine, None if hardware.detected else ())
-        measured = measured_job if training and hardware.detected else None
-        choices = (registry, self._machine, self.certificates)
-        self.measured = None if measured is None else MeasuredChoices(measured, *choices)
-        """What ``auto`` goes by before ranks; ``None`` where nothing is measured: elsewhere, or for evaluation."""
+        self._evidence, self._certified_only = evidence or NoEvidence(), certified_only
+        self.times = times if training else None
         self.passed_by: dict[str, None] = {}
         """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
@@ -152,23 +141,20 @@ class Selection:
 
     def failures(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """How ``spec`` failed ``veomni verify`` on this machine, in one of ``dtypes`` or, without any, in any dtype."""
-        if str(spec) not in self._have_failed or not self._hardware.detected:
-            return ()
-        plugin = self._registry.plugin_of(spec)
-        checked = [self._machine.checked(spec, plugin, dtype) for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-        return tuple(str(self._failed[each]) for each in checked if each in self._failed)
+        asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
+        return self._evidence.failures(spec, self._registry.plugin_of(spec), asked)
 
     def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
         reason = spec.must_pass_first(self._hardware) or ("require: verified asks for that" * self._certified_only)
         if not reason or not self._hardware.detected or self.failures(spec, dtypes):
             return ()
-        why = not_certified(self.certificates, spec, self._registry.plugin_of(spec), reason, dtypes)
+        why = not_certified(self._evidence, spec, self._registry.plugin_of(spec), reason, dtypes)
         return (why,) if why else ()
 
     def _place_of(self, op_name: str, site: Site) -> _Place:
         dtypes, refuses = self.dtypes_at(op_name, site), tuple(site.refuses.items())
-        sizes, kind = tuple(sorted(site.sizes.items())), SiteKind.of(site, dtypes) if self.measured else None
+        sizes, kind = tuple(sorted(site.sizes.items())), self.times.kind(site, dtypes) if self.times else None
         return _Place(site.variant or "", dtypes, site.needs, refuses, sizes, site.own, kind, site)
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
@@ -231,8 +217,8 @@ class Selection:
             reason = f"the fastest measured, {milliseconds:g} ms"
             return Verdict(by_name[name], _after(passed_over, reason), as_asked=False)
         unmeasured = ""
-        if self.measured and place.kind:
-            found = self.measured.at(place.kind, usable)
+        if self.times and place.kind:
+            found = self.times.at(place.kind, usable)
             if found.kernel is not None:
                 return Verdict(by_name[found.kernel], _after(passed_over, found.reason), as_asked=False)
             unmeasured = f"; {found.reason}" if found.reason and usable else ""
@@ -286,21 +272,21 @@ class Selection:
 
 
 def not_certified(
-    certificates: Certificates, spec: KernelSpec, plugin: PluginRecord, reason: str, dtypes: tuple[str, ...] = ()
+    evidence: Evidence, spec: KernelSpec, plugin: PluginRecord, reason: str, dtypes: tuple[str, ...] = ()
 ) -> str:
     """Why ``spec`` of ``plugin`` may not be chosen yet, in one of ``dtypes`` or, without any, in any, as a phrase.
 
     Empty if it is certified in all of them. ``reason`` is why it must be.
     """
     asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-    missing = [dtype for dtype in asked if certificates.standing(spec, plugin, (dtype,)) != HERE]
+    missing = [dtype for dtype in asked if evidence.standing(spec, plugin, (dtype,)) != HERE]
     if not missing:
         return ""
-    standing = certificates.standing(spec, plugin, missing)
+    standing = evidence.standing(spec, plugin, missing)
     elsewhere = "" if standing == NEVER else f", and was {standing}"
     return (
         f"has not passed veomni verify in {', '.join(missing)} here{elsewhere}, and {reason} "
-        f"(veomni verify {plugin.distribution} --kernel {spec} checks it)"
+        f"({evidence.how_to_check(spec, plugin)})"
     )
 
 
