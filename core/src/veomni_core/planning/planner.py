@@ -86,7 +86,7 @@ def make_plan(
         hardware = config.registry.detect_hardware("cpu")
     whole = distributed_config is None and all(site.sharding == WHOLE for site in found.sites)
     times = partial(times_of, model, batch, _autocast_name(autocast)) if batch and whole else None
-    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, times)
+    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, times, loads=True)
 
 
 def plan_sites(
@@ -122,6 +122,7 @@ def _plan(
     autocast: Any,
     training: bool,
     times_on: Callable[[Registry, Hardware, Evidence], Times | None] | None = None,
+    loads: bool = False,
 ) -> Plan:
     registry = config.registry
     if isinstance(hardware, str):
@@ -130,7 +131,10 @@ def _plan(
     autocast = _autocast_name(autocast)
     evidence, certified_only = evidence_on(hardware), config.require == VERIFIED
     times = times_on(registry, hardware, evidence) if times_on else None
-    selection = Selection(registry, hardware, config.profile, autocast, training, evidence, certified_only, times)
+    loads = loads and hardware.detected
+    selection = Selection(
+        registry, hardware, config.profile, autocast, training, evidence, certified_only, times, loads=loads
+    )
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -145,6 +149,7 @@ def _plan(
         *(hardware, ops, kernels, assumptions, failed_rules, autocast, training, passed_by),
         profile=times.digest if times else "",
         profile_notes=tuple(times.notes()) if times else (),
+        unverified=tuple(_unverified(ops, selection)) if hardware.detected else (),
     )
 
 
@@ -185,6 +190,12 @@ def _planned_kernels(
         dtypes = [dtype for dtype in used[spec] if dtype in spec.dtypes] or spec.dtypes
         standing = evidence.standing(spec, plugin, dtypes) if evidence else ""
         yield PlannedKernel(spec, plugin.distribution, plugin.version_of(spec), standing)
+
+
+def _unverified(ops: tuple[OpDecision, ...], selection: Selection) -> Iterable[str]:
+    """The kernels that the config names, and that nobody who defines the op vouches for, nor a check here."""
+    used = dict.fromkeys((each.spec, each.dtypes) for op in ops for each in op.sites if each.spec is not None)
+    return sorted({f"{spec} {why}" for spec, dtypes in used if (why := selection.unvouched(spec, dtypes))})
 
 
 def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware, certified_only: bool) -> tuple[str, ...]:
