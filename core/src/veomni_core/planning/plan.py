@@ -58,8 +58,8 @@ class Plan:
         failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
-        passed_by: kernels that were not chosen for what was found of them on this machine, and what: a check that failed
-            or is lacking, or an import.
+        passed_by: kernels that were not chosen for what was found of them on this machine, and what: a check that
+            failed or is lacking, or an import.
         profile: the short hash of the profile of ``veomni tune`` by which ``auto`` chose; empty if it did nowhere.
         profile_notes: where that profile is, and where it did not count, why.
         unverified: kernels that the config names, of plugins that the op's own does not name, and that passed no check

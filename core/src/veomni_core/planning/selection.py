@@ -170,8 +170,8 @@ class Selection:
             return ""
         elsewhere = "" if standing == NEVER else f" ({standing})"
         return (
-            f"was {NEVER}{elsewhere}, and auto takes a kernel that the op's own plugin does not name only once it passed "
-            f"({self._evidence.how_to_check(spec, plugin)})"
+            f"was {NEVER}{elsewhere}, and auto takes a kernel that the op's own plugin does not name only once it "
+            f"passed ({self._evidence.how_to_check(spec, plugin)})"
         )
 
     def _place_of(self, op_name: str, site: Site) -> _Place:
@@ -247,7 +247,7 @@ class Selection:
                 found.spec.load()
                 self._loaded.add(found.spec)
             except KernelLoadError as error:
-                self._unloadable[found.spec] = f"can't be loaded: {error}"
+                self._unloadable[found.spec] = f"can't be loaded: {str(error).removeprefix(f'{found.spec}: ')}"
 
     def _best_known(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         specs = self._registry.kernels(op_name, place.variant)

@@ -32,7 +32,7 @@ def probe(
             detail = detail or ([] if passes else ["its contract has no samples"])
             detail += [f"not run: {words}" for words in report.skipped]
             spent = dict(report.seconds)
-            cases = {case.sample: (case.worst_value, case.worst_gradient) for case in report.cases}
+            cases = report.shares
         except ContractError as error:
             result, detail = "CONTRACT FAILED", [str(error)]
         except Exception as error:
