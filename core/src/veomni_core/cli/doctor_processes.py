@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from veomni_core.discovery.registry import PluginRecord
+from veomni_core.discovery.trial import TIMEOUT
 
 # Stops torch from loading device libraries by itself: a broken one then affects only its own plugin's process.
 _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -17,7 +18,7 @@ _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 def examine_plugin(record: PluginRecord, timeout: float) -> dict[str, Any]:
     """What loading the plugin alone does: its ``status``, its ``problem``, what it imports, how long it takes."""
-    environment = {**os.environ, **_NO_AUTOLOAD, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": ""}
+    environment = {**os.environ, **_NO_AUTOLOAD, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": "", TIMEOUT: ""}
     environment.pop("VEOMNI_PLUGINS_STRICT", None)
     report = {
         "name": record.name,

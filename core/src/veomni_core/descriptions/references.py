@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 
 def load_attribute(reference: str) -> Any:
     """Import ``"module:attribute"`` (the attribute may be dotted) and return it."""
     module_name, _, attribute = reference.partition(":")
-    value: Any = importlib.import_module(module_name)
+    with redirect_stdout(sys.stderr):  # a module may print while it is imported, and standard output is the command's
+        value: Any = importlib.import_module(module_name)
     for name in attribute.split("."):
         value = getattr(value, name)
     return value
