@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from forked_processes import FORKSERVER, run_and_end, run_veomni
 from veomni_conformance.cli import verify_processes, verify_worker
-from veomni_core.cli import doctor_processes
+from veomni_tools.cli import doctor_processes
 
 _ONE_AT_A_TIME = threading.Lock()  # no fork holds the pipes of another one
 

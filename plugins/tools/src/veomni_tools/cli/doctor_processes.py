@@ -33,14 +33,14 @@ def examine_plugin(record: PluginRecord, timeout: float) -> dict[str, Any]:
         "kernels": 0,
         "usable": 0,
     }
-    answer, problem = _ask("veomni_core.cli.doctor_probe", record.name, environment=environment, timeout=timeout)
+    answer, problem = _ask("veomni_tools.cli.doctor_probe", record.name, environment=environment, timeout=timeout)
     return {**report, "problem": problem, **answer}
 
 
 def examine_torch(timeout: float) -> tuple[dict[str, Any], str]:
     """What torch says of itself and of this machine (see ``doctor_torch_probe``); and why it can't be imported."""
     environment = {**os.environ, **_NO_AUTOLOAD}
-    return _ask("veomni_core.cli.doctor_torch_probe", environment=environment, timeout=timeout)
+    return _ask("veomni_tools.cli.doctor_torch_probe", environment=environment, timeout=timeout)
 
 
 def _ask(module: str, *arguments: str, environment: Mapping[str, str], timeout: float) -> tuple[dict[str, Any], str]:
