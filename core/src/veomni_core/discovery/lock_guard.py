@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from veomni_core.descriptions.references import load_from
-from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import LockFileError
 
 FROZEN = "VEOMNI_FROZEN"
 
 
-class LockGuard(Protocol):
-    """Refuses what differs from one lock file, with a LockMismatchError that names all of it."""
-
-    def refuse_changed_files(self) -> None:
-        """Compare what is installed, before any plugin is imported."""
-
-    def refuse_changed_specs(self, records: Iterable[PluginRecord]) -> None:
-        """Compare what the plugins describe."""
-
-
-def lock_guard(environ: Mapping[str, str]) -> LockGuard | None:
-    """The guard of the lock file that ``VEOMNI_FROZEN`` names; ``None`` where it is not set.
+def lock_guard(environ: Mapping[str, str]) -> Any:
+    """What refuses to differ from the lock file that ``VEOMNI_FROZEN`` names; ``None`` where it is not set.
 
     Raises:
         LockFileError: there is no such file, it is damaged, or veomni-tools is not installed.

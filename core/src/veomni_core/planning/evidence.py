@@ -21,35 +21,23 @@ _LEDGER = "veomni_conformance.ledger:Ledger.here"
 _TIMES = "veomni_tools.profiles.measured_choice:MeasuredChoices.of"
 
 
-class Evidence(Protocol):
-    """What checks of kernels found on this machine."""
+class Evidence:
+    """What checks of kernels found. This class is that of a machine where nothing was found, or that is not here."""
 
     def failures(self, spec: KernelSpec, plugin: PluginRecord, dtypes: Iterable[str]) -> tuple[str, ...]:
         """How ``spec`` of ``plugin`` failed here in one of ``dtypes``, as phrases; empty if it did not."""
-
-    def standing(self, spec: KernelSpec, plugin: PluginRecord, dtypes: Iterable[str]) -> str:
-        """:data:`HERE` if ``spec`` passed in all of ``dtypes``, :data:`NEVER`, or where else it passed."""
-
-    def standing_on_any_device(self, spec: KernelSpec, plugin: PluginRecord) -> str:
-        """The same in all dtypes of ``spec``, and of whichever device."""
-
-    def how_to_check(self, spec: KernelSpec, plugin: PluginRecord) -> str:
-        """What a user does to have ``spec`` checked, as a phrase."""
-
-
-class NoEvidence:
-    """The :class:`Evidence` of a machine that is not here, or that nothing was found on."""
-
-    def failures(self, spec: KernelSpec, plugin: PluginRecord, dtypes: Iterable[str]) -> tuple[str, ...]:
         return ()
 
     def standing(self, spec: KernelSpec, plugin: PluginRecord, dtypes: Iterable[str]) -> str:
+        """:data:`HERE` if ``spec`` passed in all of ``dtypes``, :data:`NEVER`, or where else it passed."""
         return NEVER
 
     def standing_on_any_device(self, spec: KernelSpec, plugin: PluginRecord) -> str:
+        """The same in all dtypes of ``spec``, and of whichever device."""
         return NEVER
 
     def how_to_check(self, spec: KernelSpec, plugin: PluginRecord) -> str:
+        """What a user does to have ``spec`` checked, as a phrase."""
         return f"pip install veomni-conformance, and veomni verify {plugin.distribution} --kernel {spec} checks it"
 
 
@@ -88,7 +76,7 @@ class Times(Protocol):
 def evidence_on(hardware: Hardware) -> Evidence:
     """What is known of kernels on ``hardware``."""
     ledger = load_if_installed(_LEDGER) if hardware.detected else None
-    return ledger(hardware) if ledger else NoEvidence()
+    return ledger(hardware) if ledger else Evidence()
 
 
 def times_of(

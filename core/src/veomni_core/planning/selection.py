@@ -12,7 +12,7 @@ from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, KernelLoadError
 from veomni_core.planning.choice import AUTO, Requested
-from veomni_core.planning.evidence import HERE, NEVER, Evidence, NoEvidence, Times
+from veomni_core.planning.evidence import HERE, NEVER, Evidence, Times
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -72,7 +72,7 @@ class Selection:
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
-        self._evidence, self._certified_only = evidence or NoEvidence(), certified_only
+        self._evidence, self._certified_only = evidence or Evidence(), certified_only
         self.times = times if training else None
         self.passed_by: dict[str, None] = {}
         """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""

@@ -23,7 +23,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import HostError
-from veomni_core.planning.evidence import HERE, NEVER
+from veomni_core.planning.evidence import HERE, NEVER, Evidence
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = "verified elsewhere"
@@ -87,8 +87,8 @@ class FailedCheck:
         )
 
 
-class Ledger:
-    """What is known of kernels on this machine: the core's :class:`~veomni_core.planning.evidence.Evidence`.
+class Ledger(Evidence):
+    """What is known of kernels on this machine.
 
     Args:
         machine: this machine.

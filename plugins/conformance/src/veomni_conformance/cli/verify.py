@@ -15,18 +15,19 @@ from typing import Annotated
 import typer
 
 from veomni_conformance.asked_device import device_here
+from veomni_conformance.cli.names import (
+    check_device,
+    compiled_gpu,
+    complete_device,
+    complete_dtype,
+    complete_kernel,
+    complete_plugin,
+)
 from veomni_conformance.cli.verify_processes import CONTRACT, EXPECTED, FAILED, OK, SKIPPED, Checks, Row, joined
 from veomni_conformance.ledger import Certificate, record, write_certificates
 from veomni_conformance.this_machine import CheckedKernel, ThisMachine
-from veomni_core.cli.completion import (
-    complete_device,
-    complete_dtype,
-    complete_hardware,
-    complete_kernel,
-    complete_op,
-    complete_plugin,
-)
-from veomni_core.cli.names import check_device, compiled_gpu, find_op
+from veomni_core.cli.completion import complete_hardware, complete_op
+from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
