@@ -11,7 +11,7 @@ import pytest
 
 from forked_processes import Forked, finish
 from forked_workers import run_veomni_in_forks
-from veomni_core.planning.profile import Profile, best
+from veomni_tools.profiles.profile import Profile, best
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = str(ROOT / "examples" / "demo.yaml")

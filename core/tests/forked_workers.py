@@ -17,7 +17,7 @@ from typing import Any
 
 from forked_processes import run_veomni
 from veomni_conformance.cli import verify_processes
-from veomni_core.cli import doctor_processes
+from veomni_tools.cli import doctor_processes
 
 _FORK = multiprocessing.get_context("fork")
 

@@ -14,7 +14,7 @@ from veomni_conformance.cli.verify import show_results
 from veomni_conformance.cli.verify_processes import Check, Checks
 from veomni_core import bind, discover
 from veomni_core.cli.app import build_app
-from veomni_core.cli.doctor import examine, show_examination
+from veomni_tools.cli.doctor import examine, show_examination
 from veomni_transformers.cli.coverage import show_coverage
 from veomni_transformers.coverage import cover, model_types
 

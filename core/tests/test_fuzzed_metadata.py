@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fuzzing import TEXTS, bounded, typed_errors
 from plugin_fixtures import HEALTHY
 from veomni_core import discover
-from veomni_core.discovery.locked import installed
+from veomni_tools.locks.locked import installed
 
 MODULES = (
     st.sampled_from(["acme_fuzzed", "acme_fuzzed:plugin", "acme.fuzzed", ".acme", "os", "", "acme fuzzed [x]"]) | TEXTS

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from veomni_core import HardwareRequirement, KernelOption, KernelSpec, OpsConfig, discover
-from veomni_core.discovery.locked import installed
 from veomni_core.errors import (
     ConfigError,
     HostError,
@@ -20,6 +19,7 @@ from veomni_core.errors import (
     UnknownNameError,
 )
 from veomni_core.jobs.jobfile import beside_job, load_yaml, parse_yaml
+from veomni_tools.locks.locked import installed
 from veomni_transformers.jobs.model_config import load_model_config
 
 MULTIPLYING = "a0: &a0 x\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))

@@ -19,11 +19,11 @@ from reference_pages.repository import registry
 from veomni_conformance import check_kernel
 from veomni_conformance.cli.verify import verify
 from veomni_core import KernelSpec, OpSlot, bind, discover, make_plan
-from veomni_core.discovery.lock_file import read_lock
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.config import OpsConfig
 from veomni_ops.contract import contract_for
 from veomni_tools.cli.lock import lock
+from veomni_tools.locks.lock_file import read_lock
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop.checkpoints import check_plan
 from veomni_trainer.run.run_job import run_job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from veomni_core.synonyms import SYNONYMS
 
@@ -182,7 +182,7 @@ class BoundModelPickleError(BindingError, TypeError):
     """
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str], synonyms: Mapping[str, tuple[str, ...]] = SYNONYMS) -> str:
     """A sentence that suggests the nearest names in ``known``, or lists all of them.
 
     Example:
@@ -192,10 +192,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
         'Known: auto, eager.'
     """
     options = sorted(set(known))
-    return suggest(name, options) or (f"Known: {', '.join(options)}." if options else "There are none.")
+    return suggest(name, options, synonyms) or (f"Known: {', '.join(options)}." if options else "There are none.")
 
 
-def suggest(name: object, known: Iterable[str]) -> str:
+def suggest(name: object, known: Iterable[str], synonyms: Mapping[str, tuple[str, ...]] = SYNONYMS) -> str:
     """A sentence that suggests the nearest names in ``known``; empty if none is near.
 
     A name is near that means the same, that has ``name`` as one of its words, or that is spelt alike.
@@ -203,9 +203,10 @@ def suggest(name: object, known: Iterable[str]) -> str:
     Args:
         name: what was written. YAML holds other things than text, too.
         known: what may be written: plain names, or dotted paths.
+        synonyms: for names that are used elsewhere, those that mean the same here.
 
     Example:
-        >>> suggest("lr", ["train.learning_rate", "train.steps"])
+        >>> suggest("lr", ["train.learning_rate", "train.steps"], {"lr": ("learning_rate",)})
         "Did you mean 'train.learning_rate'?"
         >>> suggest("liger", ["chunk_loss", "eager", "liger_kernel"])
         "Did you mean 'liger_kernel'?"
@@ -214,14 +215,14 @@ def suggest(name: object, known: Iterable[str]) -> str:
         >>> suggest("fa2", ["auto", "eager"])
         ''
     """
-    near = _nearest(str(name), sorted(set(known)))
+    near = _nearest(str(name), sorted(set(known)), synonyms)
     return f"Did you mean {_either(near)}?" if near else ""
 
 
-def _nearest(name: str, known: list[str]) -> list[str]:
+def _nearest(name: str, known: list[str], synonyms: Mapping[str, tuple[str, ...]]) -> list[str]:
     word = _plain(name)
     last = {each: _plain(each.rpartition(".")[2]) for each in known}
-    meanings = (word, *SYNONYMS.get(word, ()))
+    meanings = (word, *synonyms.get(word, ()))
     if same := [each for meaning in meanings for each in known if last[each] == meaning and each != name]:
         return difflib.get_close_matches(name, same, n=1, cutoff=0.0) if "." in name else same
     within = [each for each in known if f"_{word}_" in f"_{last[each]}_"]

@@ -136,10 +136,10 @@ def test_a_damaged_memory_refuses(right, listed, text, tmp_path, caplog):
     registry = listed(right, LAYER)
     verified(registry)
     planned(registry)
-    (tmp_path / "cache" / "certificates.json").write_text(text)
+    (tmp_path / "cache" / "checked_kernels.json").write_text(text)
     with pytest.raises(KernelUnavailableError, match="has not passed"):
         planned(registry)
-    assert "certificates.json can't be read" in caplog.text
+    assert "checked_kernels.json can't be read" in caplog.text
 
 
 def test_an_unknown_op_or_variant_leaves_that_kernel_out_alone(right, listed):

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
 from tuned_kernels import CountingClock
 
 from models import build
+from veomni_conformance.ledger import Certificate, record
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.planning.certificates import Certificate, keep
-from veomni_core.planning.measured_choice import checked_dtypes
-from veomni_core.planning.measured_job import MeasuredJob
-from veomni_core.planning.profile_store import write_profile
-from veomni_core.planning.this_machine import ThisMachine
+from veomni_tools.profiles.measured_choice import checked_dtypes
+from veomni_tools.profiles.measured_job import MeasuredJob
+from veomni_tools.profiles.profile_store import write_profile
 from veomni_tools.tuning.clock import Turns
 from veomni_tools.tuning.measure import Tuning
 from veomni_tools.tuning.picture import picture
@@ -73,7 +73,7 @@ def norms_and(*other_rules):
 def certify(registry, *names):
     specs = [spec for spec in registry.plugin("p").kernels if spec.name in names]
     checked = [ThisMachine(CPU).checked(spec, registry.plugin("p"), "float32") for spec in specs]
-    keep([Certificate.of_today(each, {"odd width": (0.1, 0.1)}) for each in checked], [])
+    record([Certificate.of_today(each, {"odd width": (0.1, 0.1)}) for each in checked], {})
 
 
 def llama(layers=3):
@@ -179,7 +179,7 @@ def certified_torch():
     registry, machine = discover({"VEOMNI_PLUGINS": "veomni-torch"}), ThisMachine(CPU)
     plugin = registry.plugin("veomni-torch")
     checked = [machine.checked(spec, plugin, "float32") for spec in plugin.kernels if "float32" in spec.dtypes]
-    keep([Certificate.of_today(each, {"one": (0.0, 0.0)}) for each in checked], [])
+    record([Certificate.of_today(each, {"one": (0.0, 0.0)}) for each in checked], {})
     return registry
 
 
@@ -255,7 +255,7 @@ def test_a_gpu_s_kernels_are_measured_in_bfloat16():
         for spec in each.kernels:
             plugin = registry.plugin_of(spec)
             checked = [machine.checked(spec, plugin, dtype) for dtype in checked_dtypes(spec, each.kind)]
-            keep([Certificate.of_today(one, {"one": (0.0, 0.0)}) for one in checked], [])
+            record([Certificate.of_today(one, {"one": (0.0, 0.0)}) for one in checked], {})
     job = MeasuredJob.of(model, (2, 64), "bfloat16")
     step_model = StepModel.of(shallow_model(model, surveyed, survey, "cuda"), (2, 64), "bfloat16")
     profile = Tuning(survey, TURNS).profile(step_model, surveyed, job, {})

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from veomni_core.planning.profile import Contender, MeasuredSite, Times, best
-from veomni_core.planning.site_kind import SiteKind
+from veomni_tools.profiles.profile import Contender, MeasuredSite, Times, best
+from veomni_tools.profiles.site_kind import SiteKind
 from veomni_tools.tuning.clock import Turns, times_in_turns
 from veomni_tools.tuning.peak_memory import peak_bytes
 from veomni_tools.tuning.report import Outcome

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from veomni_conformance.ledger import Certificate, record
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, binding_of, discover
-from veomni_core.planning.certificates import Certificate, keep
-from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
-from veomni_core.planning.profile import Contender, MeasuredSite, Profile, Times
-from veomni_core.planning.profile_store import write_profile
-from veomni_core.planning.this_machine import ThisMachine
+from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
+from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, Times
+from veomni_tools.profiles.profile_store import write_profile
 from veomni_tools.tuning.survey import Survey
 from veomni_trainer.job.load import load_job
 from veomni_trainer.setup.machine_defaults import with_machine_defaults
@@ -47,7 +47,7 @@ def measured_for(path: Path) -> Profile:
         if each.kind.op_name == "rms_norm":
             (spec,) = each.kernels
             checked = machine.checked(spec, plugin, "float32")
-            keep([Certificate.of_today(checked, {"one": (0.0, 0.0)})], [])
+            record([Certificate.of_today(checked, {"one": (0.0, 0.0)})], {})
             own, torch = (
                 Contender("eager", times=Times(1.0, 1.0, 1.0)),
                 Contender("torch", (checked,), Times(2.0, 2.0, 2.0)),

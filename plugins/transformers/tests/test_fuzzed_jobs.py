@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import KEYS, TEXTS, VALUES, bounded, typed_errors
-from veomni_core.jobs.assignments import assigned, read_assignments
 from veomni_core.jobs.jobfile import load_yaml, parse_yaml
+from veomni_transformers.jobs.assignments import assigned, read_assignments
 from veomni_transformers.jobs.job_model import model_section_of
 from veomni_transformers.jobs.model_config import load_model_config
 

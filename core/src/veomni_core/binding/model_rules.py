@@ -8,8 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from veomni_core.changes.change import Change
-from veomni_core.descriptions.references import load_attribute
-from veomni_core.discovery.registry import Registry
+from veomni_core.discovery.registry import Registry, load_rule
 from veomni_core.planning.plan import Plan
 
 
@@ -42,10 +41,11 @@ class WholeModelRule(Protocol):
 
 
 class ModelRules:
-    """The registry's model rules. Each is loaded once."""
+    """The registry's model rules. Each is loaded once; one that can't be is left out, unless ops rest on its plugin."""
 
     def __init__(self, registry: Registry) -> None:
-        self._rules = [(described, load_attribute(described.rule)()) for described in registry.model_rules]
+        loaded = ((each, load_rule(registry, each, each.rule)) for each in registry.model_rules)
+        self._rules = [(described, make()) for described, make in loaded if make is not None]
 
     def refuse(self, model: nn.Module) -> None:
         """Raise ``BindingError`` if a rule refuses ``model``."""

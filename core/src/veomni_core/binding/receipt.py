@@ -76,6 +76,11 @@ class Receipt:
         """The kernels that passed their op's contract on this machine."""
         return self.verification.kernels
 
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """The kernels that run because the config names them, and that no check on this machine has passed."""
+        return () if self.verification.kernels else self.plan.unverified
+
     def to_dict(self) -> dict[str, Any]:
         """The receipt as plain data. ``ops`` has a mapping per op, whose ``eager`` lists the sites without a kernel."""
         return {
@@ -84,6 +89,7 @@ class Receipt:
             "plan_sha256": self.plan.sha256,
             "assumptions": list(self.plan.assumptions),
             "passed_by": list(self.plan.passed_by),
+            "unverified": list(self.unverified),
             "verified": list(self.verified),
             "verified_sites": list(self.verification.sites),
             "not_verified": list(self.verification.not_compared),
@@ -120,6 +126,8 @@ class Receipt:
             title += f"\nNot on its device: {self.misplaced}"
         for kernel in self.plan.passed_by:
             title += f"\nPassed by: {kernel}"
+        for kernel in self.unverified:
+            title += f"\nAs asked: {kernel}"
         for what in self.verification.not_compared:
             title += f"\nNot verified: {what}"
         for path, what in self.changed.items():

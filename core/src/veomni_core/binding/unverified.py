@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.planning.certificates import Certificates
+from veomni_core.planning.evidence import evidence_on
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.selection import not_certified
-from veomni_core.planning.this_machine import ThisMachine
 
 
 def refuse_unverified(plan: Plan, registry: Registry) -> None:
@@ -25,12 +24,12 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
     in_question = [(each, reason) for each in plan.kernels if (reason := each.spec.must_pass_first(hardware))]
     if not in_question:
         return
-    certificates = Certificates(ThisMachine(hardware))
+    evidence = evidence_on(hardware)
     reasons = []
     for planned, reason in in_question:
         decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
         dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
-        why = not_certified(certificates, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)
+        why = not_certified(evidence, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)
         reasons += [f"{planned.spec} {why}"] if why else []
     if reasons:
         raise KernelUnavailableError("; ".join(reasons))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from veomni_core.changes.bound_classes import BoundClasses
-from veomni_core.changes.captured_value_change import CapturedValueChange
 from veomni_core.changes.change import AttributeChange, Change, ClassChange, ForwardChange
 from veomni_core.changes.forward_functions import modules_held, names_in, reaches
 from veomni_core.errors import BindingError, SpecError
@@ -156,7 +155,7 @@ def _calls(holder: _Owned, other: _Owned) -> bool:
     called = names_in(holder.change.forward) | holder.change.calls
     if other.path == holder.path:
         # What an instance's own forward has captured runs around the class's forward, which is what holder replaces.
-        around = isinstance(other.change, (ForwardChange, CapturedValueChange))
+        around = isinstance(other.change, ForwardChange) or getattr(other.change, "around_forward", False)
         return around or getattr(other.change, "name", "") in called
     within = other.path.removeprefix(f"{holder.path}." if holder.path else "")
     return within.split(".")[0] in called

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from veomni_core.errors import ConfigError, KernelUnavailableError, NoSiteError, VeOmniError
@@ -12,7 +13,9 @@ GOOD, FALLS_SHORT, BAD_USAGE = 0, 1, 2
 def main() -> None:
     """Entry point of the console script."""
     from veomni_core.cli.app import build_app
+    from veomni_core.discovery.trial import TIMEOUT
 
+    os.environ.setdefault(TIMEOUT, "60")
     try:
         build_app()(prog_name="veomni")
     except VeOmniError as error:

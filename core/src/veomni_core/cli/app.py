@@ -23,7 +23,6 @@ BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
     CommandSpec("explain", "veomni_core.cli.explain:explain", "Why each kernel of an op would or would not run here."),
     CommandSpec("plan", "veomni_core.cli.plan_job:plan_job", "Which kernel a job would run at each site, and why."),
-    CommandSpec("doctor", "veomni_core.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
 )
 
 

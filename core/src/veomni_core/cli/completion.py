@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from veomni_core.descriptions.hardware import NAMED
-from veomni_core.descriptions.kernel_spec import DTYPES
 from veomni_core.discovery.discover import discover
 from veomni_core.jobs.jobfile import at_home
 
@@ -15,33 +14,13 @@ _JOBS = (".yaml", ".yml")
 def complete_op(incomplete: str) -> list[str]:
     """The ops and their config fields."""
     ops = discover().ops.values()
-    return _begin_with(incomplete, (name for op in ops for name in (op.name, op.config_field)))
-
-
-def complete_plugin(incomplete: str) -> list[str]:
-    """The installed plugins, without those that define ops: they have no kernels."""
-    return _begin_with(incomplete, (record.name for record in discover().plugins if not record.defines))
-
-
-def complete_kernel(incomplete: str) -> list[str]:
-    """The kernels of all plugins: which of them the command line names isn't known before it is complete."""
-    return _begin_with(incomplete, (spec.name for record in discover().plugins for spec in record.kernels))
+    return begin_with(incomplete, (name for op in ops for name in (op.name, op.config_field)))
 
 
 def complete_hardware(incomplete: str) -> list[str]:
     """The hardware that can be named, of the core and of plugins."""
     devices = discover().devices.values()
-    return _begin_with(incomplete, [*NAMED, *(name for device in devices for name in device.named)])
-
-
-def complete_device(incomplete: str) -> list[str]:
-    """The types of devices."""
-    return _begin_with(incomplete, ["cpu", "cuda", *discover().devices])
-
-
-def complete_dtype(incomplete: str) -> list[str]:
-    """The dtypes that kernels are for."""
-    return _begin_with(incomplete, DTYPES)
+    return begin_with(incomplete, [*NAMED, *(name for device in devices for name in device.named)])
 
 
 def complete_job(incomplete: str) -> list[str]:
@@ -57,5 +36,6 @@ def complete_job(incomplete: str) -> list[str]:
     return sorted([*folders, *(f"{typed}{path.name}" for path in named if path.suffix in _JOBS)])
 
 
-def _begin_with(incomplete: str, names: Iterable[str]) -> list[str]:
+def begin_with(incomplete: str, names: Iterable[str]) -> list[str]:
+    """The ``names`` that the shell may complete, sorted."""
     return sorted({name for name in names if name.startswith(incomplete)})

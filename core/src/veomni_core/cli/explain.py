@@ -13,7 +13,7 @@ from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.discover import discover
-from veomni_core.planning.failed_checks import failed_checks
+from veomni_core.planning.evidence import evidence_on
 from veomni_core.planning.selection import Selection
 from veomni_core.tables import fit, render_table
 
@@ -32,7 +32,7 @@ def explain(
     registry = discover()
     spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
-    selection = Selection(registry, target, {}, failed=failed_checks())
+    selection = Selection(registry, target, {}, evidence=evidence_on(target))
     rows: list[dict[str, Any]] = [
         {
             "variant": kernel.variant,

@@ -9,8 +9,7 @@ from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.planning.certificates import NEVER, Certificates
-from veomni_core.planning.this_machine import ThisMachine
+from veomni_core.planning.evidence import NEVER, evidence_on
 from veomni_core.tables import fit, render_table
 
 
@@ -82,7 +81,7 @@ def _plugin(record: PluginRecord) -> dict[str, Any]:
 
 
 def _ops(registry: Registry) -> list[dict[str, Any]]:
-    certificates = Certificates(ThisMachine(Hardware.cpu()))
+    evidence = evidence_on(Hardware.cpu())  # which device is here isn't asked: that may import torch
     return [
         {
             "op": op.name,
@@ -94,7 +93,7 @@ def _ops(registry: Registry) -> list[dict[str, Any]]:
                         "name": spec.name,
                         "plugin": str(registry.plugin_of(spec)),
                         "preference": spec.preference,
-                        "standing": certificates.standing_on_any_device(spec, registry.plugin_of(spec)),
+                        "standing": evidence.standing_on_any_device(spec, registry.plugin_of(spec)),
                         "description": spec.description,
                     }
                     for spec in registry.kernels(op.name, variant)

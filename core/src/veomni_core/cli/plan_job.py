@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veomni_core.cli.frozen import Frozen
+from veomni_core.cli.frozen import Frozen, frozen_job
 from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
 from veomni_core.descriptions.references import load_from
 from veomni_core.discovery.discover import discover
@@ -47,9 +47,6 @@ def plan_job(
             print_json(divided.to_dict()) if json else print(divided.table())
             return
         plan = checked.plan()
-
-    from veomni_core.planning.locked_plans import frozen_job
-
     if locked := frozen_job(job):
         locked.check(plan)
     print(plan.to_json() if json else plan.table())

@@ -217,7 +217,7 @@ class KernelSpec:
         try:
             with random_states_kept():
                 function = made(load_attribute(reference))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise KernelLoadError(f"{self}: {reference} failed: {type(error).__name__}: {error}") from error
         if not callable(function):
             raise KernelLoadError(f"{self}: {reference} gave a {type(function).__name__}, which cannot be called")

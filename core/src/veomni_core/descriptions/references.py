@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 
 def load_attribute(reference: str) -> Any:
     """Import ``"module:attribute"`` (the attribute may be dotted) and return it."""
     module_name, _, attribute = reference.partition(":")
-    value: Any = importlib.import_module(module_name)
+    with redirect_stdout(sys.stderr):  # a module may print while it is imported, and standard output is the command's
+        value: Any = importlib.import_module(module_name)
     for name in attribute.split("."):
         value = getattr(value, name)
     return value
+
+
+def load_if_installed(reference: str) -> Any | None:
+    """As :func:`load_attribute`, of another distribution of the family; ``None`` if that is not installed."""
+    try:
+        return load_attribute(reference)
+    except ModuleNotFoundError as error:
+        if error.name != reference.partition(".")[0]:
+            raise
+        return None
 
 
 def load_from(reference: str) -> Any:
@@ -21,11 +34,9 @@ def load_from(reference: str) -> Any:
     Raises:
         ImportError: the distribution is not installed; the message says how to install it.
     """
-    package = reference.partition(".")[0]
-    try:
-        return load_attribute(reference)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
+    found = load_if_installed(reference)
+    if found is None:
+        package = reference.partition(".")[0]
         distribution = package.replace("_", "-")
-        raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package) from error
+        raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package)
+    return found

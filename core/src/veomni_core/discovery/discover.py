@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from opcode import opmap
 from typing import Any
 
 from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
-from veomni_core.discovery.locked import frozen_lock, refuse_changed_files, refuse_changed_specs
+from veomni_core.discovery.lock_guard import lock_guard
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
+from veomni_core.discovery.trial import trial_timeout, tried
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 
 _NO_KERNELS = f"which VEOMNI_PLUGINS does not leave out: declare it under {ENTRY_POINT_GROUP}"
@@ -35,6 +39,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     - ``VEOMNI_PLUGINS_BLOCK``: don't load these;
     - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: of the others load only those in ``VEOMNI_PLUGINS``, none if it is empty;
     - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails;
+    - ``VEOMNI_PLUGIN_TIMEOUT``: a plugin that no op's own plugin names is first loaded in a process of its own, which
+      may take so many seconds, so that one that aborts or hangs is named; the command ``veomni`` sets 60;
     - ``VEOMNI_FROZEN``: a lock file. What is installed is compared with it before any plugin is imported, and then what
       plugins describe.
 
@@ -49,7 +55,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
         ConfigError: an on/off variable holds something other than a boolean.
         PluginLoadError: a plugin failed, under ``VEOMNI_PLUGINS_STRICT=1``.
         LockMismatchError: something differs from the lock file; the message names all of it.
-        LockFileError: there is no such lock file, or it is damaged.
+        LockFileError: there is no such lock file, it is damaged, or veomni-tools, which reads it, is not installed.
 
     Example:
         >>> registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
@@ -65,12 +71,12 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
-    lock = frozen_lock(environ)
-    if lock:
-        refuse_changed_files(lock)
+    guard = lock_guard(environ)
+    if guard:
+        guard.refuse_changed_files()
     described = describe(environ)
-    if lock:
-        refuse_changed_specs(lock, described)
+    if guard:
+        guard.refuse_changed_specs(described)
     records = settle(described)
     if strict:
         _raise_first(records)
@@ -87,7 +93,19 @@ def describe(environ: Mapping[str, str]) -> list[PluginRecord]:
     """
     found = installed_plugins()
     policy = _Policy.read(environ, found)
-    return [CORE, *(policy.refuse(plugin) or _load(plugin) for plugin in _name_once(found))]
+    records = {
+        plugin: policy.refuse(plugin) or (_load(plugin) if plugin.defines or plugin.problem else None)
+        for plugin in _name_once(found)
+    }
+    waiting = [plugin for plugin, record in records.items() if record is None]
+    problems: dict[str, str] = {}
+    if timeout := trial_timeout(environ):
+        ops = [op for record in records.values() if record for op in record.ops]
+        vouched_for = {distribution for op in ops for distribution in op.published.values()}
+        problems = tried([plugin for plugin in waiting if plugin.distribution not in vouched_for], timeout)
+    for plugin in waiting:
+        records[plugin] = _load(replace(plugin, problem=problems.get(plugin.module, "")))
+    return [CORE, *filter(None, records.values())]
 
 
 def definitions() -> tuple[PluginRecord, ...]:
@@ -173,13 +191,24 @@ def _load(plugin: InstalledPlugin) -> PluginRecord:
         return _failed(plugin, plugin.problem)
     start = time.perf_counter()
     try:
-        described = described_by(importlib.import_module(plugin.module))
-    except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
-        reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
+        with redirect_stdout(sys.stderr):  # standard output is for what the process prints itself
+            described = described_by(importlib.import_module(plugin.module))
+    except BaseException as error:  # a plugin may raise anything while it is imported
+        if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
+            raise
+        reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}".removesuffix(": ")
         return _failed(plugin, reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
     if plugin.defines and described["kernels"]:
         return _failed(plugin, f"it has kernels, and is in the entry-point group {DEFINITIONS_GROUP}, {_NO_KERNELS}")
     return _record(plugin, seconds=time.perf_counter() - start, **described)
+
+
+def _is_raised_by_code(error: BaseException) -> bool:
+    """Whether a ``raise`` gave ``error``. Where the user presses Ctrl-C, the interpreter does, between instructions."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 def _raise_first(records: Iterable[PluginRecord]) -> None:

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
 from veomni_core.discovery.detection import detect
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
@@ -84,6 +85,11 @@ class PluginRecord:
     def healthy(self) -> bool:
         """Whether the plugin loaded, so that what it describes is in the registry."""
         return self.status == "loaded"
+
+    @property
+    def rules(self) -> tuple[SiteRule | ModelRule | ModelViewSpec, ...]:
+        """Its rules of all kinds."""
+        return (*self.site_rules, *self.model_rules, *self.model_views)
 
     @property
     def absence(self) -> str:
@@ -224,9 +230,24 @@ class Registry:
         """The plugin that registered ``spec``."""
         return self._owners[(spec.op_name, self.op(spec.op_name).canonical_variant(spec.variant), spec.name)]
 
-    def plugin_of_rule(self, rule: SiteRule) -> PluginRecord | None:
+    def vouches_for(self, spec: KernelSpec) -> bool:
+        """Whether the op's own plugin vouches for ``spec``: it is published there, or of the same distribution.
+
+        A variant that another plugin adds is that plugin's own.
+        """
+        op, distribution = self.op(spec.op_name), self.plugin_of(spec).distribution
+        variant = (spec.op_name, op.canonical_variant(spec.variant))
+        own = (
+            record.distribution
+            for record in self.plugins
+            if any(each.name == op.name for each in record.ops if spec.variant not in op.added)
+            or any((each.op_name, each.name) == variant for each in record.variants)
+        )
+        return op.published.get(spec.name) == distribution or distribution in own
+
+    def plugin_of_rule(self, rule: SiteRule | ModelRule | ModelViewSpec) -> PluginRecord | None:
         """The plugin that describes ``rule``; ``None`` if no loaded plugin does."""
-        return next((record for record in self.plugins if record.healthy and rule in record.site_rules), None)
+        return next((record for record in self.plugins if record.healthy and rule in record.rules), None)
 
     def plugin(self, name: str) -> PluginRecord:
         """The record of the plugin (or distribution) called ``name``."""
@@ -273,6 +294,21 @@ class Registry:
 
     def _names(self, op: str) -> set[str]:
         return {kernel.name for kernel in self._kernels.get(op, ())}
+
+
+def load_rule(registry: Registry, rule: ModelRule | ModelViewSpec, reference: str) -> Any:
+    """What ``reference`` of ``rule`` names; ``None``, with a warning, where a plugin can't load it that defines no ops.
+
+    A plugin that is half uninstalled must not keep other jobs from running.
+    """
+    try:
+        return load_attribute(reference)
+    except (Exception, SystemExit) as error:
+        plugin = registry.plugin_of_rule(rule)
+        if plugin is None or plugin.defines:
+            raise
+        logger.warning("%r of %s is left out: %s failed: %r", rule.name, plugin, reference, error)
+        return None
 
 
 def ops_of(records: Iterable[PluginRecord]) -> dict[str, OpSpec]:

@@ -58,9 +58,12 @@ class Plan:
         failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
-        passed_by: kernels that were not chosen for what ``veomni verify`` says of them on this machine, and how.
+        passed_by: kernels that were not chosen for what was found of them on this machine, and what: a check that
+            failed or is lacking, or an import.
         profile: the short hash of the profile of ``veomni tune`` by which ``auto`` chose; empty if it did nowhere.
         profile_notes: where that profile is, and where it did not count, why.
+        unverified: kernels that the config names, of plugins that the op's own does not name, and that passed no check
+            here; each with the command that checks it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,6 +89,7 @@ class Plan:
     passed_by: tuple[str, ...] = ()
     profile: str = ""
     profile_notes: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
@@ -112,6 +116,7 @@ class Plan:
             passed_by=tuple(data.get("passed_by", ())),
             profile=data.get("profile", ""),
             profile_notes=tuple(data.get("profile_notes", ())),
+            unverified=tuple(data.get("unverified", ())),
         )
 
     @property
@@ -170,6 +175,7 @@ class Plan:
         notes = [f"left out: {failure}" for failure in self.failed_rules]
         notes += self.profile_notes
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
+        notes += [f"as asked: {kernel}" for kernel in self.unverified]
         notes += _standings(self.kernels)
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")

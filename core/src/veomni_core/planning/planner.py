@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from veomni_core.descriptions.hardware import Hardware
@@ -11,11 +12,9 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
-from veomni_core.planning.certificates import Certificates
 from veomni_core.planning.config import VERIFIED, OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
-from veomni_core.planning.failed_checks import failed_checks
-from veomni_core.planning.measured_job import MeasuredJob
+from veomni_core.planning.evidence import Evidence, Times, evidence_on, times_of
 from veomni_core.planning.plan import Plan, PlannedKernel
 from veomni_core.planning.plan_problems import raise_problems
 from veomni_core.planning.selection import AUTOCAST_DTYPES, Selection, Verdict
@@ -86,8 +85,8 @@ def make_plan(
     if hardware is None and distributed_config is None and is_on_the_cpu(model):
         hardware = config.registry.detect_hardware("cpu")
     whole = distributed_config is None and all(site.sharding == WHOLE for site in found.sites)
-    job = MeasuredJob.of(model, batch, _autocast_name(autocast)) if batch and whole else None
-    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, job)
+    times = partial(times_of, model, batch, _autocast_name(autocast)) if batch and whole else None
+    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, times, loads=True)
 
 
 def plan_sites(
@@ -122,16 +121,20 @@ def _plan(
     hardware: Hardware | str | None,
     autocast: Any,
     training: bool,
-    job: MeasuredJob | None = None,
+    times_on: Callable[[Registry, Hardware, Evidence], Times | None] | None = None,
+    loads: bool = False,
 ) -> Plan:
     registry = config.registry
     if isinstance(hardware, str):
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
-    failed = failed_checks() if hardware.detected else {}
-    certified_only = config.require == VERIFIED
-    selection = Selection(registry, hardware, config.profile, autocast, training, failed, certified_only, job)
+    evidence, certified_only = evidence_on(hardware), config.require == VERIFIED
+    times = times_on(registry, hardware, evidence) if times_on else None
+    loads = loads and hardware.detected
+    selection = Selection(
+        registry, hardware, config.profile, autocast, training, evidence, certified_only, times, loads=loads
+    )
     by_op: dict[str, list[Site]] = {}
     for site in sites:
         by_op.setdefault(site.op_name, []).append(site)
@@ -139,13 +142,14 @@ def _plan(
     ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(planned))
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)
-    kernels = tuple(_planned_kernels(ops, registry, selection.certificates if hardware.detected else None))
+    kernels = tuple(_planned_kernels(ops, registry, evidence if hardware.detected else None))
     assumptions = () if hardware.detected else _assumptions(kernels, hardware, certified_only)
-    measured, passed_by = selection.measured, tuple(selection.passed_by)
+    passed_by = tuple(selection.passed_by)
     return Plan(
         *(hardware, ops, kernels, assumptions, failed_rules, autocast, training, passed_by),
-        profile=measured.digest if measured else "",
-        profile_notes=tuple(measured.notes()) if measured else (),
+        profile=times.digest if times else "",
+        profile_notes=tuple(times.notes()) if times else (),
+        unverified=tuple(_unverified(ops, selection)) if hardware.detected else (),
     )
 
 
@@ -174,9 +178,9 @@ def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterab
 
 
 def _planned_kernels(
-    ops: tuple[OpDecision, ...], registry: Registry, certificates: Certificates | None
+    ops: tuple[OpDecision, ...], registry: Registry, evidence: Evidence | None
 ) -> Iterable[PlannedKernel]:
-    """The kernels of ``ops``, each with how it stands on this machine; ``certificates`` is None for another one."""
+    """The kernels of ``ops``, each with how it stands on this machine; ``evidence`` is None for another one."""
     used: dict[KernelSpec, dict[str, None]] = {}
     for decision in (decision for op in ops for decision in op.sites):
         if decision.spec is not None:
@@ -184,8 +188,14 @@ def _planned_kernels(
     for spec in sorted(used, key=str):
         plugin = registry.plugin_of(spec)
         dtypes = [dtype for dtype in used[spec] if dtype in spec.dtypes] or spec.dtypes
-        standing = certificates.standing(spec, plugin, dtypes) if certificates else ""
+        standing = evidence.standing(spec, plugin, dtypes) if evidence else ""
         yield PlannedKernel(spec, plugin.distribution, plugin.version_of(spec), standing)
+
+
+def _unverified(ops: tuple[OpDecision, ...], selection: Selection) -> Iterable[str]:
+    """The kernels that the config names, and that nobody who defines the op vouches for, nor a check here."""
+    used = dict.fromkeys((each.spec, each.dtypes) for op in ops for each in op.sites if each.spec is not None)
+    return sorted({f"{spec} {why}" for spec, dtypes in used if (why := selection.unvouched(spec, dtypes))})
 
 
 def _assumptions(kernels: tuple[PlannedKernel, ...], hardware: Hardware, certified_only: bool) -> tuple[str, ...]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.errors import ConfigError
-from veomni_core.planning.certificates import HERE, NEVER, Certificates
+from veomni_core.errors import ConfigError, KernelLoadError
 from veomni_core.planning.choice import AUTO, Requested
-from veomni_core.planning.failed_checks import FailedCheck
-from veomni_core.planning.measured_choice import MeasuredChoices
-from veomni_core.planning.measured_job import MeasuredJob
-from veomni_core.planning.site_kind import SiteKind
-from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
+from veomni_core.planning.evidence import HERE, NEVER, Evidence, Times
 from veomni_core.sites.site import Site
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -51,7 +46,7 @@ class _Place:
     refuses: tuple[tuple[str, str], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     own: str
-    kind: SiteKind | None  # where something may be measured: what is looked up
+    kind: Hashable  # where something may be measured: what is looked up
     site: Site | None = field(compare=False)  # the first site with these properties
 
 
@@ -59,7 +54,8 @@ class Selection:
     """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
 
     With ``certified_only``, a kernel must have a certificate of this machine in the dtypes of its site. With
-    ``measured_job``, ``auto`` goes by what was measured of that job on this machine.
+    ``times``, ``auto`` goes by what was measured before it goes by ranks. With ``loads``, it takes none that can't be
+    imported.
     """
 
     def __init__(
@@ -69,22 +65,18 @@ class Selection:
         profile: Mapping[str, Mapping[str, float]],
         autocast: str | None = None,
         training: bool = True,
-        failed: Mapping[CheckedKernel, FailedCheck] | None = None,
+        evidence: Evidence | None = None,
         certified_only: bool = False,
-        measured_job: MeasuredJob | None = None,
+        times: Times | None = None,
+        loads: bool = False,
     ) -> None:
         self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
         self._training = training
-        self._failed, self._certified_only = failed or {}, certified_only
-        self._have_failed = {checked.kernel for checked in self._failed}  # asked first: the rest hashes plugins' files
-        self._machine = ThisMachine(hardware)
-        self.certificates = Certificates(self._machine, None if hardware.detected else ())
-        measured = measured_job if training and hardware.detected else None
-        choices = (registry, self._machine, self.certificates)
-        self.measured = None if measured is None else MeasuredChoices(measured, *choices)
-        """What ``auto`` goes by before ranks; ``None`` where nothing is measured: elsewhere, or for evaluation."""
+        self._evidence, self._certified_only = evidence or Evidence(), certified_only
+        self.times = times if training else None
         self.passed_by: dict[str, None] = {}
         """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
+        self._loads, self._loaded, self._unloadable = loads, set[KernelSpec](), dict[KernelSpec, str]()
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
@@ -152,23 +144,39 @@ class Selection:
 
     def failures(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """How ``spec`` failed ``veomni verify`` on this machine, in one of ``dtypes`` or, without any, in any dtype."""
-        if str(spec) not in self._have_failed or not self._hardware.detected:
-            return ()
-        plugin = self._registry.plugin_of(spec)
-        checked = [self._machine.checked(spec, plugin, dtype) for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-        return tuple(str(self._failed[each]) for each in checked if each in self._failed)
+        asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
+        return self._evidence.failures(spec, self._registry.plugin_of(spec), asked)
 
     def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
         reason = spec.must_pass_first(self._hardware) or ("require: verified asks for that" * self._certified_only)
         if not reason or not self._hardware.detected or self.failures(spec, dtypes):
             return ()
-        why = not_certified(self.certificates, spec, self._registry.plugin_of(spec), reason, dtypes)
+        why = not_certified(self._evidence, spec, self._registry.plugin_of(spec), reason, dtypes)
         return (why,) if why else ()
+
+    def unvouched(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> str:
+        """Why ``auto`` does not take ``spec`` yet, in one of ``dtypes`` or, without any, in any; empty if it may.
+
+        Preferences are what plugins say of themselves. Whoever defines an op vouches for the kernels that it names;
+        another one has to pass the op's contract on this machine first.
+        """
+        if self._registry.vouches_for(spec):
+            return ""
+        plugin = self._registry.plugin_of(spec)
+        asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
+        standing = self._evidence.standing(spec, plugin, asked)
+        if standing == HERE:
+            return ""
+        elsewhere = "" if standing == NEVER else f" ({standing})"
+        return (
+            f"was {NEVER}{elsewhere}, and auto takes a kernel that the op's own plugin does not name only once it "
+            f"passed ({self._evidence.how_to_check(spec, plugin)})"
+        )
 
     def _place_of(self, op_name: str, site: Site) -> _Place:
         dtypes, refuses = self.dtypes_at(op_name, site), tuple(site.refuses.items())
-        sizes, kind = tuple(sorted(site.sizes.items())), SiteKind.of(site, dtypes) if self.measured else None
+        sizes, kind = tuple(sorted(site.sizes.items())), self.times.kind(site, dtypes) if self.times else None
         return _Place(site.variant or "", dtypes, site.needs, refuses, sizes, site.own, kind, site)
 
     def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
@@ -180,6 +188,15 @@ class Selection:
         checks = (*failures, *(unverified if spec.preference > 0 else ()))
         self.passed_by.update(dict.fromkeys(f"{spec} {why}" for why in checks))
         return (*unmet, *unverified, *failures)
+
+    def _why_not_by_auto(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
+        """The same, for ``auto``."""
+        reasons = self._why_not_at(spec, place)
+        if not reasons and (why := self.unvouched(spec, place.dtypes) or self._unloadable.get(spec, "")):
+            if spec.preference > 0:
+                self.passed_by[f"{spec} {why}"] = None
+            return (why,)
+        return reasons
 
     def _unmet_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         reasons = list(self.why_not(spec))
@@ -221,7 +238,20 @@ class Selection:
         return Verdict(None, "; ".join(passed_over), as_asked=False)
 
     def _best(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
-        usable = [spec for spec in self._registry.kernels(op_name, place.variant) if not self._why_not_at(spec, place)]
+        """What ``auto`` takes. A kernel that can't be imported is found out when its turn comes, and passed by."""
+        while True:
+            found = self._best_known(op_name, place, passed_over)
+            if found.spec is None or not self._loads or found.spec in self._loaded:
+                return found
+            try:
+                found.spec.load()
+                self._loaded.add(found.spec)
+            except KernelLoadError as error:
+                self._unloadable[found.spec] = f"can't be loaded: {str(error).removeprefix(f'{found.spec}: ')}"
+
+    def _best_known(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
+        specs = self._registry.kernels(op_name, place.variant)
+        usable = [spec for spec in specs if not self._why_not_by_auto(spec, place)]
         passed_over = [*passed_over, *self._unchecked_alone(op_name, place)] if usable else passed_over
         by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
         times = self._profile.get(op_name, {})
@@ -231,8 +261,8 @@ class Selection:
             reason = f"the fastest measured, {milliseconds:g} ms"
             return Verdict(by_name[name], _after(passed_over, reason), as_asked=False)
         unmeasured = ""
-        if self.measured and place.kind:
-            found = self.measured.at(place.kind, usable)
+        if self.times and place.kind:
+            found = self.times.at(place.kind, usable)
             if found.kernel is not None:
                 return Verdict(by_name[found.kernel], _after(passed_over, found.reason), as_asked=False)
             unmeasured = f"; {found.reason}" if found.reason and usable else ""
@@ -252,11 +282,11 @@ class Selection:
         return Verdict(best, reason, as_asked=False)
 
     def _unchecked_alone(self, op_name: str, place: _Place) -> Iterator[str]:
-        """The kernels that nothing but what ``veomni verify`` says of them keeps from ``place``."""
+        """The kernels that nothing but how they were found to be here keeps from ``place``."""
         for spec in self._registry.kernels(op_name, place.variant):
             why = self.failures(spec, place.dtypes)
             if not why and spec.preference > 0:
-                why = self.unverified(spec, place.dtypes)
+                why = self.unverified(spec, place.dtypes) or self._why_not_by_auto(spec, place)
             if why and not self._unmet_at(spec, place):
                 yield f"{spec.name} {' and '.join(why)}"
 
@@ -266,7 +296,7 @@ class Selection:
             return f"no kernel for {place.variant} is installed"
         not_preferred = ("is not preferred to the model's own code",)
         return "; ".join(
-            f"{spec.name} {' and '.join(self._why_not_at(spec, place) or not_preferred)}" for spec in specs
+            f"{spec.name} {' and '.join(self._why_not_by_auto(spec, place) or not_preferred)}" for spec in specs
         )
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
@@ -286,21 +316,21 @@ class Selection:
 
 
 def not_certified(
-    certificates: Certificates, spec: KernelSpec, plugin: PluginRecord, reason: str, dtypes: tuple[str, ...] = ()
+    evidence: Evidence, spec: KernelSpec, plugin: PluginRecord, reason: str, dtypes: tuple[str, ...] = ()
 ) -> str:
     """Why ``spec`` of ``plugin`` may not be chosen yet, in one of ``dtypes`` or, without any, in any, as a phrase.
 
     Empty if it is certified in all of them. ``reason`` is why it must be.
     """
     asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-    missing = [dtype for dtype in asked if certificates.standing(spec, plugin, (dtype,)) != HERE]
+    missing = [dtype for dtype in asked if evidence.standing(spec, plugin, (dtype,)) != HERE]
     if not missing:
         return ""
-    standing = certificates.standing(spec, plugin, missing)
+    standing = evidence.standing(spec, plugin, missing)
     elsewhere = "" if standing == NEVER else f", and was {standing}"
     return (
         f"has not passed veomni verify in {', '.join(missing)} here{elsewhere}, and {reason} "
-        f"(veomni verify {plugin.distribution} --kernel {spec} checks it)"
+        f"({evidence.how_to_check(spec, plugin)})"
     )
 
 

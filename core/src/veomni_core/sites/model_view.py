@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
-from veomni_core.discovery.registry import Registry
+from veomni_core.discovery.registry import Registry, load_rule
 from veomni_core.errors import ConfigError
 from veomni_core.sites.site import Site, SiteLocator
 
@@ -71,7 +70,8 @@ def view_of(model: nn.Module, registry: Registry, distributed_config: Any = None
             refuses it.
     """
     for spec in registry.model_views:
-        view: ModelView | None = load_attribute(spec.view)(model, distributed_config)
+        make = load_rule(registry, spec, spec.view)
+        view: ModelView | None = make(model, distributed_config) if make else None
         if view is not None:
             return view
     if distributed_config is not None:

@@ -19,12 +19,12 @@ from veomni_conformance import Contract
 from veomni_conformance.bound_models.site_comparison import Run, compare
 from veomni_core import Binding, KernelSpec, discover
 from veomni_core.authoring import Kernel
-from veomni_core.changes.captured_function_change import CapturedFunctionChange
 from veomni_core.changes.transformation import Transformation
 from veomni_core.errors import BindingError, ConformanceError
 from veomni_ops.contract import contract_for, dtype_name
 from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, LOGPROBS, MEAN_LOGIT, TOP1
 from veomni_transformers.authoring import with_globals
+from veomni_transformers.changes.captured_function_change import CapturedFunctionChange
 
 _GLOBAL = "_ChunkedLogProbFunction"  # by which TRL's forward calls its function
 _PARAMETERS = (

@@ -74,6 +74,11 @@ class ConformanceReport:
         """One sentence per failure, with the sample's name."""
         return tuple(f"sample {case.sample!r}: {failure}" for case in self.cases for failure in case.failures)
 
+    @property
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """For each case, the largest error of the values and of the gradients, as shares of the tolerance."""
+        return {case.sample: (case.worst_value, case.worst_gradient) for case in self.cases}
+
     def raise_if_failed(self) -> None:
         """Raise :class:`~veomni_core.errors.ConformanceError` with every failure, unless the report is ``ok``."""
         if not self.ok:

@@ -138,7 +138,7 @@ OPS: tuple[OpSpec, ...] = (
         description="log-probabilities of tokens and entropies, from the output projection's inputs",
         follows_autocast=True,
         on_request=True,
-        published={"chunk_logprobs": "veomni-torch"},
+        published={"chunk_logprobs": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="chunk_gated_delta_rule",

@@ -1,4 +1,4 @@
-"""Declares the subcommands tune, lock and new-plugin to veomni-core. Does not import torch."""
+"""Declares the subcommands doctor, tune, lock and new-plugin to veomni-core. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 @hookimpl
 def veomni_commands() -> list[CommandSpec]:
     return [
+        CommandSpec("doctor", "veomni_tools.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
         CommandSpec("tune", "veomni_tools.cli.tune:tune", "Measure a job's kernels at its model's shapes, for auto."),
         CommandSpec(
             "lock", "veomni_tools.cli.lock:lock", "Write down what is installed and what jobs run, for --frozen."

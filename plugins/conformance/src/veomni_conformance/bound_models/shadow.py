@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from veomni_conformance.bound_models.exact_runs import exact_run
 from veomni_conformance.bound_models.model_calls import RecordedCall, kept, undisturbed
+from veomni_conformance.bound_models.rank_sentences import sentences_of_all_ranks
 from veomni_conformance.bound_models.site_comparison import Run, compare
+from veomni_conformance.bound_models.suspension import suspended
 from veomni_core.binding.bind import binding_of
-from veomni_core.binding.rank_sentences import sentences_of_all_ranks
 from veomni_core.binding.site_changes import owner_of
 from veomni_core.changes.change import Change
-from veomni_core.changes.suspension import suspended
 from veomni_core.changes.transformation import transformations_of
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry

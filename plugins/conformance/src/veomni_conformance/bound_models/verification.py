@@ -12,6 +12,8 @@ from veomni_conformance import check_kernel
 from veomni_conformance.bound_models.exact_runs import exact_run
 from veomni_conformance.bound_models.model_calls import RecordedCall, recorded_calls, undisturbed
 from veomni_conformance.bound_models.site_comparison import Run, autocast_on, compare
+from veomni_conformance.ledger import Certificate, record
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core.binding.receipt import Verification
 from veomni_core.binding.site_changes import Kernels, changes_at, decisions_of
 from veomni_core.changes.change_set import ChangeSet
@@ -42,7 +44,7 @@ def verify_plan(model: nn.Module, plan: Plan, registry: Registry, kernels: Kerne
     if any(parameter.is_meta for parameter in model.parameters()):
         no_weights = "the model has weights on the meta device, where nothing can be computed"
         return Verification(not_compared=tuple(f"{planned.spec}: {no_weights}" for planned in plan.kernels))
-    held = tuple(_check(planned.spec, model, registry, plan.autocast) for planned in plan.kernels)
+    held = tuple(_check(planned.spec, model, registry, plan) for planned in plan.kernels)
     bound = [
         (locator_of(rule), decision, decision.spec)
         for rule in registry.site_rules
@@ -105,9 +107,12 @@ def _compare(
     return ""
 
 
-def _check(spec: KernelSpec, model: nn.Module, registry: Registry, autocast: str | None) -> str:
+def _check(spec: KernelSpec, model: nn.Module, registry: Registry, plan: Plan) -> str:
     parameter, op = next(model.parameters(), torch.empty(0)), registry.op(spec.op_name)
-    dtype = autocast if autocast and op.follows_autocast else dtype_name(parameter.dtype)
+    dtype = plan.autocast if plan.autocast and op.follows_autocast else dtype_name(parameter.dtype)
     report = check_kernel(spec, parameter.device, dtype, op=op)
     report.raise_if_failed()
+    if plan.hardware.detected and not registry.vouches_for(spec):  # from now on `auto` may take it
+        checked = ThisMachine(plan.hardware).checked(spec, registry.plugin_of(spec), dtype)
+        record([Certificate.of_today(checked, report.shares)], {})
     return f"{spec} on {parameter.device} in {dtype}"

@@ -13,6 +13,14 @@ from typing import Annotated
 
 import typer
 
+from veomni_conformance.cli.names import (
+    check_device,
+    compiled_gpu,
+    complete_device,
+    complete_dtype,
+    complete_kernel,
+    complete_plugin,
+)
 from veomni_conformance.cli.verify_processes import (
     CONTRACT,
     EXPECTED,
@@ -27,25 +35,17 @@ from veomni_conformance.cli.verify_processes import (
     joined,
 )
 from veomni_conformance.kernel_cases import CheckRequest, KernelCase, cases_in
+from veomni_conformance.ledger import Certificate, record, write_certificates
 from veomni_conformance.requested_device import device_here
-from veomni_core.cli.completion import (
-    complete_device,
-    complete_dtype,
-    complete_hardware,
-    complete_kernel,
-    complete_op,
-    complete_plugin,
-)
-from veomni_core.cli.names import check_device, compiled_gpu, find_op
+from veomni_conformance.this_machine import CheckedKernel, ThisMachine
+from veomni_core.cli.completion import complete_hardware, complete_op
+from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, suggest
-from veomni_core.planning.certificates import Certificate, keep, write_certificates
-from veomni_core.planning.failed_checks import remember
-from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.tables import render_table
 
 _SLOWEST = 10
@@ -236,23 +236,22 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.result in (FAILED, EXPECTED) and row.cases]
 
 
-def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
+def keep_results(rows: Iterable[Row], plugin: PluginRecord, hardware: Hardware) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
     A contract that failed, or a skipped kernel, is left out.
     """
-    machine, specs = ThisMachine(hardware), {str(spec): spec for spec in record.kernels}
+    machine, specs = ThisMachine(hardware), {str(spec): spec for spec in plugin.kernels}
     failed: dict[CheckedKernel, str] = {}
     passed: list[Certificate] = []
     for row in rows:
         if row.result in (OK, FAILED, EXPECTED):
-            checked = machine.checked(specs[row.kernel], record, row.dtype)
+            checked = machine.checked(specs[row.kernel], plugin, row.dtype)
             if row.result == OK:
                 passed.append(Certificate.of_today(checked, row.cases))
             else:
                 failed[checked] = (row.detail or ("",))[0]
-    remember(failed, [each.checked for each in passed])
-    keep(passed, failed)
+    record(passed, failed)
     return passed
 
 

@@ -105,7 +105,7 @@ def _checked(request: Request) -> dict[str, Any]:
     return {
         "result": "ok" if passes else "FAILED",
         "detail": [*detail, *(f"not run: {words}" for words in report.skipped)],
-        "cases": {case.sample: (case.worst_value, case.worst_gradient) for case in report.cases},
+        "cases": report.shares,
         "spent": dict(report.seconds),
     }
 

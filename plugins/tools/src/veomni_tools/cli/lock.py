@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from veomni_core.cli.completion import complete_hardware, complete_job
+from veomni_core.cli.frozen import LOCK_FILE
 from veomni_core.discovery.discover import describe, discover
-from veomni_core.discovery.lock_file import NAME, Lock, LockedPlan, read_lock
-from veomni_core.discovery.locked import FROZEN, installed, with_specs
+from veomni_core.discovery.lock_guard import FROZEN
 from veomni_core.errors import ConfigError, HostError, LockFileError
+from veomni_tools.locks.lock_file import Lock, LockedPlan, read_lock
+from veomni_tools.locks.locked import installed, with_specs
 from veomni_transformers.cli.job_plan import checked_job
 
 
@@ -31,7 +33,7 @@ def lock(
             autocompletion=complete_hardware,
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path(NAME),
+    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path(LOCK_FILE),
 ) -> None:
     """Write the versions and hashes of all plugins, what they describe, and the plans of jobs. Nothing is trained."""
     if os.environ.get(FROZEN):
@@ -55,7 +57,7 @@ def lock(
 
 def _plans(job: Path, hardware: list[str] | list[None], output: Path) -> dict[tuple[str, str], LockedPlan]:
     """The job's plan for each hardware."""
-    from veomni_core.planning.locked_plans import hardware_key, job_key, locked_plan
+    from veomni_tools.locks.locked_plans import hardware_key, job_key, locked_plan
 
     registry = discover()
     made = [checked_job(job, (), name, registry).plan() for name in hardware]

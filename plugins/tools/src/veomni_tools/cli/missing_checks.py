@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from veomni_conformance.cli.verify import keep_results
 from veomni_conformance.cli.verify_processes import OK, Check, Checks, Row, import_once
+from veomni_conformance.ledger import HERE, Ledger
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.certificates import HERE, Certificates
-from veomni_core.planning.failed_checks import failed_checks
-from veomni_core.planning.this_machine import ThisMachine
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,15 @@ class MissingChecks:
         Returns:
             The kernels that have not passed in all of their dtypes, each with the reason.
         """
-        machine, failed = ThisMachine(self.hardware), failed_checks()
-        certificates, why_not = Certificates(machine), dict[KernelSpec, str]()
+        ledger, why_not = Ledger.here(self.hardware), dict[KernelSpec, str]()
         asked: list[tuple[KernelSpec, str]] = []
         for spec, dtypes in needed:
             plugin = self.registry.plugin_of(spec)
             for dtype in dtypes:
-                if certificates.standing(spec, plugin, (dtype,)) == HERE:
+                if ledger.standing(spec, plugin, (dtype,)) == HERE:
                     continue
-                if failure := failed.get(machine.checked(spec, plugin, dtype)):
-                    why_not[spec] = str(failure)
+                if failures := ledger.failures(spec, plugin, (dtype,)):
+                    why_not[spec] = failures[0]
                 elif spec.slow_check and not self.slow:
                     why_not[spec] = f"not checked in {dtype}: slow to check, --slow checks it too: {spec.slow_check}"
                 else:

@@ -20,7 +20,7 @@ from veomni_tools.cli.missing_checks import MissingChecks
 from veomni_transformers.cli.job_plan import CheckedJob, checked_job
 
 if TYPE_CHECKING:
-    from veomni_core.planning.profile import Profile
+    from veomni_tools.profiles.profile import Profile
     from veomni_tools.tuning.report import Outcome
 
 
@@ -48,7 +48,7 @@ def tune(
     checks = MissingChecks(checked.config.registry, checked.hardware, jobs, timeout, slow, say)
     profile, found = _measured(checked, checks, seconds, say)
 
-    from veomni_core.planning.profile_store import write_profile
+    from veomni_tools.profiles.profile_store import write_profile
     from veomni_tools.tuning.picture import picture
     from veomni_tools.tuning.report import table
 
@@ -66,8 +66,8 @@ def _measured(
     checked: CheckedJob, checks: MissingChecks, seconds: float, say: Callable[[str], None]
 ) -> tuple[Profile, tuple[Outcome, ...]]:
     """Build what is measured, check what may not be measured yet, and measure the rest."""
-    from veomni_core.planning.measured_choice import checked_dtypes
-    from veomni_core.planning.measured_job import MeasuredJob
+    from veomni_tools.profiles.measured_choice import checked_dtypes
+    from veomni_tools.profiles.measured_job import MeasuredJob
     from veomni_tools.tuning.clock import Turns
     from veomni_tools.tuning.measure import Tuning
     from veomni_tools.tuning.report import outcomes

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from veomni_core.planning.profile import Times
+from veomni_tools.profiles.profile import Times
 
 Call = Callable[[], object]
 

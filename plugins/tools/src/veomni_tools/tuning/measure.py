@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from veomni_conformance.bound_models.model_calls import undisturbed
+from veomni_conformance.ledger import HERE, Ledger
+from veomni_conformance.this_machine import CheckedKernel
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.errors import HostError
-from veomni_core.planning.certificates import HERE, Certificates
-from veomni_core.planning.measured_choice import checked_dtypes
-from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
-from veomni_core.planning.profile import Contender, MeasuredSite, Profile
-from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 from veomni_core.sites.find import locator_of
+from veomni_tools.profiles.measured_choice import checked_dtypes
+from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
+from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile
 from veomni_tools.tuning.clock import Clock, Turns, clock_for, times_in_turns
 from veomni_tools.tuning.contenders import NotCalledError, SiteSteps
 from veomni_tools.tuning.peak_memory import peak_bytes
@@ -58,10 +58,9 @@ class Tuning:
         Raises:
             HostError: not even one step of the model can be run on this device.
         """
-        machine = ThisMachine(self.survey.hardware)
         model = step_model.model
         here = {each.kind: each for each in self.survey.of(model)}
-        certificates, known = Certificates(machine), dict[Hashable, tuple[Contender, ...]]()
+        ledger, known = Ledger.here(self.survey.hardware), dict[Hashable, tuple[Contender, ...]]()
         with undisturbed(model):
             step_model.model.train()
             _try_one_step(step_model, job)
@@ -69,11 +68,11 @@ class Tuning:
             for each in surveyed:
                 self.say(f"{each.kind}: {len(each.kernels)} kernels")
                 at = replace(here[each.kind], count=each.count)
-                sites.append(_Site(self, step_model, at, machine, certificates, unchecked, known).measured())
+                sites.append(_Site(self, step_model, at, ledger, unchecked, known).measured())
                 model.zero_grad()  # some kernels add to gradients in place
                 _free(next(model.parameters()).device)  # what this kind recorded makes room for the next one
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        return Profile(job, MeasuredOn.here(machine), today, tuple(sites))
+        return Profile(job, MeasuredOn.here(ledger.machine), today, tuple(sites))
 
 
 class _Site:
@@ -84,14 +83,13 @@ class _Site:
         tuning: Tuning,
         step_model: StepModel,
         surveyed: Surveyed,
-        machine: ThisMachine,
-        certificates: Certificates,
+        ledger: Ledger,
         unchecked: Mapping[KernelSpec, str],
         known: dict[Hashable, tuple[Contender, ...]],
     ) -> None:
         self._tuning, self._surveyed, self._known = tuning, surveyed, known
         self._registry = registry = tuning.survey.ops.registry
-        self._machine, self._certificates, self._unchecked = machine, certificates, unchecked
+        self._ledger, self._unchecked = ledger, unchecked
         self._device = next(step_model.model.parameters()).device
         (rule,) = [rule for rule in registry.site_rules if rule.name == surveyed.site.rule]
         self._steps = SiteSteps(step_model, surveyed.site, locator_of(rule))
@@ -128,11 +126,11 @@ class _Site:
 
     def _is_certified(self, spec: KernelSpec) -> bool:
         dtypes, plugin = checked_dtypes(spec, self._surveyed.kind), self._registry.plugin_of(spec)
-        standing = self._certificates.standing(spec, plugin, dtypes)
+        standing = self._ledger.standing(spec, plugin, dtypes)
         if standing != HERE or not spec.backward:
             self._why_not[spec.name] = self._unchecked.get(spec, standing)
             return False
-        self._checked[spec.name] = tuple(self._machine.checked(spec, plugin, dtype) for dtype in dtypes)
+        self._checked[spec.name] = tuple(self._ledger.machine.checked(spec, plugin, dtype) for dtype in dtypes)
         return True
 
     def _tried(self, step: Step) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from veomni_core.planning.profile import Contender, Profile, shown_ms
+from veomni_tools.profiles.profile import Contender, Profile, shown_ms
 from veomni_tools.tuning.report import Outcome, shown_kernel
 
 _WIDTH, _LEFT, _BARS, _LINE, _GAP = 860, 220, 430, 20, 14

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from veomni_core.descriptions.kernel_spec import EAGER
-from veomni_core.planning.profile import Contender, MeasuredSite, Profile, best, is_tied, shown_bytes, shown_ms
-from veomni_core.planning.site_kind import SiteKind
 from veomni_core.tables import fit, render_table
+from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, best, is_tied, shown_bytes, shown_ms
+from veomni_tools.profiles.site_kind import SiteKind
 
 _BAR, _WIDEST = "█", 10
 

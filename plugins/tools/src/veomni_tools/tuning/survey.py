@@ -9,11 +9,11 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.planning.choice import AUTO, Requested
 from veomni_core.planning.config import VERIFIED, OpsConfig
-from veomni_core.planning.failed_checks import failed_checks
+from veomni_core.planning.evidence import evidence_on
 from veomni_core.planning.selection import Selection
-from veomni_core.planning.site_kind import SiteKind
 from veomni_core.sites.find import search
 from veomni_core.sites.site import Site
+from veomni_tools.profiles.site_kind import SiteKind
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,6 @@ class Survey:
         only_certified = self.ops.require == VERIFIED
         return Selection(
             *(self.ops.registry, self.hardware, {}, self._autocast),
-            failed=failed_checks(),
+            evidence=evidence_on(self.hardware),
             certified_only=only_certified,
         )

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from veomni_core.errors import UnknownNameError, did_you_mean
-from veomni_core.jobs.assignments import Assignment, assigned, read_assignments
 from veomni_trainer.job.problems import is_free_mapping, keys_of, known_paths, no_such_key, section_at
 from veomni_trainer.job.schema import Job
+from veomni_trainer.job.synonyms import SYNONYMS
+from veomni_transformers.jobs.assignments import Assignment, assigned, read_assignments
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -34,4 +35,4 @@ def _check_path(assignment: Assignment) -> None:
                 return
             raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
         if parts[depth - 1] not in keys_of(parent):
-            raise UnknownNameError(f"--set {path}: {no_such_key(path, did_you_mean(path, known_paths(Job)))}")
+            raise UnknownNameError(f"--set {path}: {no_such_key(path, did_you_mean(path, known_paths(Job), SYNONYMS))}")

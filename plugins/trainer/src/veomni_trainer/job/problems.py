@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from veomni_core.errors import JobFileError, did_you_mean, suggest
 from veomni_core.jobs.jobfile import job_file_error, shown
+from veomni_trainer.job.synonyms import SYNONYMS
 from veomni_transformers.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 
 _QUOTED = re.compile(r"'([^']*)'")
@@ -86,7 +87,7 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
             section = _section_in(annotation) or _section_in_list(annotation)
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
-            hint = suggest(name, keys_of(section)) or suggest(name, known_paths(root))
+            hint = suggest(name, keys_of(section), SYNONYMS) or suggest(name, known_paths(root), SYNONYMS)
             return [(unknown, no_such_key(unknown, hint or did_you_mean(name, keys_of(section))))]
     path = ".".join(parts)
     if detail["type"] == "missing":

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from veomni_core.cli.frozen import Frozen
+from veomni_core.cli.frozen import Frozen, frozen_job
 from veomni_core.cli.output import Changes, JobPath, print_json
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_core.tables import fit
@@ -72,7 +72,6 @@ def train(
     if (resume or resume_from) and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
-    from veomni_core.planning.locked_plans import frozen_job
     from veomni_trainer.job.load import load_job
     from veomni_trainer.setup.postponed import postpone_bitsandbytes
 

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from veomni_core import Plan, discover
+from veomni_core.cli.frozen import FrozenJob
 from veomni_core.errors import ConfigError
-from veomni_core.planning.locked_plans import FrozenJob
 from veomni_core.planning.planner import make_plan
 from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus

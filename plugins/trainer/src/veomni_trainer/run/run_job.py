@@ -14,9 +14,9 @@ import transformers
 from torch import distributed
 
 from veomni_core import discover
+from veomni_core.cli.frozen import FrozenJob
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
-from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.alternating_steps import AlternatingSteps

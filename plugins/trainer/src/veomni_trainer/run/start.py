@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, binding_of
+from veomni_core.cli.frozen import FrozenJob
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError
-from veomni_core.planning.locked_plans import FrozenJob
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
@@ -120,7 +120,7 @@ def prepare(
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     print_once(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
     if frozen:
-        print_once(f"frozen: the plugins and the plan are those of {frozen.lock.path}")
+        print_once(f"frozen: the plugins and the plan are those of {frozen}")
     for what in (*binding.receipt.verification.kernels, *binding.receipt.verification.sites):
         print_once(f"verified: {what}")
     for change in accepted:

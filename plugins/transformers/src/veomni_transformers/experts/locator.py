@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change, ClassChange, ForwardChange
-from veomni_core.changes.guard_change import GuardChange
 from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
+from veomni_transformers.changes.guard_change import GuardChange
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.experts.proof import WEIGHTS, prove_experts
 from veomni_transformers.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation

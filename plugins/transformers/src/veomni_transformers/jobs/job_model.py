@@ -12,6 +12,15 @@ from veomni_core.jobs.jobfile import beside_job, job_file_error, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALIASES: Mapping[str, str] = {"config_path": "config", "path": "weights"}
+# Names that the keys have elsewhere.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "base_model": ("config", "weights"),
+    "model_name_or_path": ("config", "weights"),
+    "model_path": ("weights", "config"),
+    "checkpoint": ("weights",),
+    "torch_dtype": ("dtype",),
+    "precision": ("dtype",),
+}
 
 
 @dataclass(frozen=True)
@@ -121,4 +130,4 @@ def _hint(name: str, item: Any) -> str:
 def _unknown(key: str) -> str:
     if key.endswith("_implementation"):
         return "there is no such key. A kernel is chosen under model.ops_implementation."
-    return f"there is no such key. {did_you_mean(key, [*_WANTED, *ALIASES])}"
+    return f"there is no such key. {did_you_mean(key, [*_WANTED, *ALIASES], SYNONYMS)}"

@@ -6,11 +6,11 @@ import importlib.metadata
 from dataclasses import replace
 
 import pytest
-
 from measured_norms import ACME, BY_RANK, CPU, OWN, PLAIN, certify, chosen, contender, measured, planned, reason
-from veomni_core.planning.measured_job import MeasuredOn
-from veomni_core.planning.profile import Contender
-from veomni_core.planning.this_machine import ThisMachine
+
+from veomni_conformance.this_machine import ThisMachine
+from veomni_tools.profiles.measured_job import MeasuredOn
+from veomni_tools.profiles.profile import Contender
 
 
 def test_a_kernel_whose_certificate_is_gone_makes_it_stale():

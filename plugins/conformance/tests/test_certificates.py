@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import textwrap
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -16,11 +15,20 @@ from distributed import run_ranks
 from planned_norms import chosen, kernel, plan, reasons, registry
 from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import FAILED, OK, Row
+from veomni_conformance.ledger import (
+    HERE,
+    NEVER,
+    Certificate,
+    Ledger,
+    read_certificates,
+    read_ledger,
+    record,
+    store,
+    write_certificates,
+)
+from veomni_conformance.this_machine import CheckedKernel, ThisMachine
 from veomni_core import Hardware, OpsConfig, Plan, Site
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
-from veomni_core.planning import certificates
-from veomni_core.planning.certificates import HERE, NEVER, Certificate, Certificates, read_certificates, store
-from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
 
 CPU = Hardware.cpu()
 H200 = Hardware("cuda", 90, "NVIDIA H200", detected=True)
@@ -41,7 +49,7 @@ def planned(value="auto", **more):
 
 
 def standing(hardware=CPU, dtypes=("bfloat16",)):
-    return Certificates(ThisMachine(hardware)).standing(ACME, PLUGIN, dtypes)
+    return Ledger.here(hardware).standing(ACME, PLUGIN, dtypes)
 
 
 def test_a_job_that_requires_it_gets_certified_kernels_alone_and_says_why():
@@ -94,7 +102,8 @@ def test_what_is_otherwise_makes_it_verified_elsewhere(field, value, words, monk
     (certificate,) = verified()
     assert standing() == HERE
     other = replace(certificate, checked=replace(certificate.checked, **{field: value}))
-    certificates.write_certificates(store(), [other])
+    store().unlink()
+    record([other], {})
     assert standing().startswith("verified elsewhere: ") and words in standing()
     with pytest.raises(KernelUnavailableError, match="has not passed veomni verify in bfloat16 here, and was verified"):
         planned("acme")
@@ -130,13 +139,13 @@ def test_a_new_certificate_replaces_the_one_of_other_versions(monkeypatch):
     verified()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
     verified()
-    assert [each.checked.packages for each in read_certificates(store())] == [("torch 99", "triton 99")]
+    assert [each.checked.packages for each in read_ledger()[0]] == [("torch 99", "triton 99")]
 
 
 def test_a_failure_takes_the_certificate_back():
     verified()
     verified(result=FAILED)
-    assert not read_certificates(store()) and "failed veomni verify" in reasons(planned())[0]
+    assert not read_ledger()[0] and "failed veomni verify" in reasons(planned())[0]
 
 
 @pytest.mark.parametrize(
@@ -144,15 +153,15 @@ def test_a_failure_takes_the_certificate_back():
     [
         "{",
         "[1]",
-        '[{"checked": 3}]',
-        '[{"checked": {}, "date": "", "cases": {}}]',
+        '{"passed": [{"checked": 3}], "failed": []}',
+        '{"passed": [{"checked": {}, "date": "", "cases": {}}], "failed": []}',
         "null",
     ],
 )
 def test_a_damaged_file_certifies_nothing_and_is_a_warning(text, caplog):
     verified()
     store().write_text(text)
-    assert standing() == NEVER and "nothing that it certifies counts" in caplog.text
+    assert standing() == NEVER and "so nothing in it counts" in caplog.text
 
 
 @pytest.mark.parametrize("cases", [{}, {"odd": (1.5, 0.0)}, {"odd": (0.5, float("nan"))}, {"odd": (-1, 0)}], ids=str)
@@ -171,7 +180,7 @@ def test_a_certificate_is_the_same_after_writing_and_reading(cases, texts, packa
     kernel_name, dtype, distribution, version, files, hardware = texts
     checked = CheckedKernel(kernel_name, dtype, distribution, version, files, hardware, tuple(packages), "driver 1")
     certificate = Certificate(checked, "2026-11-23", cases)
-    assert Certificate.from_dict(json.loads(json.dumps(certificate.to_dict()))) == certificate
+    assert Certificate.from_dict(json.loads(json.dumps(asdict(certificate)))) == certificate
 
 
 def test_what_a_plugin_ships_was_seen_elsewhere(tmp_path, monkeypatch):
@@ -180,7 +189,7 @@ def test_what_a_plugin_ships_was_seen_elsewhere(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (mine,) = verified()
     shipped = [replace(mine, checked=replace(mine.checked, hardware="cuda 9.0 (NVIDIA H200)"))]
-    certificates.write_certificates(tmp_path / "p" / "veomni_certificates.json", [*shipped, mine])
+    write_certificates(tmp_path / "p" / "veomni_certificates.json", [*shipped, mine])
     store().unlink()
     assert standing().startswith("verified elsewhere: cuda 9.0 (NVIDIA H200); cpu (CPU)")  # also if it is as here
 
@@ -199,7 +208,7 @@ def test_the_certificates_in_a_package_are_no_part_of_what_is_certified(install_
 
 
 def test_a_gpu_s_certificate_names_cuda_and_the_driver(tmp_path, monkeypatch):
-    from veomni_core.planning import this_machine
+    from veomni_conformance import this_machine
 
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build")
@@ -256,7 +265,7 @@ def test_the_command_certifies_and_list_and_plan_show_it(veomni, install, tmp_pa
     (certificate,) = read_certificates(shipped)
     assert certificate.checked.kernel == "rms_norm/standard:right" and len(certificate.cases) > 5
     assert 0 < max(value for value, _ in certificate.cases.values()) <= 1
-    assert certificate in read_certificates(Path(tmp_path / "cache" / "certificates.json"))
+    assert certificate in read_ledger()[0]
 
 
 @pytest.mark.thorough

@@ -13,8 +13,8 @@ import pytest
 
 from distributed import run_ranks
 from veomni_core.discovery.discover import describe, discover
-from veomni_core.discovery.locked import installed, with_specs
 from veomni_core.errors import LockFileError, LockMismatchError
+from veomni_tools.locks.locked import installed, with_specs
 
 PLUGIN = """
     import os
@@ -270,3 +270,16 @@ def test_all_ranks_end_with_one_message_where_one_of_them_differs(
     assert first[0] == "both are alike"
     assert first[1].startswith("said: 1 of 2 ranks are refused: rank 1: what is installed differs from")
     assert (first[2], second[2]) == ("PlanMismatchError True", "LockMismatchError True")
+
+
+def test_without_what_reads_lock_files_nothing_frozen_runs(
+    veomni: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "veomni_tools", None)
+    (tmp_path / "job.yaml").write_text(JOB + "train: {frozen: veomni.lock}\n")
+    with pytest.raises(LockFileError, match="VEOMNI_FROZEN names a lock file, and .*pip install veomni-tools"):
+        discover({"VEOMNI_FROZEN": "veomni.lock"})
+    monkeypatch.chdir(tmp_path)
+    assert "--frozen names a lock file, and veomni-tools is not installed" in veomni("list", "--frozen", code=2)
+    assert "train.frozen of job.yaml names a lock file, and" in veomni("plan", "job.yaml", code=2)
+    assert "Plugins" in veomni("list")

@@ -9,11 +9,10 @@ import pytest
 from planned_norms import HOPPER, chosen, kernel, plan, reasons, registry
 from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, Row
+from veomni_conformance.ledger import read_ledger
 from veomni_core import Hardware, Site
 from veomni_core.cli import explain as explain_command
 from veomni_core.errors import KernelUnavailableError, SpecError
-from veomni_core.planning.certificates import read_certificates, store
-from veomni_core.planning.failed_checks import failed_checks
 
 CPU = Hardware.cpu()
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "bfloat16")
@@ -48,9 +47,9 @@ def test_a_failure_takes_the_pass_back_and_a_contract_s_failure_does_not():
     verified(CONTRACT)
     assert chosen(planned()) == ["acme"]
     verified(FAILED)
-    assert "failed veomni verify" in reasons(planned())[0] and not read_certificates(store())
+    assert "failed veomni verify" in reasons(planned())[0] and not read_ledger()[0]
     verified(OK)
-    assert chosen(planned()) == ["acme"] and not failed_checks()
+    assert chosen(planned()) == ["acme"] and not read_ledger()[1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from veomni_core.discovery.installed_files import combined, hashed_files
+from veomni_conformance.installed_files import combined, hashed_files
 from veomni_core.errors import HostError
 
 Lay = Callable[..., Distribution]

@@ -11,7 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from veomni_core.discovery.lock_file import (
+from veomni_core.errors import LockFileError
+from veomni_tools.locks.lock_file import (
     FORMAT,
     Lock,
     LockedDistribution,
@@ -20,7 +21,6 @@ from veomni_core.discovery.lock_file import (
     parse_lock,
     read_lock,
 )
-from veomni_core.errors import LockFileError
 
 PATH = Path("veomni.lock")
 NAMES = st.text(min_size=1, max_size=12)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.discovery.lock_file import Lock, LockedPlan
-from veomni_core.discovery.locked import frozen_lock, mismatch
+from veomni_core.discovery.lock_guard import FROZEN
 from veomni_core.errors import LockMismatchError
+from veomni_core.jobs.jobfile import at_home
 from veomni_core.planning.plan import Plan
+from veomni_tools.locks.lock_file import Lock, LockedPlan, read_lock
+from veomni_tools.locks.locked import mismatch
 
 logger = logging.getLogger(__name__)
 _NAMED = 5  # sites that a message names of one change; the others are counted
@@ -54,6 +55,9 @@ class FrozenJob:
     lock: Lock
     name: str
 
+    def __str__(self) -> str:
+        return str(self.lock.path)
+
     def check(self, plan: Plan) -> None:
         """Compare ``plan`` with the one that was locked for its hardware. A lock without jobs is a warning.
 
@@ -85,14 +89,14 @@ class FrozenJob:
             raise mismatch(self.lock, f"the plan of {self.name} for {key}", changes)
 
 
-def frozen_job(job: Path, environ: Mapping[str, str] | None = None) -> FrozenJob | None:
-    """The job in the file ``job``, if ``VEOMNI_FROZEN`` names a lock file; otherwise ``None``.
+def frozen_job(job: Path) -> FrozenJob:
+    """The job in the file ``job``, in the lock file that ``VEOMNI_FROZEN`` names.
 
     Raises:
         LockFileError: there is no such lock file, or it is damaged.
     """
-    lock = frozen_lock(os.environ if environ is None else environ)
-    return FrozenJob(lock, job_key(job, lock.path)) if lock else None
+    lock = read_lock(at_home(os.environ[FROZEN].strip()))
+    return FrozenJob(lock, job_key(job, lock.path))
 
 
 def _changes(before: LockedPlan, now: LockedPlan) -> list[str]:

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import yaml
 
+from veomni_core.cli.frozen import LOCK_FILE
 from veomni_core.errors import JobFileError, LockFileError
 from veomni_core.jobs.jobfile import parse_yaml
 
 FORMAT = 1
-NAME = "veomni.lock"
 _ABOUT = "# What this run may rely on. Written by `veomni lock`, which alone can change it.\n"
 _HASH = re.compile(r"# format ([0-9]+), sha256 of what follows: ([0-9a-f]{64})\n")
 _SHOWN = 16  # digits of a hash that only tells which part changed: the whole is compared by all 64
@@ -89,7 +89,7 @@ class Lock:
 
     distributions: Mapping[str, LockedDistribution]
     jobs: Mapping[str, Mapping[str, LockedPlan]] = field(default_factory=dict)
-    path: Path = Path(NAME)
+    path: Path = Path(LOCK_FILE)
 
     def to_text(self) -> str:
         """The file's text."""

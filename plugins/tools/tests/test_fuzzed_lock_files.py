@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import TEXTS, VALUES, bounded, typed_errors
-from veomni_core.discovery.lock_file import FORMAT, Lock, parse_lock, read_lock
-from veomni_core.discovery.locked import refuse_changed_files
+from veomni_tools.locks.lock_file import FORMAT, Lock, parse_lock, read_lock
+from veomni_tools.locks.locked import refuse_changed_files
 
 ABOUT = Lock({}).to_text().splitlines()[0]
 HASHES = st.text("0123456789abcdef", min_size=16, max_size=64) | VALUES

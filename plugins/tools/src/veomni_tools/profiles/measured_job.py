@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core.discovery.installed_plugins import definition_distributions
-from veomni_core.planning.this_machine import ThisMachine
 
 # Of a config, what says nothing about what a step computes. A plan has the dtypes of its sites.
 _BOOKKEEPING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from veomni_core.discovery.registry import PluginRecord
+from veomni_core.discovery.trial import TIMEOUT
 
 # Stops torch from loading device libraries by itself: a broken one then affects only its own plugin's process.
 _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -17,7 +18,7 @@ _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 def examine_plugin(record: PluginRecord, timeout: float) -> dict[str, Any]:
     """What loading the plugin alone does: its ``status``, its ``problem``, what it imports, how long it takes."""
-    environment = {**os.environ, **_NO_AUTOLOAD, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": ""}
+    environment = {**os.environ, **_NO_AUTOLOAD, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": "", TIMEOUT: ""}
     environment.pop("VEOMNI_PLUGINS_STRICT", None)
     report = {
         "name": record.name,
@@ -32,14 +33,14 @@ def examine_plugin(record: PluginRecord, timeout: float) -> dict[str, Any]:
         "kernels": 0,
         "usable": 0,
     }
-    answer, problem = _ask("veomni_core.cli.doctor_probe", record.name, environment=environment, timeout=timeout)
+    answer, problem = _ask("veomni_tools.cli.doctor_probe", record.name, environment=environment, timeout=timeout)
     return {**report, "problem": problem, **answer}
 
 
 def examine_torch(timeout: float) -> tuple[dict[str, Any], str]:
     """What torch says of itself and of this machine (see ``doctor_torch_probe``); and why it can't be imported."""
     environment = {**os.environ, **_NO_AUTOLOAD}
-    return _ask("veomni_core.cli.doctor_torch_probe", environment=environment, timeout=timeout)
+    return _ask("veomni_tools.cli.doctor_torch_probe", environment=environment, timeout=timeout)
 
 
 def _ask(module: str, *arguments: str, environment: Mapping[str, str], timeout: float) -> tuple[dict[str, Any], str]:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from veomni_conformance.ledger import HERE, Ledger
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.certificates import HERE, Certificates
-from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
-from veomni_core.planning.profile import Contender, MeasuredSite, Profile, best, shown_bytes, shown_ms
-from veomni_core.planning.profile_store import other_profiles, profile_file, read_profile
-from veomni_core.planning.site_kind import SiteKind
-from veomni_core.planning.this_machine import ThisMachine
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a profile says of one kind of site.
-
-    Attributes:
-        kernel: the best kernel's name, or ``eager``; ``None`` where the profile doesn't say.
-        reason: the figures, or why it doesn't say; empty if this model was never measured.
-    """
-
-    kernel: str | None
-    reason: str
+from veomni_core.planning.evidence import Evidence, Measured
+from veomni_core.sites.site import Site
+from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
+from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, best, shown_bytes, shown_ms
+from veomni_tools.profiles.profile_store import other_profiles, profile_file, read_profile
+from veomni_tools.profiles.site_kind import SiteKind
 
 
 class MeasuredChoices:
@@ -35,21 +24,39 @@ class MeasuredChoices:
     Args:
         job: the model, and the shape of its steps.
         registry: the plugins that kernels are of.
-        machine: this machine.
-        certificates: what is certified here: nothing else is chosen.
+        ledger: what is certified here: nothing else is chosen.
 
     Raises:
         HostError: the job's profile can't be read.
     """
 
-    def __init__(self, job: MeasuredJob, registry: Registry, machine: ThisMachine, certificates: Certificates) -> None:
-        self._registry, self._machine, self._certificates = registry, machine, certificates
-        hardware = machine.hardware.describe()
+    def __init__(self, job: MeasuredJob, registry: Registry, ledger: Ledger) -> None:
+        self._registry, self._ledger = registry, ledger
+        hardware = ledger.machine.hardware.describe()
         self._file = profile_file(job, hardware)
         self._profile = read_profile(self._file)
         self._others = "" if self._profile else _shapes_of_others(job, hardware)
         self._used = False
         self._stale: dict[str, None] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        batch: tuple[int, int],
+        autocast: str | None,
+        registry: Registry,
+        hardware: Hardware,
+        evidence: Evidence,
+    ) -> MeasuredChoices | None:
+        """What is measured of such steps of ``model``; ``None`` for a model whose shapes nothing states."""
+        job = MeasuredJob.of(model, batch, autocast)
+        ledger = evidence if isinstance(evidence, Ledger) else Ledger.here(hardware)
+        return cls(job, registry, ledger) if job else None
+
+    def kind(self, site: Site, dtypes: tuple[str, ...]) -> SiteKind:
+        """The kind of a site, by which it is measured."""
+        return SiteKind.of(site, dtypes)
 
     def at(self, kind: SiteKind, usable: Sequence[KernelSpec]) -> Measured:
         """What to take at a site of ``kind``, of the model's own code and of the kernels that are ``usable`` there."""
@@ -88,7 +95,7 @@ class MeasuredChoices:
             yield f"stale, not used: {where}: {'; '.join(self._stale)}; veomni tune measures again"
 
     def _changes_here(self, profile: Profile) -> Iterator[str]:
-        yield from profile.machine.differences(MeasuredOn.here(self._machine))
+        yield from profile.machine.differences(MeasuredOn.here(self._ledger.machine))
 
     def _changes_of(self, site: MeasuredSite, preferred: Sequence[KernelSpec]) -> Iterator[str]:
         """What is otherwise of the kernels that could be chosen there."""
@@ -96,8 +103,8 @@ class MeasuredChoices:
         for spec in preferred:
             contender, plugin = known.get(spec.name), self._registry.plugin_of(spec)
             dtypes = checked_dtypes(spec, site.kind)
-            now = [self._machine.checked(spec, plugin, dtype) for dtype in dtypes]
-            certified = self._certificates.standing(spec, plugin, dtypes) == HERE
+            now = [self._ledger.machine.checked(spec, plugin, dtype) for dtype in dtypes]
+            certified = self._ledger.standing(spec, plugin, dtypes) == HERE
             if contender is None:
                 yield f"{spec} was not there"
             elif not contender.checked:

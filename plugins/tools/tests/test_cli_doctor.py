@@ -8,7 +8,7 @@ import platform
 
 import pytest
 
-from veomni_core.cli.doctor import describe_versions
+from veomni_tools.cli.doctor import describe_versions
 
 SLOW = "import time\ntime.sleep(60)\n"
 KERNEL_PLUGIN = """

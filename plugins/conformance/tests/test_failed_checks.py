@@ -14,12 +14,11 @@ from models import build
 from planned_norms import chosen, kernel, plan, reasons, registry
 from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPED, Row
+from veomni_conformance.ledger import Certificate, read_ledger, record, store
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, Plan, Site, bind, build_foundation_model
 from veomni_core.cli.explain import explain
 from veomni_core.errors import ConformanceError, KernelUnavailableError
-from veomni_core.planning import failed_checks
-from veomni_core.planning.failed_checks import cache_file, remember
-from veomni_core.planning.this_machine import ThisMachine
 
 ACME, PLAIN = "rms_norm/standard:acme", kernel("plain", preference=10)
 REGISTRY = registry(kernel("acme", preference=60), kernel("acme", "offset", preference=60), PLAIN)
@@ -40,7 +39,7 @@ def planned(value="auto", sites=(NORM,), hardware=CPU):
 
 def test_auto_passes_it_by_and_says_so_everywhere():
     assert chosen(planned()) == ["acme"]
-    remember({checked(): "sample 'odd width': the result is off"}, [])
+    record([], {checked(): "sample 'odd width': the result is off"})
     result = planned()
     assert chosen(result) == ["plain"]
     (why,) = reasons(result)
@@ -54,15 +53,15 @@ def test_auto_passes_it_by_and_says_so_everywhere():
 
 
 def test_naming_it_is_an_error_that_says_how_to_verify_again():
-    remember({checked(): "off"}, [])
+    record([], {checked(): "off"})
     with pytest.raises(KernelUnavailableError, match=r"acme failed veomni verify in bfloat16.*checks it again"):
         planned("acme")
     assert chosen(planned(["acme", "plain"])) == ["plain"]
 
 
 def test_a_pass_forgets_the_failure():
-    remember({checked(): "off", checked("float32"): "off"}, [])
-    remember({}, [checked()])
+    record([], {checked(): "off", checked("float32"): "off"})
+    record([Certificate.of_today(checked(), {"odd": (0.5, 0.1)})], {})
     assert chosen(planned("acme")) == ["acme"] and not planned().passed_by
     assert chosen(planned(sites=(FLOAT32_NORM,))) == ["plain"]
 
@@ -80,43 +79,43 @@ def test_a_pass_forgets_the_failure():
 )
 def test_a_failure_of_something_else_changes_nothing(other):
     before = planned()
-    remember({checked(**other): "off"}, [])
+    record([], {checked(**other): "off"})
     assert planned() == before
 
 
 def test_other_versions_of_torch_and_triton_count_as_another_machine(monkeypatch):
-    remember({checked(): "off"}, [])
+    record([], {checked(): "off"})
     monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "99")
     assert chosen(planned()) == ["acme"]
 
 
 def test_a_machine_that_is_not_here_has_no_memory():
-    remember({checked(hardware=Hardware.named("cpu")): "off"}, [])
+    record([], {checked(hardware=Hardware.named("cpu")): "off"})
     assert chosen(plan("auto", (NORM,), Hardware("cpu", name="CPU"), REGISTRY)) == ["acme"]
 
 
 def test_what_runs_and_its_hash_do_not_depend_on_when_it_failed():
-    remember({checked(): "off"}, [])
+    record([], {checked(): "off"})
     first = planned()
-    text = cache_file().read_text().replace(first.passed_by[0].split(" on ")[1][:10], "2020-01-01")
-    cache_file().write_text(text)
+    text = store().read_text().replace(first.passed_by[0].split(" on ")[1][:10], "2020-01-01")
+    store().write_text(text)
     assert planned().sha256 == first.sha256 and planned() != first
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', '[{"checked": {}, "date": 1, "reason": 2}]'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', '{"failed": [{"checked": {}, "date": 1, "reason": 2}]}'])
 def test_a_damaged_file_is_one_warning_and_the_next_failure_replaces_it(text, caplog):
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_text(text)
+    store().parent.mkdir(parents=True)
+    store().write_text(text)
     assert chosen(planned()) == ["acme"] and chosen(planned()) == ["acme"]
-    assert [f"{cache_file()} can't be read" in record.getMessage() for record in caplog.records] == [True]
-    remember({checked(): "off"}, [])
+    assert [f"{store()} can't be read" in record.getMessage() for record in caplog.records] == [True]
+    record([], {checked(): "off"})
     assert chosen(planned()) == ["plain"]
 
 
 def test_a_place_that_can_not_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VEOMNI_CACHE", str(tmp_path / "file" / "cache"))
-    remember({checked(): "off"}, [])
+    record([], {checked(): "off"})
     assert any("can't be written" in record.getMessage() for record in caplog.records)
     assert chosen(planned()) == ["acme"]
 
@@ -124,11 +123,11 @@ def test_a_place_that_can_not_be_written_is_a_warning(tmp_path, monkeypatch, cap
 def test_the_file_is_in_the_users_cache_and_nothing_lies_beside_it(monkeypatch, tmp_path):
     monkeypatch.delenv("VEOMNI_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    remember({checked(): "off"}, [])
-    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("veomni/failed_checks.json")]
+    record([], {checked(): "off"})
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("veomni/checked_kernels.json")]
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_file() == tmp_path / "home" / ".cache" / "veomni" / "failed_checks.json"
+    assert store() == tmp_path / "home" / ".cache" / "veomni" / "checked_kernels.json"
 
 
 def test_the_command_remembers_what_failed_and_forgets_what_passed(monkeypatch):
@@ -140,7 +139,7 @@ def test_the_command_remembers_what_failed_and_forgets_what_passed(monkeypatch):
             for dtype, result in results.items()
         ]
         command.keep_results(rows, record, CPU)
-        return {each.dtype: failure.reason for each, failure in failed_checks.failed_checks().items()}
+        return {failure.checked.dtype: failure.reason for failure in read_ledger()[1]}
 
     assert verified() == {"bfloat16": "off"}
     results["bfloat16"] = SKIPPED
@@ -153,7 +152,7 @@ def test_explain_and_the_receipt_show_it(capsys, registry):
     spec = registry.resolve("rms_norm", "standard", "torch")
     plugin = registry.plugin_of(spec)
     failed = ThisMachine(registry.detect_hardware()).checked(spec, plugin, "float32")
-    remember({failed: "off"}, [])
+    record([], {failed: "off"})
     explain("rms_norm", None, False)
     assert "failed veomni verify in float32" in " ".join(capsys.readouterr().out.split())
     explain("rms_norm", None, True)

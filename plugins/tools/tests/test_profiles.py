@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-
 from measured_norms import (
     ACME,
     BY_RANK,
@@ -26,19 +25,19 @@ from measured_norms import (
     reason,
     times,
 )
+
+from veomni_conformance.ledger import record
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Plan
 from veomni_core.binding import ranks
-from veomni_core.discovery.lock_file import Lock
 from veomni_core.errors import HostError, LockMismatchError
 from veomni_core.planning import measured_job
-from veomni_core.planning.certificates import keep
-from veomni_core.planning.failed_checks import remember
-from veomni_core.planning.locked_plans import FrozenJob, hardware_key, locked_plan
-from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
-from veomni_core.planning.profile import Contender, Times, best, shown_ms
-from veomni_core.planning.profile_store import profile_file, read_profile, write_profile
-from veomni_core.planning.site_kind import SiteKind
-from veomni_core.planning.this_machine import ThisMachine
+from veomni_tools.locks.lock_file import Lock
+from veomni_tools.locks.locked_plans import FrozenJob, hardware_key, locked_plan
+from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
+from veomni_tools.profiles.profile import Contender, Times, best, shown_ms
+from veomni_tools.profiles.profile_store import profile_file, read_profile, write_profile
+from veomni_tools.profiles.site_kind import SiteKind
 
 
 def config_of(**settings):
@@ -92,8 +91,7 @@ def test_the_times_of_a_kernel_that_failed_verification_count_for_nothing():
     certify(ACME, PLAIN)
     measured(contender(ACME, 1.0), contender(PLAIN, 2.0), OWN)
     assert chosen(planned()) == "acme"
-    remember({checked(ACME): "sample 'odd width': the result is off"}, [])
-    keep([], [checked(ACME)])
+    record([], {checked(ACME): "sample 'odd width': the result is off"})
     plan = planned()
     assert chosen(plan) == "plain" and "after: acme failed veomni verify" in reason(plan)
 

@@ -6,27 +6,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 
+from veomni_conformance.installed_files import combined, hashed_files
 from veomni_core.discovery.conflicts import CORE
-from veomni_core.discovery.installed_files import combined, hashed_files
 from veomni_core.discovery.installed_plugins import installed_plugins
-from veomni_core.discovery.lock_file import Lock, LockedDistribution, LockedPlugin, read_lock, shortened
 from veomni_core.discovery.registry import PluginRecord
-from veomni_core.discovery.spec_hashes import spec_hashes
 from veomni_core.errors import HostError, LockMismatchError
 from veomni_core.jobs.jobfile import at_home
+from veomni_tools.locks.lock_file import Lock, LockedDistribution, LockedPlugin, read_lock, shortened
+from veomni_tools.locks.spec_hashes import spec_hashes
 
-FROZEN = "VEOMNI_FROZEN"
 _NAMED = 5  # files or specs that a message names; the others are counted
 
 
-def frozen_lock(environ: Mapping[str, str]) -> Lock | None:
-    """The lock file that ``VEOMNI_FROZEN`` names; ``None`` where it is not set.
+class Guard:
+    """Refuses what differs from the lock file ``name``; what the core asks under ``VEOMNI_FROZEN``.
 
     Raises:
         LockFileError: there is no such file, or it is damaged.
     """
-    name = environ.get(FROZEN, "").strip()
-    return read_lock(at_home(name)) if name else None
+
+    def __init__(self, name: str) -> None:
+        self.lock = read_lock(at_home(name))
+
+    def refuse_changed_files(self) -> None:
+        """Raise LockMismatchError unless just the locked distributions are installed, with the same files."""
+        refuse_changed_files(self.lock)
+
+    def refuse_changed_specs(self, records: Iterable[PluginRecord]) -> None:
+        """Raise LockMismatchError if a plugin that loaded describes something else, or failed since."""
+        refuse_changed_specs(self.lock, records)
 
 
 def installed() -> dict[str, LockedDistribution]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from planned_norms import kernel, registry
+from veomni_conformance.ledger import Certificate, record
+from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, OpsConfig, Site
-from veomni_core.planning.certificates import Certificate, keep
-from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
 from veomni_core.planning.planner import _plan
-from veomni_core.planning.profile import Contender, MeasuredSite, Profile, Times
-from veomni_core.planning.profile_store import write_profile
-from veomni_core.planning.site_kind import SiteKind
-from veomni_core.planning.this_machine import ThisMachine
+from veomni_tools.profiles.measured_choice import MeasuredChoices
+from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
+from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, Times
+from veomni_tools.profiles.profile_store import write_profile
+from veomni_tools.profiles.site_kind import SiteKind
 
 CPU, H200 = Hardware.cpu(), Hardware("cuda", 90, "NVIDIA H200", detected=True)
 NORM = Site("rms_norm", "model.layers.3.norm", "norm modules", "standard", "proven", "bfloat16", sizes={"width": (64,)})
@@ -25,7 +26,7 @@ def checked(spec, of=REGISTRY, hardware=CPU):
 
 
 def certify(*specs, hardware=CPU):
-    keep([Certificate.of_today(checked(spec, hardware=hardware), {"one": (0.1, 0.1)}) for spec in specs], [])
+    record([Certificate.of_today(checked(spec, hardware=hardware), {"one": (0.1, 0.1)}) for spec in specs], {})
 
 
 def times(median, spread=0.01):
@@ -49,7 +50,11 @@ def measured(*contenders, job=JOB, kind=KIND, machine=None, hardware=CPU):
 def planned(value="auto", job=JOB, hardware=CPU, sites=(NORM,), of=REGISTRY, training=True, **settings):
     fields = {"preset": "eager", "rms_norm_implementation": value, **settings}
     config = OpsConfig.from_dict(fields, of, environ={})
-    return _plan(sites, (), config, hardware, job.autocast if job else None, training, job)
+
+    def times(registry, hardware, evidence):
+        return MeasuredChoices(job, registry, evidence) if hardware.detected else None
+
+    return _plan(sites, (), config, hardware, job.autocast if job else None, training, times if job else None)
 
 
 def chosen(plan):

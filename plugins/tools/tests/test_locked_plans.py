@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from veomni_core.discovery.lock_file import Lock
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import LockMismatchError
-from veomni_core.planning.locked_plans import FrozenJob, hardware_key, job_key, locked_plan
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.site import Site
+from veomni_tools.locks.lock_file import Lock
+from veomni_tools.locks.locked_plans import FrozenJob, hardware_key, job_key, locked_plan
 
 
 def planned(registry: Registry, hardware: str, kernel: str, count: int = 7) -> Plan:

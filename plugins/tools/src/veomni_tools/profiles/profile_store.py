@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from veomni_conformance.ledger import cache_folder
 from veomni_core.errors import HostError
-from veomni_core.planning.failed_checks import cache_file
-from veomni_core.planning.measured_job import MeasuredJob
-from veomni_core.planning.profile import Profile
+from veomni_tools.profiles.measured_job import MeasuredJob
+from veomni_tools.profiles.profile import Profile
 
 _FOLDER, _DIGITS = "profiles", 12
 
@@ -21,7 +21,7 @@ def profile_file(job: MeasuredJob, hardware: str) -> Path:
     What makes a profile stale is not in its name: so a stale one is found and named, and measuring again replaces it.
     """
     steps = hashlib.sha256(f"{job.batch}|{job.autocast}|{hardware}".encode()).hexdigest()
-    return cache_file().with_name(_FOLDER) / f"{job.model_type}-{job.model[:_DIGITS]}-{steps[:_DIGITS]}.json"
+    return cache_folder() / _FOLDER / f"{job.model_type}-{job.model[:_DIGITS]}-{steps[:_DIGITS]}.json"
 
 
 def read_profile(path: Path) -> Profile | None:

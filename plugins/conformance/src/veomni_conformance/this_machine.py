@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from veomni_conformance.installed_files import combined, hashed_files
 from veomni_core.descriptions.hardware import Hardware, requirement
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.discovery.installed_files import combined, hashed_files
 from veomni_core.discovery.registry import PluginRecord
 
 CERTIFICATES = "veomni_certificates.json"  # of a plugin's package; no part of what was checked

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from veomni_core.planning.measured_job import MeasuredJob, MeasuredOn
-from veomni_core.planning.site_kind import SiteKind
-from veomni_core.planning.this_machine import CheckedKernel
+from veomni_conformance.this_machine import CheckedKernel
+from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
+from veomni_tools.profiles.site_kind import SiteKind
 
 FORMAT = 1
 _SHORT = 8  # digits of a profile's hash, in messages

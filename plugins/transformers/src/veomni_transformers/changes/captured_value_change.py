@@ -40,6 +40,8 @@ class CapturedValueChange:
         10
     """
 
+    around_forward = True  # what the instance's own forward has captured runs around that of the class
+
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self._target = weakref.ref(module)
         self.name, self.value = name, value

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from veomni_core.cli.doctor_processes import examine_plugin, examine_torch
 from veomni_core.cli.output import AsJson, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.tables import fit, render_table
+from veomni_tools.cli.doctor_processes import examine_plugin, examine_torch
 
 _PROCESSES = 4  # so many load at a time, even on fewer cores: a plugin that hangs then delays no other
 
