@@ -58,6 +58,16 @@ def test_a_loss_that_ran_as_the_model_s_own_is_told_once_and_in_the_receipt(capl
     assert "Changed since: the loss: the logits were needed" in binding.receipt.table()
 
 
+@pytest.mark.parametrize("loss", [smoothed, with_one_logit])
+def test_a_compiled_step_that_runs_the_model_s_own_loss_is_in_the_receipt(loss):
+    torch._dynamo.reset()
+    model, eager = bound_and_eager()
+    model.loss_function = eager.loss_function = loss
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_equal_steps(step(model), step(eager))
+    assert "logits were needed" in binding_of(model).receipt.changed["the loss"]
+
+
 def test_a_forward_without_labels_in_another_thread_gets_logits():
     model, _ = bound_and_eager()
     ids, kinds, stop = tokens(), collections.Counter(), threading.Event()
@@ -128,6 +138,7 @@ def test_training_logits_are_what_the_config_says(setting, compiled):
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     found, wanted = run(input_ids=ids, labels=ids, use_cache=False), eager(input_ids=ids, labels=ids)
     torch.testing.assert_close(found.loss, wanted.loss)
+    assert not binding_of(model).receipt.changed
     if setting == "none" or (compiled and setting == "deferred"):
         assert found.logits is None
         return

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
 from veomni_core.changes.bound_subclass import EAGER, MADE_BY, bound_subclass, eager_class, is_bound_by
@@ -72,6 +73,11 @@ class BoundClasses:
         if path not in self.changed:
             self.changed[path] = what
             logger.warning("%s runs its own code %s: %s", path, when, what)
+
+    @torch.compiler.assume_constant_result
+    def note_in_trace(self, path: str, what: str) -> None:
+        """As :meth:`note`, for code that ``torch.compile`` traces: Dynamo calls this at once, and no graph holds it."""
+        self.note(path, what, "in a compiled step")
 
     def remark(self, path: str, what: str) -> None:
         """Record what the kernel at ``path`` does in another way than was planned, and log each such fact once."""

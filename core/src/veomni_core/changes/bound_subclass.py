@@ -49,6 +49,9 @@ class Owner(Protocol):
     def note(self, path: str, what: str, when: str = "") -> None:
         """Record that a site runs its own code again, and log it."""
 
+    def note_in_trace(self, path: str, what: str) -> None:
+        """As :meth:`note`, called while ``torch.compile`` traces the module."""
+
     def remark(self, path: str, what: str) -> None:
         """Record that a site's kernel runs in another way than was planned, and log it."""
 

@@ -21,7 +21,7 @@ from veomni_core.changes.change import setter_of
 from veomni_core.errors import BindingError
 from veomni_transformers.forwards.deferred_logits import DeferredLogits, deferred_logits
 from veomni_transformers.forwards.head_call import HeadCall, Kernel
-from veomni_transformers.forwards.traced_logits import TracedLogits
+from veomni_transformers.forwards.traced_logits import TracedLogits, TracedLoss
 from veomni_transformers.forwards.vocabulary_shard import VocabularyShard
 
 Forward = Callable[..., Any]
@@ -29,6 +29,8 @@ _NEEDED = (
     "the logits were needed before a plain cross entropy was taken of them (by an adapter or a hook on the output "
     "projection, by label smoothing, or by a loss function of your own)"
 )
+_PARAMETRIZED = "the output projection's weight was parametrized after bind"
+_SHARDED_IN_A_GRAPH = "its vocabulary is sharded over ranks, and a graph gathers all logits"
 _NOT_RUN = "an output projection other than the bound one ran"
 _GATHERED = "`training_logits: computed` needs all logits, and the vocabulary is sharded over ranks"
 _NO_TRANSFORMS = (
@@ -42,8 +44,9 @@ class FusedHead:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        # True only while a graph is traced; torch traces for one thread at a time.
+        # Of the forward that a graph is traced from; torch traces for one thread at a time.
         self._tracing = False
+        self._traced = TracedLoss()
 
     def model_forward(self, original: Forward) -> Forward:
         """The model's forward: with labels, in training, its loss is fused with the output projection."""
@@ -55,7 +58,8 @@ class FusedHead:
             labels = args[labels_position] if len(args) > labels_position else kwargs.get("labels")
             if torch.compiler.is_compiling():
                 # torch.export decomposes a kernel and loses its backward, so exported steps run the model's own loss.
-                own = labels is None or not self.training or torch.compiler.is_exporting()
+                # The flag and not is_exporting(): up to torch 2.11 Dynamo answers that with True in every trace.
+                own = labels is None or not self.training or torch.compiler._is_exporting_flag
                 run = original if own else traced
                 return run(self, *args, **kwargs)
             if torch._C._are_functorch_transforms_active():
@@ -79,12 +83,17 @@ class FusedHead:
             return _as_asked(output, classes.training_logits)
 
         def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-            fused._tracing = True
+            fused._tracing, fused._traced = True, TracedLoss()
             try:
                 output = original(self, *args, **kwargs)
             finally:
                 fused._tracing = False
-            return _without_traced(output, getattr(binding_in(self), "training_logits", "deferred"))
+            classes = binding_in(self)
+            if classes is None:
+                return _without_traced(output, "deferred")
+            if not fused._traced.fused:
+                classes.note_in_trace("the loss", fused._traced.declined or _NEEDED)
+            return _without_traced(output, classes.training_logits)
 
         fused = self
         forward.__signature__ = signature  # type: ignore[attr-defined]
@@ -97,7 +106,8 @@ class FusedHead:
         def forward(self: Any, input: Tensor) -> Any:
             if torch.compiler.is_compiling():
                 if fused._tracing and _is_plain(self):
-                    return TracedLogits(input, self.weight, self.bias, fused._kernel, self)
+                    return TracedLogits(input, self.weight, self.bias, fused._kernel, self, fused._traced)
+                fused._traced.declined = "" if _is_plain(self) else _PARAMETRIZED
                 return original(self, input)
             step = _STEP.get()
             if step is None or step.fused is not fused:
@@ -120,7 +130,10 @@ class FusedHead:
         fused = self
 
         def forward(self: Any, input: Tensor) -> Any:
-            step = None if torch.compiler.is_compiling() else _STEP.get()
+            if torch.compiler.is_compiling():
+                fused._traced.declined = _SHARDED_IN_A_GRAPH
+                return gathering(input)
+            step = _STEP.get()
             if step is None or step.fused is not fused:
                 return gathering(input)
             step.declined = _GATHERED if step.training_logits == "computed" else why_not_deferred(self, input, DTensor)
@@ -173,7 +186,7 @@ def why_not_plain(head: Any) -> str:
 def why_not_deferred(head: Any, hidden: Tensor, *kinds_of_weight: type) -> str:
     """Why this call's logits must be computed at once; empty if they can be deferred."""
     if not _is_plain(head):
-        return "the output projection's weight was parametrized after bind"
+        return _PARAMETRIZED
     kinds = (Tensor, nn.Parameter)
     for name, tensor, taken in (("hidden states", hidden, kinds), ("weight", head.weight, kinds_of_weight or kinds)):
         if type(tensor) not in taken:

@@ -21,16 +21,32 @@ from veomni_transformers.forwards.gathered_weight import outside_of_a_graph
 Kernel = Callable[..., Tensor]
 
 
+class TracedLoss:
+    """What became of the loss of one traced forward: ``fused``, or ``declined`` with the reason, if it is known."""
+
+    def __init__(self) -> None:
+        self.fused = False
+        self.declined = ""
+
+
 class TracedLogits:
     """The logits ``[..., V]`` of ``hidden[..., H]``, after a ``scale`` and, once ``capped``, a ``softcap``.
 
-    ``head`` is the module that was called; through it FSDP2 gathers a weight that it has sharded again.
+    ``head`` is the module that was called; through it FSDP2 gathers a weight that it has sharded again. ``loss``
+    records whether a cross entropy of these logits called the kernel.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, head: nn.Module | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        head: nn.Module | None = None,
+        loss: TracedLoss | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.kernel, self._head = hidden, weight, bias, kernel, head
+        self._loss = TracedLoss() if loss is None else loss
         self.scale = 1.0
         self.capped = False
         self.softcap: Any = None
@@ -129,6 +145,18 @@ class TracedLogits:
     def __sub__(self, other: Any) -> Any:
         return self.materialize() - other
 
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.materialize()
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.materialize()
+
+    def __pow__(self, other: Any) -> Any:
+        return self.materialize() ** other
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.materialize() @ other
+
     def __neg__(self) -> Tensor:
         return -self.materialize()
 
@@ -155,7 +183,7 @@ class TracedLogits:
 
     def _over(self, hidden: Tensor) -> TracedLogits:
         """The logits of other hidden states, with the same arithmetic."""
-        logits = TracedLogits(hidden, self.weight, self.bias, self.kernel, self._head)
+        logits = TracedLogits(hidden, self.weight, self.bias, self.kernel, self._head, self._loss)
         logits.scale, logits.capped, logits.softcap = self.scale, self.capped, self.softcap
         return logits
 
@@ -176,6 +204,7 @@ class TracedLogits:
             return None
         if self.capped and self.softcap is None:
             return None
+        self._loss.fused = True
         return self._with_weight(
             lambda: self.kernel(
                 self.hidden,
