@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forked_processes import run_veomni
+from forked_processes import run_and_end, run_veomni
 from veomni_conformance.cli import verify_processes
 from veomni_tools.cli import doctor_processes
 
@@ -42,7 +42,7 @@ def _ask_a_fork(
             os.environ.update(environment)
             answer.write_text(json.dumps(importlib.import_module(module).probe(*arguments)))
 
-        process = _FORK.Process(target=probe)
+        process = _FORK.Process(target=run_and_end, args=(probe,))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -127,9 +127,7 @@ def test_a_command_that_is_ended_ends_its_check(check, tmp_path, ended_by):
     parent = int(re.search(r"PPid:\s*(\d+)", status)[1])
     os.kill(command.pid, ended_by)
     command.wait()
-    assert _gone(parent)
-    if _is_there(started[0]):  # of a command that was killed, only the check ends
-        os.kill(started[0], signal.SIGKILL)
+    assert _gone(parent) and _gone(started[0])
 
 
 @pytest.mark.thorough

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -20,8 +22,6 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ContractError, VeOmniError
-
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,16 @@ def begin(request: Request, errors: str, environment: Mapping[str, str]) -> NoRe
     code = 1
     try:
         os.setpgid(0, 0)  # a group of its own, so that compilers that it starts end with it
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+        threading.Thread(target=_end_with_the_command, daemon=True).start()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for place, stream in ((0, nowhere), (1, nowhere), (2, os.open(errors, os.O_WRONLY | os.O_CREAT))):
             os.dup2(stream, place)
         arguments = [json.dumps(asdict(request))]
         if _needs_an_interpreter_of_its_own(environment):
             command = [sys.executable, "-X", "faulthandler", "-m", __name__, *arguments]
-            os.execve(sys.executable, command, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+            paths = os.pathsep.join(filter(None, sys.path))
+            code = subprocess.run(command, env={**environment, "PYTHONPATH": paths}).returncode
+            os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
         faulthandler.enable()
         os.environ.clear()
         os.environ.update(environment)
@@ -75,6 +76,13 @@ def begin(request: Request, errors: str, environment: Mapping[str, str]) -> NoRe
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _end_with_the_command() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def main(arguments: Sequence[str]) -> None:
