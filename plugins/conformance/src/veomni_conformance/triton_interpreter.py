@@ -3,7 +3,6 @@
 Written against Triton 3.6. Bugs of the interpreter: NumPy 2.4 rejects its loop bounds; it truncates float32 to bfloat16
 where GPUs round; it multiplies bfloat16 as integers and has no atomic add of bfloat16; it passes a float argument as a
 Python float; its minimum is NaN where a GPU returns the other number; two threads can't launch kernels at once.
-What makes it faster is in ``triton_quickening`` and ``triton_repeated_launches``.
 """
 
 from __future__ import annotations
@@ -12,14 +11,16 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from veomni_conformance.triton_quickening import quicken
-from veomni_conformance.triton_repeated_launches import run_repeated_launches_once
 from veomni_core.errors import HostError
+
+MORE_PATCHES: list[Callable[[Any], None]] = []
+"""What :func:`mend_interpreter` calls with Triton's module afterwards: a faster way, where many kernels are checked."""
 
 
 def interpret_triton() -> None:
@@ -60,8 +61,8 @@ def mend_interpreter() -> None:
     _mend_numbers(interpreter)
     _mend_extremes(interpreter)
     _launch_one_at_a_time(interpreter)
-    quicken(interpreter)
-    run_repeated_launches_once(interpreter)
+    for further in MORE_PATCHES:
+        further(interpreter)
 
 
 def _mend_numbers(interpreter: Any) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from veomni_conformance.triton_launch_memory import Bytes, Watch, Written
-from veomni_conformance.triton_used_by import used_by
+from fast_interpreter.launch_memory import Bytes, Watch, Written
+from fast_interpreter.used_by import used_by
 
 _MOST_BYTES = 256 << 20  # of what launches wrote; beyond it everything is forgotten
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from veomni_conformance.triton_operators import DirectOperators
+from fast_interpreter.operators import DirectOperators
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 

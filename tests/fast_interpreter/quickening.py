@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from veomni_conformance.triton_operators import DirectOperators
+from fast_interpreter.operators import DirectOperators
 
 
 def quicken(interpreter: Any) -> None:
