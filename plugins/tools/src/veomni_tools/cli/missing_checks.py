@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from veomni_conformance.cli.verify import LONGEST_OPS, keep_results
 from veomni_conformance.cli.verify_processes import OK, Checks, Row
-from veomni_conformance.ledger import HERE, Ledger
+from veomni_conformance.ledger import Ledger
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
+from veomni_core.planning.evidence import HERE
 
 
 @dataclass(frozen=True)
