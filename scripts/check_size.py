@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # The faces of the core, from which plugins import; anything else of it is a deep import.
-FACES = ("authoring", "errors", "kernels")
+FACES = ("authoring", "commands", "errors", "kernels")
 _DEEP = re.compile(rf"^\s*(?:from|import) veomni_core\.(?!(?:{'|'.join(FACES)})\b)", re.MULTILINE)
 _FAMILY = ("ops", "transformers", "conformance", "tools")
 LIMITS = {

@@ -19,6 +19,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "veomni-core": (
         "veomni_core",
         "veomni_core.authoring",
+        "veomni_core.commands",
         "veomni_core.descriptions.hookspecs",
         "veomni_core.errors",
         "veomni_core.kernels",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import MappingProxyType
+
 from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
@@ -18,8 +21,19 @@ def kernel(name, variant="standard", op="rms_norm", **options):
     return KernelSpec(name, op, variant, "m:f", **options)
 
 
-def registry(*kernels):
-    return build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+def registry(*kernels, vouched_for=True):
+    """What one plugin describes. Unless its kernels are strangers', those who define their ops name them."""
+    found = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+    return vouching(found, *kernels) if vouched_for else found
+
+
+def vouching(found, *kernels, distribution="veomni-p"):
+    """The registry ``found``, in which the ops name ``kernels`` as published by ``distribution``."""
+    ops = dict(found.ops)
+    for each in kernels:
+        op = ops[each.op_name]
+        ops[op.name] = replace(op, published={**op.published, each.name: distribution})
+    return replace(found, ops=MappingProxyType(ops))
 
 
 HOPPER = HardwareRequirement("cuda", min_compute_capability=90)

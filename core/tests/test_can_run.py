@@ -9,9 +9,8 @@ from types import ModuleType
 import pytest
 
 from models import build
+from planned_norms import registry
 from veomni_core import KernelSpec, OpsConfig, Plan, Site, find_sites, plan_sites
-from veomni_core.discovery.discover import definitions
-from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, SpecError
 
 NARROW = Site("rms_norm", "narrow", "norm modules", "standard", "proven", "bfloat16", sizes={"width": (64,)})
@@ -41,9 +40,8 @@ def plan(value, *sites, can_run="acme_limits:at_most_1024"):
         KernelSpec("acme", "rms_norm", "standard", "m:f", preference=90, can_run=can_run),
         KernelSpec("plain", "rms_norm", "standard", "m:f", preference=10),
     )
-    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
-    config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value}, registry, environ={})
-    return plan_sites(sites, config, hardware="h200", registry=registry)
+    config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value}, registry(*kernels), environ={})
+    return plan_sites(sites, config, hardware="h200")
 
 
 def decisions(result):

@@ -65,9 +65,11 @@ DEFINITIONS = """
     def command():
         print("acme runs")
 
+    PUBLISHED = {"fast": "acme-kernels"}
+
     @hookimpl
     def veomni_ops():
-        return [OpSpec("acme_double", ("plain",), "acme_double_implementation", contract="acme:C")]
+        return [OpSpec("acme_double", ("plain",), "acme_double_implementation", contract="acme:C", published=PUBLISHED)]
 
     @hookimpl
     def veomni_sites():

@@ -12,18 +12,21 @@ def test_explain_says_why_not_and_what_would_win(veomni, install, install_absent
     install(
         "gpu-plugin",
         """
-        from veomni_core import HardwareRequirement, KernelSpec, hookimpl
+        from veomni_core import HardwareRequirement, KernelSpec, OpSpec, hookimpl
         VEOMNI_PLUGIN_API_VERSION = 1
+        @hookimpl
+        def veomni_ops():
+            return [OpSpec("acme_op", ("standard",), "acme_op_implementation", contract="m:c")]
         @hookimpl
         def veomni_kernels():
             need = HardwareRequirement("cuda", min_compute_capability=90, packages=("nowhere>=1",))
-            return [KernelSpec("fast", "rms_norm", "standard", "m:f", hardware=need, preference=99)]
+            return [KernelSpec("fast", "acme_op", "standard", "m:f", hardware=need, preference=99)]
         """,
     )
-    assert "needs compute capability" in veomni("explain", "rms_norm", "--hardware", "a100")
-    text = veomni("explain", "rms_norm", "--hardware", "a100", "--json")
+    assert "needs compute capability" in veomni("explain", "acme_op", "--hardware", "a100")
+    text = veomni("explain", "acme_op", "--hardware", "a100", "--json")
     assert "needs compute capability >= 9.0, this GPU is 8.0 (NVIDIA A100)" in text
-    data = json.loads(veomni("explain", "rms_norm_implementation", "--hardware", "h200", "--json"))
+    data = json.loads(veomni("explain", "acme_op_implementation", "--hardware", "h200", "--json"))
     (fast,) = [kernel for kernel in data["kernels"] if kernel["kernel"] == "fast"]
     assert fast["runs"] and fast["assumes"] == ["nowhere>=1"] and data["auto"]["standard"] == "fast"
     install_absent("far-plugin")
@@ -35,16 +38,19 @@ def test_a_kernel_without_a_backward_is_not_what_auto_takes(veomni, install):
     install(
         "inference-plugin",
         """
-        from veomni_core import KernelSpec, hookimpl
+        from veomni_core import KernelSpec, OpSpec, hookimpl
         VEOMNI_PLUGIN_API_VERSION = 1
         @hookimpl
+        def veomni_ops():
+            return [OpSpec("acme_op", ("standard",), "acme_op_implementation", contract="m:c")]
+        @hookimpl
         def veomni_kernels():
-            slow = KernelSpec("slow", "rms_norm", "standard", "m:f", preference=98)
-            return [slow, KernelSpec("fast", "rms_norm", "standard", "m:f", backward=False, preference=99)]
+            slow = KernelSpec("slow", "acme_op", "standard", "m:f", preference=98)
+            return [slow, KernelSpec("fast", "acme_op", "standard", "m:f", backward=False, preference=99)]
         """,
     )
-    data = json.loads(veomni("explain", "rms_norm", "--hardware", "h200", "--json"))
+    data = json.loads(veomni("explain", "acme_op", "--hardware", "h200", "--json"))
     (fast,) = [kernel for kernel in data["kernels"] if kernel["kernel"] == "fast"]
     assert not fast["runs"] and data["auto"]["standard"] == "slow"
-    text = veomni("explain", "rms_norm", "--hardware", "h200")
+    text = veomni("explain", "acme_op", "--hardware", "h200")
     assert "auto takes slow for standard: the highest preference (98) of" in text

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distributed import run_ranks
+from veomni_core.cli.frozen import frozen_as_said
 from veomni_core.discovery.discover import describe, discover
 from veomni_core.errors import LockFileError, LockMismatchError
 from veomni_tools.locks.locked import installed, with_specs
@@ -272,14 +273,24 @@ def test_all_ranks_end_with_one_message_where_one_of_them_differs(
     assert (first[2], second[2]) == ("PlanMismatchError True", "LockMismatchError True")
 
 
-def test_without_what_reads_lock_files_nothing_frozen_runs(
-    veomni: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "veomni_tools", None)
-    (tmp_path / "job.yaml").write_text(JOB + "train: {frozen: veomni.lock}\n")
+class NotInstalled:
+    """Finds everything but veomni-tools."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "veomni_tools":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_without_what_reads_lock_files_nothing_frozen_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "veomni_tools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled(), *sys.meta_path])
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB + "train: {frozen: veomni.lock}\n")
     with pytest.raises(LockFileError, match="VEOMNI_FROZEN names a lock file, and .*pip install veomni-tools"):
         discover({"VEOMNI_FROZEN": "veomni.lock"})
-    monkeypatch.chdir(tmp_path)
-    assert "--frozen names a lock file, and veomni-tools is not installed" in veomni("list", "--frozen", code=2)
-    assert "train.frozen of job.yaml names a lock file, and" in veomni("plan", "job.yaml", code=2)
-    assert "Plugins" in veomni("list")
+    for source, words in (("--frozen", ["list", "--frozen"]), (f"train.frozen of {job}", ["plan", str(job)])):
+        with pytest.raises(LockFileError, match=f"{source} names a lock file, and veomni-tools is not installed"):
+            frozen_as_said(words)
+    with frozen_as_said(["list"]) as words:
+        assert words == ["list"]

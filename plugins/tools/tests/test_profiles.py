@@ -31,9 +31,9 @@ from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Plan
 from veomni_core.binding import ranks
 from veomni_core.errors import HostError, LockMismatchError
-from veomni_core.planning import measured_job
 from veomni_tools.locks.lock_file import Lock
 from veomni_tools.locks.locked_plans import FrozenJob, hardware_key, locked_plan
+from veomni_tools.profiles import measured_job
 from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
 from veomni_tools.profiles.profile import Contender, Times, best, shown_ms
 from veomni_tools.profiles.profile_store import profile_file, read_profile, write_profile

@@ -7,10 +7,9 @@ from functools import cache
 from typing import Any
 
 from veomni_conformance import check_kernel
-from veomni_core import KernelSpec, discover
-from veomni_core.discovery.registry import Registry
+from veomni_core import KernelSpec, Registry, discover
+from veomni_core.commands import AUTO
 from veomni_core.errors import KernelUnavailableError
-from veomni_core.planning.choice import AUTO
 
 Kernel = Callable[..., Any]
 

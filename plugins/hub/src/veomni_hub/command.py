@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from veomni_core.commands import render_table
 from veomni_core.errors import ConfigError
-from veomni_core.tables import render_table
 
 
 def hub(folder: Annotated[Path, typer.Argument(help="A folder that holds build/, with its variants.")]) -> None:

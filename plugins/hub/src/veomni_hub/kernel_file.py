@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from veomni_core import HardwareRequirement
+from veomni_core.commands import at_home, load_yaml
 from veomni_core.errors import ConfigError, SpecError, did_you_mean
-from veomni_core.jobs.jobfile import at_home, load_yaml
 from veomni_hub.hub_kernel import HubKernel, Package
 
 VARIABLE = "VEOMNI_HUB_KERNELS"

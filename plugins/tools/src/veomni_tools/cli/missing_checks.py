@@ -11,6 +11,7 @@ from veomni_conformance.ledger import HERE, Ledger
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry
+from veomni_core.planning.evidence import HERE
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from veomni_conformance.ledger import HERE, Ledger
+from veomni_conformance.ledger import Ledger
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.evidence import Evidence, Measured
+from veomni_core.planning.evidence import HERE, Evidence, Measured
 from veomni_core.sites.site import Site
 from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
 from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, best, shown_bytes, shown_ms

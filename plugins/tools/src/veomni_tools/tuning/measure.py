@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from veomni_conformance.bound_models.model_calls import undisturbed
-from veomni_conformance.ledger import HERE, Ledger
+from veomni_conformance.ledger import Ledger
 from veomni_conformance.this_machine import CheckedKernel
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.errors import HostError
+from veomni_core.planning.evidence import HERE
 from veomni_core.sites.find import locator_of
 from veomni_tools.profiles.measured_choice import checked_dtypes
 from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn

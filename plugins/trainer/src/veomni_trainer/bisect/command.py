@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veomni_core.cli.output import AsJson, Changes, JobPath, print_json
+from veomni_core.commands import AsJson, Changes, JobPath, print_json
 from veomni_core.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def bisect(
             "veomni bisect trains in one process, but torchrun started several; start it without torchrun"
         )
 
-    from veomni_core.tables import fit
+    from veomni_core.commands import fit
     from veomni_trainer.job.load import load_job
     from veomni_trainer.setup.postponed import postpone_bitsandbytes
 

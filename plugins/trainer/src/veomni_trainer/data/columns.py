@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from veomni_core.jobs.jobfile import shown
+from veomni_core.commands import shown
 from veomni_trainer.data.chat import Chats
 from veomni_trainer.data.documents import Example
 from veomni_trainer.data.reading import BadLine, Unreadable

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from veomni_core.commands import shown
 from veomni_core.errors import did_you_mean
-from veomni_core.jobs.jobfile import shown
 from veomni_trainer.data.reading import BadLine
 
 Message: TypeAlias = dict[str, Any]

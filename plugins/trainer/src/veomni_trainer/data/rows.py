@@ -10,8 +10,8 @@ from datasets import Dataset
 from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
+from veomni_core.commands import shown
 from veomni_core.errors import JobFileError
-from veomni_core.jobs.jobfile import shown
 from veomni_trainer.data.corpus import Corpus, ReadSource
 from veomni_trainer.data.files import TEXT, FoundFile, find_files
 from veomni_trainer.data.messages import read_messages

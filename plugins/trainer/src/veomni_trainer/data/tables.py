@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from veomni_core.jobs.jobfile import shown
+from veomni_core.commands import shown
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.text import read_lines, read_text
 

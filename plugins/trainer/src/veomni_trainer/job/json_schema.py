@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from veomni_core import discover
-from veomni_core.descriptions.kernel_spec import EAGER
-from veomni_core.discovery.registry import Registry
-from veomni_core.planning.choice import AUTO
-from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
+from veomni_core import Registry, discover
+from veomni_core.commands import AUTO, EAGER, ON_CHANGE, TRAINING_LOGITS, known_presets
 from veomni_trainer.job.schema import Job
 from veomni_transformers.jobs.job_model import ALIASES, DTYPES
 

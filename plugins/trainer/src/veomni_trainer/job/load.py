@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from veomni_core.jobs.jobfile import at_home, beside_job, load_yaml
+from veomni_core.commands import at_home, beside_job, load_yaml
 from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import yaml
 
+from veomni_core.commands import at_home
 from veomni_core.errors import ConfigError
-from veomni_core.jobs.jobfile import at_home
 
 # Sizes of a model that learns something in minutes on one machine; a model type takes those keys that its config has.
 SMALL = {

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from veomni_core.commands import job_file_error, shown
 from veomni_core.errors import JobFileError, did_you_mean, suggest
-from veomni_core.jobs.jobfile import job_file_error, shown
 from veomni_trainer.job.synonyms import SYNONYMS
 from veomni_transformers.jobs.job_model import ALIASES, ModelSection, ModelSectionError
 

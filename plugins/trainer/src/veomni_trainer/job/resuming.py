@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from veomni_core.commands import load_yaml
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
-from veomni_core.jobs.jobfile import load_yaml
 from veomni_trainer.job.precision import PRECISIONS
 from veomni_trainer.job.schema import Job
 

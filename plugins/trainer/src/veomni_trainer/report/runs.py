@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from veomni_core import Plan
+from veomni_core.commands import load_yaml
 from veomni_core.errors import ConfigError
-from veomni_core.jobs.jobfile import load_yaml
 from veomni_trainer.job.resuming import flat_keys
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from veomni_core.tables import render_table
+from veomni_core.commands import render_table
 from veomni_trainer.job.precision import PRECISIONS
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from veomni_core import Hardware, JobConditions
-from veomni_core.discovery.lock_guard import FROZEN
+from veomni_core.commands import FROZEN
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.method_packages import require_trl

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from veomni_core.cli.frozen import Frozen, frozen_job
-from veomni_core.cli.output import Changes, JobPath, print_json
+from veomni_core.commands import Changes, Frozen, JobPath, fit, frozen_job, print_json
 from veomni_core.errors import ConfigError, did_you_mean
-from veomni_core.tables import fit
 from veomni_trainer.loop.signals import INTERRUPTED
 
 _COMPARABLE = ("eager", "eager-after")

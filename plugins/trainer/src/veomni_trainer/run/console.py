@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from veomni_core.tables import fit
+from veomni_core.commands import fit
 
 
 def is_main_process() -> bool:

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 import transformers
 
-from veomni_core import Plan, discover
-from veomni_core.cli.frozen import FrozenJob
+from veomni_core import Plan, discover, make_plan
+from veomni_core.commands import FrozenJob, render_table
 from veomni_core.errors import ConfigError
-from veomni_core.planning.planner import make_plan
-from veomni_core.tables import render_table
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.job.schema import Job

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from veomni_core.cli import exit_code
+from veomni_core.commands import exit_code
 from veomni_core.errors import VeOmniError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop.signals import INTERRUPTED

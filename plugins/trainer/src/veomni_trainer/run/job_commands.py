@@ -29,7 +29,7 @@ def init(
         raise ConfigError(f"{job} exists; name a file that doesn't, or edit that one")
 
     from veomni_core import discover
-    from veomni_core.jobs.jobfile import parse_yaml
+    from veomni_core.commands import parse_yaml
     from veomni_trainer.job.load import parse_job
     from veomni_trainer.job.new_job import NewJob
     from veomni_trainer.run.check import check_loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
 
-from veomni_core.binding.bind import Binding
+from veomni_core import Binding
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veomni_core.cli.output import AsJson, print_json
+from veomni_core.commands import AsJson, print_json
 from veomni_core.errors import ConfigError
 
 

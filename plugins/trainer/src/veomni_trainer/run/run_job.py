@@ -13,9 +13,8 @@ import torch
 import transformers
 from torch import distributed
 
-from veomni_core import discover
-from veomni_core.cli.frozen import FrozenJob
-from veomni_core.discovery.registry import Registry
+from veomni_core import Registry, discover
+from veomni_core.commands import FrozenJob
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from veomni_core import Binding, binding_of
-from veomni_core.cli.frozen import FrozenJob
-from veomni_core.discovery.registry import Registry
+from veomni_core import Binding, Registry, binding_of
+from veomni_core.commands import FrozenJob
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint

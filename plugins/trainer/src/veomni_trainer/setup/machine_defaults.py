@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from veomni_core import Hardware
-from veomni_core.discovery.registry import Registry
+from veomni_core import Hardware, Registry
 from veomni_trainer.job.precision import PrecisionName
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import ops_config

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, PreTrainedModel
 
-from veomni_core import JobConditions, OpsConfig, Plan, build_foundation_model
-from veomni_core.discovery.registry import Registry
+from veomni_core import JobConditions, OpsConfig, Plan, Registry, build_foundation_model
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.parameter_groups import check_groups

@@ -1,0 +1,71 @@
+"""What authors of commands and jobs share with the core's own, each name imported on its first use.
+
+- Arguments and options: ``JobPath``, ``Changes`` (``--set``), ``AsJson``, ``HardwareName``, ``Frozen``.
+- Output: ``render_table`` and ``fit`` for people, ``print_json`` for programs; ``exit_code`` of an error.
+- Job files: ``load_yaml`` and ``parse_yaml`` read strictly, ``at_home`` and ``beside_job`` find files, ``shown`` and
+  ``job_file_error`` say what is wrong with a value.
+- Lock files: ``FROZEN`` is the variable that names one, ``frozen_job`` gives a job's :class:`FrozenJob`.
+- What a section ``ops_implementation`` may hold: ``AUTO``, ``EAGER``, ``ON_CHANGE``, ``TRAINING_LOGITS``,
+  ``known_presets``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from veomni_core.cli import exit_code
+    from veomni_core.cli.frozen import Frozen, FrozenJob, frozen_job
+    from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
+    from veomni_core.descriptions.kernel_spec import EAGER
+    from veomni_core.discovery.lock_guard import FROZEN
+    from veomni_core.jobs.jobfile import at_home, beside_job, job_file_error, load_yaml, parse_yaml, shown
+    from veomni_core.planning.choice import AUTO
+    from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
+    from veomni_core.tables import fit, render_table
+
+_HOME = {
+    "cli": ("exit_code",),
+    "cli.frozen": ("Frozen", "FrozenJob", "frozen_job"),
+    "cli.output": ("AsJson", "Changes", "HardwareName", "JobPath", "print_json"),
+    "descriptions.kernel_spec": ("EAGER",),
+    "discovery.lock_guard": ("FROZEN",),
+    "jobs.jobfile": ("at_home", "beside_job", "job_file_error", "load_yaml", "parse_yaml", "shown"),
+    "planning.choice": ("AUTO",),
+    "planning.config": ("ON_CHANGE", "TRAINING_LOGITS", "known_presets"),
+    "tables": ("fit", "render_table"),
+}
+
+__all__ = [
+    "AUTO",
+    "EAGER",
+    "FROZEN",
+    "ON_CHANGE",
+    "TRAINING_LOGITS",
+    "AsJson",
+    "Changes",
+    "Frozen",
+    "FrozenJob",
+    "HardwareName",
+    "JobPath",
+    "at_home",
+    "beside_job",
+    "exit_code",
+    "fit",
+    "frozen_job",
+    "job_file_error",
+    "known_presets",
+    "load_yaml",
+    "parse_yaml",
+    "print_json",
+    "render_table",
+    "shown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"veomni_core.{module}"), name)
+    raise AttributeError(f"module 'veomni_core.commands' has no attribute {name!r}")
