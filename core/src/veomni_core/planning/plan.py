@@ -61,6 +61,8 @@ class Plan:
         passed_by: kernels that were not chosen for what ``veomni verify`` says of them on this machine, and how.
         profile: the short hash of the profile of ``veomni tune`` by which ``auto`` chose; empty if it did nowhere.
         profile_notes: where that profile is, and where it did not count, why.
+        overrides: which of torch's operators this process has replaced or given back
+            (``torch.backends.python_native``); empty where it changed nothing, and for named hardware.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,6 +88,7 @@ class Plan:
     passed_by: tuple[str, ...] = ()
     profile: str = ""
     profile_notes: tuple[str, ...] = ()
+    overrides: str = ""
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
@@ -112,6 +115,7 @@ class Plan:
             passed_by=tuple(data.get("passed_by", ())),
             profile=data.get("profile", ""),
             profile_notes=tuple(data.get("profile_notes", ())),
+            overrides=data.get("overrides", ""),
         )
 
     @property
@@ -131,6 +135,8 @@ class Plan:
         sentences = []
         if self.autocast != other.autocast:
             sentences.append(f"autocast: {self.autocast or 'off'} -> {other.autocast or 'off'}")
+        if self.overrides != other.overrides:
+            sentences.append(f"torch's operators: {self.overrides or 'its own'} -> {other.overrides or 'its own'}")
         if self.training != other.training:
             sentences.append(f"for {self.use} -> for {other.use}")
         sentences += [
@@ -171,6 +177,8 @@ class Plan:
         notes += self.profile_notes
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
         notes += _standings(self.kernels)
+        if self.overrides:
+            notes.append(f"torch's operators in this process: {self.overrides}")
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]
@@ -180,9 +188,11 @@ class Plan:
         """What is hashed: ``sites`` says what runs at each ``op|path|rule|variant``, ``kernels`` whose code that is."""
         autocast = {"autocast": {"dtype": self.autocast}} if self.autocast else {}
         use = {} if self.training else {"use": {"for": self.use}}
+        overrides = {"torch": {"overrides": self.overrides}} if self.overrides else {}
         return {
             **autocast,
             **use,
+            **overrides,
             "sites": {
                 f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": _runs(decision)
                 for op in self.ops

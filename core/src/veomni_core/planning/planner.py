@@ -10,6 +10,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.discovery.registry import Registry
+from veomni_core.discovery.torch_overrides import changed_overrides
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.certificates import Certificates
 from veomni_core.planning.config import VERIFIED, OpsConfig
@@ -146,6 +147,7 @@ def _plan(
         *(hardware, ops, kernels, assumptions, failed_rules, autocast, training, passed_by),
         profile=measured.digest if measured else "",
         profile_notes=tuple(measured.notes()) if measured else (),
+        overrides=changed_overrides() if hardware.detected else "",
     )
 
 

@@ -24,6 +24,7 @@ from veomni_transformers.engine.layout import distributed_config_of
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
+from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -139,6 +140,9 @@ def build_foundation_model(
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
     skeleton = _skeleton(config, dtype, trust_remote_code)
+    turned = () if weights_path is None else square_and_transposed(Path(weights_path), skeleton)
+    if sharding is not None or quantization_config is not None:
+        refuse_divided(Path(weights_path or ""), turned)
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
@@ -159,6 +163,7 @@ def build_foundation_model(
     if weights_path is not None:
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
         model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
+        transpose(model, turned)
     elif sharding is not None:
         model = random_sharded_model(type(skeleton), config, dtype, sharding)
     elif made_on.type == "meta":

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes.code_places import CodePlace
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_ops.attention import MASK_FEATURES
 
@@ -93,6 +94,18 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec) -> Register
             if ALL_ATTENTION_FUNCTIONS[name] is kernel and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is builder:
                 return RegisteredInterface(model, kernel, builder, name) if name in _uses else str(name)
         return RegisteredInterface(model, kernel, builder, _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS))
+
+
+def interface_places(name: str) -> tuple[CodePlace, ...]:
+    """Where transformers keeps the attention function ``name`` and the one that builds its mask."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = {
+        "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS,
+        "ALL_MASK_ATTENTION_FUNCTIONS": ALL_MASK_ATTENTION_FUNCTIONS,
+    }
+    return tuple(CodePlace(table, name, f"{label}[{name!r}]") for label, table in tables.items())
 
 
 def calls_beneath(name: str) -> str:
