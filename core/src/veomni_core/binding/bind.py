@@ -312,11 +312,11 @@ def _changes(
 ) -> Iterator[tuple[str, str, Change]]:
     """All changes of a binding, each with its module path and its owner."""
     rules = ModelRules(registry)
-    yield from rules.before_sites(model, plan, registry)
+    yield from code.watched(rules.before_sites(model, plan, registry))
     for note in placement_notes(model, plan):
         yield "", "", note
     yield from site_changes(model, plan, registry, kernels, code)
-    yield from rules.after_sites(model, plan, registry)
+    yield from code.watched(rules.after_sites(model, plan, registry))
     for look in look_when_training_starts(model):
         yield "", "", look
 

@@ -7,13 +7,13 @@ does putting the model into training mode, which a ``Trainer`` does in each step
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in, eager_class
-from veomni_core.changes.change import Change, ClassChange
+from veomni_core.changes.change import Change, ClassChange, ForwardChange
 from veomni_core.changes.code_places import CodePlace
 from veomni_core.errors import CodeChangedWarning
 from veomni_core.sites.site import CodeReadingLocator, Site, SiteLocator
@@ -31,38 +31,50 @@ class WatchedCode:
 
     def add(self, model: nn.Module, site: Site, locator: SiteLocator) -> None:
         """Watch the code that stands in for the kernel of ``site``, before the site is changed."""
-        if isinstance(locator, CodeReadingLocator):
-            places = locator.code_read(model, site)
-        else:
-            kind = eager_class(type(model.get_submodule(site.path)))
-            places = (CodePlace(kind, "forward", f"{kind.__qualname__}.forward"),)
-        self._read.setdefault((site.op_name, id(places)), (places, []))[1].append(site.path or "the model")
+        reads = isinstance(locator, CodeReadingLocator)
+        places = locator.code_read(model, site) if reads else _forward(model.get_submodule(site.path))
+        self._add(places, f"the proof of {site.op_name}", site.path)
+
+    def watched(self, changes: Iterable[tuple[str, str, Change]]) -> Iterator[tuple[str, str, Change]]:
+        """``changes`` of rules for whole models, whose new forwards keep the former ones: these are watched too."""
+        for path, rule, change in changes:
+            if isinstance(change, ForwardChange):
+                self._add(_forward(change.target), f"the rule {rule!r}", path)
+            yield path, rule, change
+
+    def _add(self, places: tuple[CodePlace, ...], reader: str, path: str) -> None:
+        self._read.setdefault((reader, id(places)), (places, []))[1].append(path or "the model")
 
     def changed(self) -> dict[str, str]:
         """By module path, what was replaced that the proof of a site there has read. Warns of each replacement once."""
         known: dict[Hashable, str] = {}
         reasons: dict[str, list[str]] = {}
         readers: dict[str, dict[str, None]] = {}
-        for (op_name, _), (places, paths) in self._read.items():
+        for (reader, _), (places, paths) in self._read.items():
             for place in places:
                 if place.key not in known:
                     known[place.key] = place.replaced()
                 if what := known[place.key]:
-                    readers.setdefault(what, {}).update(dict.fromkeys(f"{op_name} at {path}" for path in paths))
+                    readers.setdefault(what, {}).update(dict.fromkeys(f"{reader} at {path}" for path in paths))
                     for path in paths:
-                        reasons.setdefault(path, []).append(f"{what} after bind, which the proof of {op_name} had read")
+                        reasons.setdefault(path, []).append(f"{what} after bind, and {reader} had read it")
         self._warn({what: [*sites] for what, sites in readers.items() if what not in self._warned})
         return {path: "; ".join(all_of_them) for path, all_of_them in reasons.items()}
 
     def _warn(self, news: dict[str, list[str]]) -> None:
         self._warned.update(news)
         if news:
-            listed = "; ".join(f"{what}, read by the proofs of {_listed(sites)}" for what, sites in news.items())
+            listed = "; ".join(f"{what}, which {_listed(sites)} had read" for what, sites in news.items())
             message = (
                 f"after bind {listed}. The kernels there compute what the former code did. Take it back, or undo the "
                 "binding and bind again, so that the new code is proven. receipt.changed has all sites"
             )
             warnings.warn(message, CodeChangedWarning, stacklevel=4)
+
+
+def _forward(module: nn.Module) -> tuple[CodePlace, ...]:
+    kind = eager_class(type(module))
+    return (CodePlace(kind, "forward", f"{kind.__qualname__}.forward"),)
 
 
 def look_when_training_starts(model: nn.Module) -> Iterator[Change]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.code_places import CodePlace
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_ops.attention import MASK_FEATURES
 
@@ -96,8 +95,8 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec) -> Register
         return RegisteredInterface(model, kernel, builder, _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS))
 
 
-def interface_places(name: str) -> tuple[CodePlace, ...]:
-    """Where transformers keeps the attention function ``name`` and the one that builds its mask."""
+def interface_entries(name: str) -> list[tuple[Any, str, str]]:
+    """The entries of the attention function ``name`` and of the one that builds its mask: table, key and label."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -105,7 +104,7 @@ def interface_places(name: str) -> tuple[CodePlace, ...]:
         "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS,
         "ALL_MASK_ATTENTION_FUNCTIONS": ALL_MASK_ATTENTION_FUNCTIONS,
     }
-    return tuple(CodePlace(table, name, f"{label}[{name!r}]") for label, table in tables.items())
+    return [(table, name, f"{label}[{name!r}]") for label, table in tables.items()]
 
 
 def calls_beneath(name: str) -> str:

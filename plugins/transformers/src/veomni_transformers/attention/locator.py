@@ -16,7 +16,7 @@ from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_transformers.attention.config_changes import config_changes, interface_of
-from veomni_transformers.attention.interface_names import RegisteredInterface, interface_places, registered
+from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.proving import probe
@@ -52,7 +52,7 @@ class AttentionInterface(ReadsForward):
                 path = path.rpartition(".")[0]
                 paths[path] = None
         code = (code for path in paths for code in code_of(model.get_submodule(path)))
-        return self._places(code, interface_places(interface_of(model.get_submodule(site.path))))
+        return self._places(code, interface_entries(interface_of(model.get_submodule(site.path))))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 
-from veomni_core.changes.code_places import CodePlace
 from veomni_core.sites.site import Site
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
@@ -45,15 +45,8 @@ class ReadsLosses(ReadsForward):
         module: Any = model.get_submodule(site.path)
         head = getattr(module, "get_output_embeddings", lambda: None)()
         code = (code for each in (module, head) if each is not None for code in code_of(each))
-        return self._places(code, loss_places(module))
-
-
-def loss_places(module: Any) -> Places:
-    """Where transformers keeps the loss function of ``module``: in a table, by its type."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    name = getattr(module, "loss_type", None)
-    return (CodePlace(LOSS_MAPPING, name, f"LOSS_MAPPING[{name!r}]"),) if name in LOSS_MAPPING else ()
+        name = getattr(module, "loss_type", None)
+        return self._places(code, [(LOSS_MAPPING, name, f"LOSS_MAPPING[{name!r}]")] if name in LOSS_MAPPING else ())
 
 
 def language_models(model: nn.Module) -> Iterator[LanguageModel]:

@@ -24,13 +24,18 @@ class ReadsForward:
         """As in :class:`~veomni_core.sites.site.CodeReadingLocator`."""
         return self._places(code_of(model.get_submodule(site.path)))
 
-    def _places(self, code: Iterable[Any], more: Places = ()) -> Places:
-        """The places that ``code`` reads, and ``more``; the same tuple for the same code."""
+    def _places(self, code: Iterable[Any], tables: Collection[tuple[Any, str, str]] = ()) -> Places:
+        """The places that ``code`` reads; the same tuple for the same code.
+
+        ``tables`` has entries, as ``(table, key, label)``: these are places, and what they read too.
+        """
         known: dict[Any, Places] = vars(self).setdefault("_read", {})
-        key = tuple(dict.fromkeys(code))
-        if key not in known:
-            known[key] = (*places_read(key), *more)
-        return known[key]
+        entries = [CodePlace(*each) for each in tables]
+        functions = (table.get(key) for table, key, _ in tables)
+        roots = tuple(dict.fromkeys((*code, *(each for each in functions if isinstance(each, FunctionType)))))
+        if roots not in known:
+            known[roots] = (*places_read(roots), *entries)
+        return known[roots]
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:
@@ -63,19 +68,20 @@ def places_read(code: Iterable[type | FunctionType]) -> Iterator[CodePlace]:
 def _places_of(code: Any) -> Iterator[CodePlace]:
     kind = code if isinstance(code, type) else None
     first = code if kind is None else code.forward
-    names = {"forward", "__call__"}
+    names = {"forward"}
     for function in reached_functions([first], kind):
         if function is first or not is_library(function):
             used = {name for each in nested_code(function.__code__) for name in each.co_names}
             names |= used
             home = str(function.__globals__.get("__name__", "")).rpartition(".")[2]
             yield from _in_namespace(function.__globals__, home, used)
-    for base in kind.__mro__ if kind is not None else ():
-        if base is nn.Module:
-            return
+    if kind is None:
+        return
+    yield CodePlace(kind, "__call__", f"{kind.__qualname__}.__call__")
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name in names & vars(base).keys():
             if callable(vars(base)[name]) or isinstance(vars(base)[name], _METHODS):
-                yield CodePlace(kind, name, f"{kind.__qualname__}.{name}")  # type: ignore[arg-type, union-attr]
+                yield CodePlace(kind, name, f"{kind.__qualname__}.{name}")
 
 
 def _in_namespace(space: dict[str, Any], home: str, names: Collection[str], depth: int = 0) -> Iterator[CodePlace]:
