@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores transposed are loaded as the model has them, or refused, also where one is square."""
+"""Experts that a checkpoint stores transposed are loaded as the model has them, or refused, whichever is square."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def test_a_checkpoint_that_stores_some_transposed_is_refused(tmp_path):
 
 def test_what_can_not_be_transposed_after_loading_is_refused(tmp_path):
     folder = save(vision_and_text(16), tmp_path, lambda name: True)
-    with pytest.raises(
-        CheckpointError, match="gate_up_proj transposed, which transformers can't see, since it is squa"
-    ):
+    with pytest.raises(CheckpointError, match="gate_up_proj transposed, which transformers can.t see"):
         build_on_cpu(folder, folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 

@@ -283,6 +283,14 @@ def apply_plan(
     return _apply(model, plan, registry, verify, settings)
 
 
+def apply_proven_plan(
+    model: nn.Module, plan: Plan, registry: Registry, *, verify: bool, on_change: str, training_logits: str
+) -> Binding:
+    """As :func:`apply_plan` on this rank alone, where the caller knows that ``plan`` was proven for such a model."""
+    _make_ready(model, registry)
+    return _apply(model, plan, registry, verify, _settings(on_change, training_logits))
+
+
 def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
     """Change the model, once all ranks have the plan."""
     if not verify:

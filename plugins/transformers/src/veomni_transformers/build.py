@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from veomni_core.binding.bind import apply_plan
+from veomni_core.binding.bind import apply_plan, apply_proven_plan
 from veomni_core.binding.placement import device_type_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
@@ -23,6 +23,7 @@ from veomni_core.planning.planner import make_plan
 from veomni_transformers.engine.layout import distributed_config_of
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
+from veomni_transformers.memory.same_form import same_form
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
@@ -170,15 +171,11 @@ def build_foundation_model(
         model = skeleton
     else:
         model = _random_model(model_class, config, dtype, made_on, trust_remote_code)
-    apply_plan(
-        model,
-        plan,
-        ops.registry,
-        verify=verify,
-        on_change=ops.on_change,
-        training_logits=ops.training_logits,
-        agree=False,  # the ranks have agreed above, before the weights were read
-    )
+    options = {"verify": verify, "on_change": ops.on_change, "training_logits": ops.training_logits}
+    if model is skeleton or same_form(skeleton, model):
+        apply_proven_plan(model, plan, ops.registry, **options)
+    else:  # sharded or quantized since; the ranks have agreed above, before the weights were read
+        apply_plan(model, plan, ops.registry, **options, agree=False)
     return model
 
 
