@@ -78,8 +78,9 @@ def test_what_can_not_be_transposed_after_loading_is_refused(tmp_path):
 @pytest.mark.parametrize("intermediate", [16, 32])
 def test_models_whose_experts_are_never_transposed_refuse_such_a_checkpoint(kind, intermediate, tmp_path):
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    small |= {"vocab_size": 64, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": intermediate}
-    model = AutoModelForCausalLM.from_config(kind(**small, intermediate_size=intermediate))
+    small |= {"vocab_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    wide = {"intermediate_size": intermediate, "moe_intermediate_size": intermediate}
+    model = AutoModelForCausalLM.from_config(kind(**small, **wide))
     model.config.save_pretrained(tmp_path)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj")) and tensors[name].dim() == 3]:

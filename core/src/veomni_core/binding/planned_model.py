@@ -87,10 +87,9 @@ def _difference(planned: Site, there: list[Site]) -> str:
         return f"{where}: planned as {wanted}, and this model has no such site"
     if there[0].variant is None:
         return f"{where}: planned as {wanted}, and here it is not proven: {there[0].evidence}"
-    one, other = _proven(planned, there[0]), _proven(there[0], planned)
-    differing = [name for name in one if one[name] != other[name]]
-    was, now = ({name: each[name] for name in differing} for each in (one, other))
-    return f"{where}: planned with {_listed(was)}, and here it has {_listed(now)}"
+    was, now = _flat(_proven(planned, there[0])), _flat(_proven(there[0], planned))
+    differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    return f"{where}: planned with {_listed(was, differing)}, and here it has {_listed(now, differing)}"
 
 
 def _named(site: Site) -> str:
@@ -101,9 +100,14 @@ def _described(site: Site) -> str:
     return f"{site.op_name}/{site.variant}"
 
 
-def _listed(values: dict[str, Any]) -> str:
+def _flat(proven: dict[str, Any]) -> dict[str, Any]:
+    return {
+        inner: each
+        for name, value in proven.items()
+        for inner, each in (value if isinstance(value, dict) else {name: value}).items()
+    }
+
+
+def _listed(values: dict[str, Any], names: list[str]) -> str:
     """``variant offset, eps 1e-06``."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(value if isinstance(value, dict) else {name: value})
-    return ", ".join(f"{name} {value}" for name, value in flat.items()) or "nothing"
+    return ", ".join(f"{name} {values.get(name, 'not stated')}" for name in names)

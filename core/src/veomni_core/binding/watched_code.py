@@ -48,7 +48,7 @@ class WatchedCode:
     def changed(self) -> dict[str, str]:
         """By module path, what was replaced that the proof of a site there has read. Warns of each replacement once."""
         known: dict[Hashable, str] = {}
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, dict[str, list[str]]] = {}
         readers: dict[str, dict[str, None]] = {}
         for (reader, _), (places, paths) in self._read.items():
             for place in places:
@@ -57,9 +57,12 @@ class WatchedCode:
                 if what := known[place.key]:
                     readers.setdefault(what, {}).update(dict.fromkeys(f"{reader} at {path}" for path in paths))
                     for path in paths:
-                        reasons.setdefault(path, []).append(f"{what} after bind, and {reader} had read it")
+                        reasons.setdefault(path, {}).setdefault(what, []).append(reader)
         self._warn({what: [*sites] for what, sites in readers.items() if what not in self._warned})
-        return {path: "; ".join(all_of_them) for path, all_of_them in reasons.items()}
+        return {
+            path: "; ".join(f"{what} after bind, and {' and '.join(by)} had read it" for what, by in found.items())
+            for path, found in reasons.items()
+        }
 
     def _warn(self, news: dict[str, list[str]]) -> None:
         self._warned.update(news)
