@@ -18,7 +18,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausa
 from reference_pages.repository import registry
 from veomni_conformance import check_kernel
 from veomni_conformance.cli.verify import verify
-from veomni_core import KernelSpec, OpSlot, bind, discover, make_plan
+from veomni_core import KernelSpec, OpSlot, apply_plan, bind, discover, make_plan
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.config import OpsConfig
 from veomni_ops.contract import contract_for
@@ -158,6 +158,13 @@ def SiteChangedError() -> None:
     model = small_llama()
     bind(model, {"rms_norm_implementation": "torch"}, registry=registry())
     model.model.norm.variance_epsilon = 1e-3
+
+
+def PlanForAnotherModelError() -> None:
+    model = small_llama()
+    plan = make_plan(model, {"preset": "auto"}, registry=registry())
+    model.model.norm.variance_epsilon = 1e-3
+    apply_plan(model, plan, registry())
 
 
 def LogitsGoneError() -> None:

@@ -147,6 +147,13 @@ class SiteChangedError(BindingError):
     """
 
 
+class PlanForAnotherModelError(BindingError):
+    """A finished plan does not fit the model: what it proved at a site is not what the model has there.
+
+    Plan for the model as it is: ``bind``, or ``make_plan`` again. Or restore what the message names.
+    """
+
+
 class PackedSequencesError(BindingError):
     """A step packs sequences, and a bound model can't keep them apart in it.
 
@@ -179,6 +186,13 @@ class BoundModelPickleError(BindingError, TypeError):
     """A bound model can't be pickled: its kernels would silently be lost.
 
     Undo the binding, or save the ``state_dict``.
+    """
+
+
+class CodeChangedWarning(UserWarning):
+    """Code was replaced after bind that the proof of a bound site had read, and its kernel computes what it did.
+
+    Take the replacement back, or undo the binding and bind again.
     """
 
 

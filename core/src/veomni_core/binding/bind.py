@@ -11,10 +11,12 @@ from torch import nn
 from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.model_rules import ModelRules
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
+from veomni_core.binding.planned_model import refuse_another_model
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
 from veomni_core.binding.unverified import refuse_unverified
+from veomni_core.binding.watched_code import WatchedCode, look_when_training_starts
 from veomni_core.changes.bound_classes import run_eager
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
@@ -57,6 +59,7 @@ class Binding(Transformation):
         super().__init__(model, changes)
         changes.classes.binding = self
         self.plan, self.verification = plan, verification
+        self._code = WatchedCode()
 
     def __repr__(self) -> str:
         """What is bound where, in one line."""
@@ -75,6 +78,19 @@ class Binding(Transformation):
         """How other code has overridden one of ``changes`` since, as a phrase; empty if it has overridden none."""
         outermost = (change for change in changes if self._changes.is_outermost(change))
         return next(filter(None, (change.overridden() for change in outermost)), "")
+
+    def changed(self) -> dict[str, str]:
+        found = super().changed()
+        for path, what in self.look_at_code().items():
+            found[path] = f"{found[path]}; {what}" if path in found else what
+        return found
+
+    def look_at_code(self) -> dict[str, str]:
+        """By module path, the code that was replaced since bind, and that the proof of a bound site there had read.
+
+        Each replacement is a :class:`~veomni_core.errors.CodeChangedWarning`, once. ``model.train()`` calls this.
+        """
+        return self._code.changed() if self.active else {}
 
     @property
     def receipt(self) -> Receipt:
@@ -226,7 +242,7 @@ def apply_plan(
     """Put the kernels of a finished plan into this one model. The plan has decided what runs.
 
     Args:
-        model: the model that the plan was made for, or one with the same modules.
+        model: the model that the plan was made for, on any device, or one in which the same is proven at each site.
         plan: the plan, e.g. from :func:`veomni_core.make_plan`.
         registry: the plugins whose site rules found the plan's sites; discovered without it.
         verify, agree, group, agreement_timeout: as for :func:`bind`.
@@ -236,6 +252,8 @@ def apply_plan(
         The binding, as :func:`bind` returns it.
 
     Raises:
+        PlanForAnotherModelError: the model's sites are not those of the plan; the message names them. The model is
+            left as it was.
         BindingError: as for :func:`bind`; or ``plan`` is a config: pass that to :func:`bind`.
         KernelUnavailableError, KernelLoadError, ConformanceError, PlanMismatchError: as of :func:`bind`.
 
@@ -256,8 +274,21 @@ def apply_plan(
     settings = _settings(on_change, training_logits)
     registry = registry or discover()
     _make_ready(model, registry)
-    plan = agree_on_plan(lambda: plan, agree=agree, group=group, timeout=agreement_timeout)
+
+    def checked() -> Plan:
+        refuse_another_model(model, plan, registry)
+        return plan
+
+    agree_on_plan(checked, agree=agree, group=group, timeout=agreement_timeout)
     return _apply(model, plan, registry, verify, settings)
+
+
+def apply_proven_plan(
+    model: nn.Module, plan: Plan, registry: Registry, *, verify: bool, on_change: str, training_logits: str
+) -> Binding:
+    """As :func:`apply_plan` on this rank alone, where the caller knows that ``plan`` was proven for such a model."""
+    _make_ready(model, registry)
+    return _apply(model, plan, registry, verify, _settings(on_change, training_logits))
 
 
 def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
@@ -271,7 +302,7 @@ def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, setti
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
         verification = _verify_plan()(model, plan, registry, kernels)
     binding = Binding(model, plan, ChangeSet(*settings), verification)
-    binding.apply(_changes(model, plan, registry, kernels))
+    binding.apply(_changes(model, plan, registry, kernels, binding._code))
     _warn_of_sites_left_eager(plan)
     return binding
 
@@ -284,14 +315,18 @@ def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verificatio
         raise BindingError(f"verify=True checks the kernels, and {error}") from error
 
 
-def _changes(model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels) -> Iterator[tuple[str, str, Change]]:
+def _changes(
+    model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels, code: WatchedCode
+) -> Iterator[tuple[str, str, Change]]:
     """All changes of a binding, each with its module path and its owner."""
     rules = ModelRules(registry)
-    yield from rules.before_sites(model, plan, registry)
+    yield from code.watched(rules.before_sites(model, plan, registry))
     for note in placement_notes(model, plan):
         yield "", "", note
-    yield from site_changes(model, plan, registry, kernels)
-    yield from rules.after_sites(model, plan, registry)
+    yield from site_changes(model, plan, registry, kernels, code)
+    yield from code.watched(rules.after_sites(model, plan, registry))
+    for look in look_when_training_starts(model):
+        yield "", "", look
 
 
 def _settings(on_change: str, training_logits: str) -> tuple[str, str]:

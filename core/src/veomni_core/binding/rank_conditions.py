@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from veomni_core.discovery.installed_plugins import definition_distributions
+from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, overrides_in_force
 
 # The plan names the version of each plugin that it takes a kernel from. These compute the rest of the model, and
 # distributions that define ops prove its sites.
@@ -33,9 +34,12 @@ _FILES = ("VEOMNI_FROZEN", "VEOMNI_HUB_KERNELS")
 def rank_conditions() -> dict[str, str]:
     """This rank's versions of the packages that compute, variables that change how, and hashes of the files they name.
 
+    And which of torch's operators other code replaces (:mod:`veomni_core.discovery.torch_overrides`).
+
     What is not installed or not set is left out.
     """
-    return {**dict(_versions()), **dict(_variables())}
+    overrides = overrides_in_force()
+    return {**dict(_versions()), **dict(_variables()), **({PYTHON_NATIVE: overrides} if overrides else {})}
 
 
 def differences(conditions: Mapping[int, Mapping[str, str]]) -> list[str]:
@@ -55,7 +59,7 @@ def differences(conditions: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def _nothing(name: str) -> str:
-    return "not set" if name.isupper() else "not installed"
+    return "not set" if name.isupper() else "none" if name == PYTHON_NATIVE else "not installed"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

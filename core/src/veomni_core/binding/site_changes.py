@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.binding.watched_code import WatchedCode
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.spec import SiteRule
@@ -20,9 +21,11 @@ Kernels = Mapping[KernelSpec, Callable[..., Any]]
 
 
 def site_changes(
-    model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels
+    model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels, code: WatchedCode
 ) -> Iterator[tuple[str, str, Change]]:
     """Every change that the plan requires, as ``(module path, owner, change)``, in the order of the site rules.
+
+    What ``code`` watches from then on is added to it.
 
     Apply each change before taking the next one from the iterator: a rule may build on earlier changes.
     """
@@ -30,6 +33,7 @@ def site_changes(
         locator = None  # imported at the rule's first site: a broken rule must not affect models without such a site
         for op, decision in decisions_of(plan, rule):
             locator = locator or locator_of(rule)
+            code.add(model, decision.site, locator)
             for change in changes_at(model, decision, locator, kernels):
                 yield decision.site.path, owner_of(op, decision), change
 

@@ -64,6 +64,8 @@ class Plan:
         profile_notes: where that profile is, and where it did not count, why.
         unverified: kernels that the config names, of plugins that the op's own does not name, and that passed no check
             here; each with the command that checks it.
+        overrides: which of torch's operators this process has replaced or given back
+            (``torch.backends.python_native``); empty where it changed nothing, and for named hardware.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,6 +92,7 @@ class Plan:
     profile: str = ""
     profile_notes: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
+    overrides: str = ""
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
@@ -117,6 +120,7 @@ class Plan:
             profile=data.get("profile", ""),
             profile_notes=tuple(data.get("profile_notes", ())),
             unverified=tuple(data.get("unverified", ())),
+            overrides=data.get("overrides", ""),
         )
 
     @property
@@ -136,6 +140,8 @@ class Plan:
         sentences = []
         if self.autocast != other.autocast:
             sentences.append(f"autocast: {self.autocast or 'off'} -> {other.autocast or 'off'}")
+        if self.overrides != other.overrides:
+            sentences.append(f"torch's operators: {self.overrides or 'its own'} -> {other.overrides or 'its own'}")
         if self.training != other.training:
             sentences.append(f"for {self.use} -> for {other.use}")
         sentences += [
@@ -177,6 +183,8 @@ class Plan:
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
         notes += [f"as asked: {kernel}" for kernel in self.unverified]
         notes += _standings(self.kernels)
+        if self.overrides:
+            notes.append(f"torch's operators in this process: {self.overrides}")
         if self.assumptions:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]
@@ -186,9 +194,11 @@ class Plan:
         """What is hashed: ``sites`` says what runs at each ``op|path|rule|variant``, ``kernels`` whose code that is."""
         autocast = {"autocast": {"dtype": self.autocast}} if self.autocast else {}
         use = {} if self.training else {"use": {"for": self.use}}
+        overrides = {"torch": {"overrides": self.overrides}} if self.overrides else {}
         return {
             **autocast,
             **use,
+            **overrides,
             "sites": {
                 f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": _runs(decision)
                 for op in self.ops

@@ -11,6 +11,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.discovery.registry import Registry
+from veomni_core.discovery.torch_overrides import changed_overrides
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.config import VERIFIED, OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
@@ -150,6 +151,7 @@ def _plan(
         profile=times.digest if times else "",
         profile_notes=tuple(times.notes()) if times else (),
         unverified=tuple(_unverified(ops, selection)) if hardware.detected else (),
+        overrides=changed_overrides() if hardware.detected else "",
     )
 
 

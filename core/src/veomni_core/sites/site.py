@@ -11,6 +11,7 @@ from veomni_core.descriptions.sharding import WHOLE, EngineLayout, Sharding
 
 if TYPE_CHECKING:  # planning from sites alone imports no torch
     from veomni_core.changes.change import Change
+    from veomni_core.changes.code_places import CodePlace
 
 Kernel = Callable[..., Any]
 
@@ -215,3 +216,17 @@ class RequestedSiteLocator(SiteLocator, Protocol):
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask ``module`` for what the op computes, on the arguments of its forward: a tensor or a tuple of them."""
+
+
+@runtime_checkable
+class CodeReadingLocator(SiteLocator, Protocol):
+    """A locator that knows whose code its proofs read. For others that is the ``forward`` of the site's module.
+
+    Example:
+        >>> from veomni_transformers.norms.rms_norm import NormModules
+        >>> isinstance(NormModules(), CodeReadingLocator)
+        True
+    """
+
+    def code_read(self, model: Any, site: Site) -> tuple[CodePlace, ...]:
+        """Where the code stands that a kernel at ``site`` stands in for. Sites with the same code share one tuple."""

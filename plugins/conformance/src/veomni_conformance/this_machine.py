@@ -12,9 +12,10 @@ from veomni_conformance.installed_files import combined, hashed_files
 from veomni_core.descriptions.hardware import Hardware, requirement
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import PluginRecord
+from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, changed_overrides
 
 CERTIFICATES = "veomni_certificates.json"  # of a plugin's package; no part of what was checked
-_COMPILERS = ("torch", "triton")  # their versions matter to every kernel
+_COMPILERS = ("torch", "triton", "nvidia-cutlass-dsl", PYTHON_NATIVE)  # they matter to every kernel
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -28,7 +29,8 @@ class CheckedKernel:
         distribution, version: the plugin that it came from.
         files: a hash of that distribution's files; empty if it is not installed as one.
         hardware: where it ran, as :meth:`~veomni_core.Hardware.describe` has it.
-        packages: names and versions: torch, triton, and what the kernel requires.
+        packages: names and versions: of the compilers, and of what the kernel requires; and, as a package, which of
+            torch's operators this process replaces.
         driver: the versions of CUDA, as torch was built for it, and of the driver; empty on a CPU.
     """
 
@@ -117,6 +119,8 @@ class ThisMachine:
         return self._files[plugin.distribution]
 
     def _version(self, distribution: str) -> str:
+        if distribution == PYTHON_NATIVE:
+            return changed_overrides()
         if distribution not in self._versions:
             try:
                 self._versions[distribution] = importlib.metadata.version(distribution)

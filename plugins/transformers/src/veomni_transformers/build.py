@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from veomni_core.binding.bind import apply_plan
+from veomni_core.binding.bind import apply_plan, apply_proven_plan
 from veomni_core.binding.placement import device_type_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
@@ -23,7 +23,9 @@ from veomni_core.planning.planner import make_plan
 from veomni_transformers.engine.layout import distributed_config_of
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
+from veomni_transformers.memory.same_form import same_form
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
+from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -139,6 +141,9 @@ def build_foundation_model(
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config)
     skeleton = _skeleton(config, dtype, trust_remote_code)
+    turned = () if weights_path is None else square_and_transposed(Path(weights_path), skeleton)
+    if sharding is not None or quantization_config is not None:
+        refuse_divided(Path(weights_path or ""), turned)
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
@@ -159,21 +164,18 @@ def build_foundation_model(
     if weights_path is not None:
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
         model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
+        transpose(model, turned)
     elif sharding is not None:
         model = random_sharded_model(type(skeleton), config, dtype, sharding)
     elif made_on.type == "meta":
         model = skeleton
     else:
         model = _random_model(model_class, config, dtype, made_on, trust_remote_code)
-    apply_plan(
-        model,
-        plan,
-        ops.registry,
-        verify=verify,
-        on_change=ops.on_change,
-        training_logits=ops.training_logits,
-        agree=False,  # the ranks have agreed above, before the weights were read
-    )
+    options = {"verify": verify, "on_change": ops.on_change, "training_logits": ops.training_logits}
+    if model is skeleton or same_form(skeleton, model):
+        apply_proven_plan(model, plan, ops.registry, **options)
+    else:  # sharded or quantized since; the ranks have agreed above, before the weights were read
+        apply_plan(model, plan, ops.registry, **options, agree=False)
     return model
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from veomni_conformance.cli.verify import keep_results
 from veomni_conformance.cli.verify_processes import OK, Check, Checks, Row, import_once
-from veomni_conformance.ledger import HERE, Ledger
+from veomni_conformance.ledger import Ledger
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import Registry

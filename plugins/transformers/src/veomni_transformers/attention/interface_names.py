@@ -95,6 +95,18 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec) -> Register
         return RegisteredInterface(model, kernel, builder, _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS))
 
 
+def interface_entries(name: str) -> list[tuple[Any, str, str]]:
+    """The entries of the attention function ``name`` and of the one that builds its mask: table, key and label."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = {
+        "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS,
+        "ALL_MASK_ATTENTION_FUNCTIONS": ALL_MASK_ATTENTION_FUNCTIONS,
+    }
+    return [(table, name, f"{label}[{name!r}]") for label, table in tables.items()]
+
+
 def calls_beneath(name: str) -> str:
     """The name of the interface that the interface ``name`` wraps; empty if it wraps none."""
     return _beneath.get(name, "")

@@ -16,17 +16,18 @@ from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_transformers.attention.config_changes import config_changes, interface_of
-from veomni_transformers.attention.interface_names import RegisteredInterface, registered
+from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.proving import probe
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.proving.proof import Proof
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
-class AttentionInterface:
+class AttentionInterface(ReadsForward):
     """Selects the attention of one model through transformers' own interfaces."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
@@ -42,6 +43,16 @@ class AttentionInterface:
     def sharded(self, site: Site, layout: EngineLayout) -> Site:
         """Attention reads the rank's heads, which are plain tensors."""
         return site
+
+    def code_read(self, model: nn.Module, site: Site) -> Places:
+        """The code of the attention modules, of those around them, and what the model's own interface is."""
+        paths = dict.fromkeys(readers_by_owner(model)[site.path])
+        for path in list(paths):
+            while path:
+                path = path.rpartition(".")[0]
+                paths[path] = None
+        code = (code for path in paths for code in code_of(model.get_submodule(path)))
+        return self._places(code, interface_entries(interface_of(model.get_submodule(site.path))))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())

@@ -19,13 +19,14 @@ from veomni_transformers.convolutions import proof, trace
 from veomni_transformers.packed.convolution_call import for_packed_calls
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, Function, callers, replaced
+from veomni_transformers.proving.code_read import ReadsForward
 from veomni_transformers.proving.package_functions import chosen
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
 _NAME = "causal_conv1d_fn"
 
 
-class CausalConvolutions:
+class CausalConvolutions(ReadsForward):
     """Finds the function by name, records how a mixer calls it, and proves it by its values."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:

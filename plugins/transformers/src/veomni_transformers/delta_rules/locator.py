@@ -25,6 +25,7 @@ from veomni_transformers.delta_rules.proof import prove
 from veomni_transformers.forwards.delta_rule_call import delta_rule_call
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import callers, replaced
+from veomni_transformers.proving.code_read import ReadsForward
 from veomni_transformers.proving.code_reading import set_on_instance
 from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.proving.package_functions import chosen
@@ -48,7 +49,7 @@ class _Place:
     why_not: str
 
 
-class DeltaRules:
+class DeltaRules(ReadsForward):
     """Finds the function by name, proves it by its values, and replaces it for one model.
 
     Attributes:

@@ -81,6 +81,9 @@ class ExpertsModules(ModuleLocator):
             return replace(site, sizes={**site.sizes, "intermediate": (width // layout.tp,)})
         return refused(site, {"": own, **styles}, "the kernel needs whole experts, or equal parts of gate, up and down")
 
+    def called(self, site: Site) -> tuple[str, ...]:
+        return WEIGHTS
+
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
         reading = self.readings.of(module)

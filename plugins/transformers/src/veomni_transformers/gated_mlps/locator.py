@@ -98,8 +98,11 @@ class GatedMlpModules(ModuleLocator):
             return site
         return refused(site, styles, "the kernel needs matching parts of gate and up, and a down that takes them")
 
+    def called(self, site: Site) -> tuple[str, ...]:
+        return tuple(site.detail["layout"])
+
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        module, layout = model.get_submodule(site.path), tuple(site.detail["layout"])
+        module, layout = model.get_submodule(site.path), self.called(site)
         reading = self.readings.of(module)
         forward = with_own_signature(module, over_linears(kernel, layout))
         yield ForwardChange(module, forward, guarded_names(module, reading, layout))

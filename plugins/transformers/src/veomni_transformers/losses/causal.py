@@ -28,7 +28,7 @@ from veomni_transformers.changes.instance_forward import InstanceForwardChange
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.forwards.fused_head import FusedHead, why_not_plain
 from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
-from veomni_transformers.losses.language_models import language_models
+from veomni_transformers.losses.language_models import ReadsLosses, language_models
 from veomni_transformers.losses.sharded_head import why_not_sharded_by_words
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_reading import set_on_instance
@@ -39,7 +39,7 @@ VOCABULARY_PARALLEL = "vocabulary_parallel"
 _GATHERING = {"colwise_gather_output", "colwise_rep"}  # the engine's styles of a head that returns all logits
 
 
-class CausalLosses:
+class CausalLosses(ReadsLosses):
     """Finds models with an output projection and labels, and fuses the projection with the loss."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:

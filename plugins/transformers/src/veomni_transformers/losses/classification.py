@@ -16,11 +16,12 @@ from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.cross_entropy_loss import CONTRACTS
 from veomni_transformers.forwards.classification_loss import SINGLE_LABEL, single_label
+from veomni_transformers.losses.language_models import ReadsLosses
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.proof import Proof
 
 
-class ClassificationLosses:
+class ClassificationLosses(ReadsLosses):
     """Finds sequence classifiers by their loss, and replaces it for one model."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 
+from veomni_core.sites.site import Site
 from veomni_core.sites.walk import named_modules
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,17 @@ class LanguageModel:
         if weight is None or weight.dim() != 2:
             return {}
         return {"hidden": (weight.shape[1],), "vocabulary": (weight.shape[0],)}
+
+
+class ReadsLosses(ReadsForward):
+    """A locator whose proofs read the forwards of a model and of its output projection, and the model's loss."""
+
+    def code_read(self, model: nn.Module, site: Site) -> Places:
+        module: Any = model.get_submodule(site.path)
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        code = (code for each in (module, head) if each is not None for code in code_of(each))
+        name = getattr(module, "loss_type", None)
+        return self._places(code, [(LOSS_MAPPING, name, f"LOSS_MAPPING[{name!r}]")] if name in LOSS_MAPPING else ())
 
 
 def language_models(model: nn.Module) -> Iterator[LanguageModel]:

@@ -19,6 +19,7 @@ from veomni_ops.load_balancing_loss import CONTRACTS
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.branches import Branches
 from veomni_transformers.proving.called_functions import Function, callers, replaced
+from veomni_transformers.proving.code_read import ReadsForward
 from veomni_transformers.proving.code_reading import Reading, read_function
 from veomni_transformers.proving.matching import Candidate, first_fit
 from veomni_transformers.proving.proof import Proof
@@ -32,7 +33,7 @@ _STATED_AS = {
 _KEYS = 3  # product keys, whose 3 x 3 pairs are the experts
 
 
-class LoadBalancingFunctions:
+class LoadBalancingFunctions(ReadsForward):
     """Finds the function by name, proves it by its values, and replaces it for one model."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:

@@ -24,7 +24,7 @@ from veomni_transformers.engine.layout import refused
 from veomni_transformers.forwards.fused_head import why_not_plain
 from veomni_transformers.forwards.logprobs_head import Scores, logprobs_head_forward, score
 from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
-from veomni_transformers.losses.language_models import language_models
+from veomni_transformers.losses.language_models import ReadsLosses, language_models
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import current_forward
 from veomni_transformers.proving.proof import Proof
@@ -33,7 +33,7 @@ _OUTPUTS = (LOGPROBS, ENTROPY)
 _TEMPERATURE = 0.7  # arbitrary; not 1, so that an operator between head and temperature shows
 
 
-class TokenLogprobs:
+class TokenLogprobs(ReadsLosses):
     """Finds models with an output projection, and lets the kernel compute log-probabilities from its inputs."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:

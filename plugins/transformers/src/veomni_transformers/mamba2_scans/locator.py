@@ -22,6 +22,7 @@ from veomni_transformers.forwards.scan_call import nothing, scan_call
 from veomni_transformers.mamba2_scans.proof import gives_nothing, prove
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, callers
+from veomni_transformers.proving.code_read import ReadsForward
 from veomni_transformers.proving.functions import current_forward, with_globals
 from veomni_transformers.proving.package_functions import chosen
 from veomni_transformers.proving.proof import Proof, ProvenOnce
@@ -36,7 +37,7 @@ _STATED_AS = {
 _OF_HEADS = ("heads", "groups")
 
 
-class Mamba2Scans:
+class Mamba2Scans(ReadsForward):
     """Finds the function by name, proves it by its values, and replaces it for one model."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:

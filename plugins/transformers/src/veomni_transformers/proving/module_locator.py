@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 
 from torch import nn
@@ -14,11 +14,12 @@ from veomni_core.errors import SpecError
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.proving import probe
-from veomni_transformers.proving.code_reading import Readings
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
+from veomni_transformers.proving.code_reading import Readings, bypassed
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
 
-class ModuleLocator(ABC):
+class ModuleLocator(ReadsForward, ABC):
     """Finds the modules in which the op ``op_name`` happens. A subclass says which modules these are, and proves them.
 
     Attributes:
@@ -74,6 +75,15 @@ class ModuleLocator(ABC):
     def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
         """The widths and counts of ``module`` that a kernel's ``can_run`` may look at."""
         return {}
+
+    def called(self, site: Site) -> Collection[str]:
+        """The children and parameters that the forward of a bound module still calls or reads itself."""
+        return ()
+
+    def code_read(self, model: nn.Module, site: Site) -> Places:
+        module = model.get_submodule(site.path)
+        instead = (child for _, child in bypassed(module, self.readings.of(module), self.called(site)))
+        return self._places(code for each in (module, *instead) for code in code_of(each))
 
     def own(self, module: nn.Module) -> str:
         """What runs in ``module`` while nothing is bound."""

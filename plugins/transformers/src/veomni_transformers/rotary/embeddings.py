@@ -43,6 +43,11 @@ def all_handed_over(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def all_of(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings in ``model``."""
+    return [module for _, module in named_modules(model) if _kinds(module)]
+
+
 def nearest(path: str, handed_over: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
     """The results of the rotary embeddings in the nearest module around ``path``; ``(None,)`` if there are none."""
     depth = {place: _depth_around(path, place) for place in handed_over}

@@ -15,6 +15,7 @@ from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, callers, replaced
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
 from veomni_transformers.proving.proof import Proof
 from veomni_transformers.rotary import embeddings, trace
 from veomni_transformers.rotary.proof import RotaryProofs
@@ -22,7 +23,7 @@ from veomni_transformers.rotary.proof import RotaryProofs
 _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
 
 
-class RotaryFunctions:
+class RotaryFunctions(ReadsForward):
     """Finds the rotary function that an attention calls, with which arguments, and what the function computes."""
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
@@ -38,6 +39,11 @@ class RotaryFunctions:
     def sharded(self, site: Site, layout: EngineLayout) -> Site:
         """The queries and keys are those of the rank's heads."""
         return site
+
+    def code_read(self, model: nn.Module, site: Site) -> Places:
+        if (read := vars(self).get("_embeddings")) is None:  # a locator installs in one model
+            read = vars(self)["_embeddings"] = [code for each in embeddings.all_of(model) for code in code_of(each)]
+        return self._places((*code_of(model.get_submodule(site.path)), *read))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         return replaced(model.get_submodule(site.path), site.detail["function"], kernel)

@@ -1,0 +1,95 @@
+"""Which places of code a proof has read: methods of classes, and what the code names in its files and in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from veomni_core.changes.bound_subclass import eager_class
+from veomni_core.changes.code_places import CodePlace
+from veomni_core.sites.site import Site
+from veomni_transformers.proving.reachable_code import is_library, nested_code, reached_functions
+
+_METHODS = (property, staticmethod, classmethod)
+Places = tuple[CodePlace, ...]
+
+
+class ReadsForward:
+    """A locator whose proofs read the forward of the site's module, and what that calls."""
+
+    def code_read(self, model: nn.Module, site: Site) -> Places:
+        """As in :class:`~veomni_core.sites.site.CodeReadingLocator`."""
+        return self._places(code_of(model.get_submodule(site.path)))
+
+    def _places(self, code: Iterable[Any], tables: Collection[tuple[Any, str, str]] = ()) -> Places:
+        """The places that ``code`` reads; the same tuple for the same code.
+
+        ``tables`` has entries, as ``(table, key, label)``: these are places, and what they read too.
+        """
+        known: dict[Any, Places] = vars(self).setdefault("_read", {})
+        entries = [CodePlace(*each) for each in tables]
+        functions = (table.get(key) for table, key, _ in tables)
+        roots = tuple(dict.fromkeys((*code, *(each for each in functions if isinstance(each, FunctionType)))))
+        if roots not in known:
+            known[roots] = (*places_read(roots), *entries)
+        return known[roots]
+
+
+def code_of(module: nn.Module) -> Iterator[Any]:
+    """The class of ``module`` without what a binding put on top, and the functions among its attributes."""
+    yield eager_class(type(module))
+    yield from (value for value in vars(module).values() if isinstance(value, FunctionType))
+
+
+def places_read(code: Iterable[type | FunctionType]) -> Iterator[CodePlace]:
+    """Every place from which ``code``, whose classes are those of modules, takes code that runs in a forward.
+
+    torch's and the standard library's code is not followed, but for what ``code`` itself has of it: what stands under
+    the names that the followed code uses is a place.
+
+    Example:
+        >>> from transformers.models.llama import modeling_llama
+        >>> [place] = [p for p in places_read([modeling_llama.LlamaMLP]) if str(p.key).endswith("'forward')")]
+        >>> former, modeling_llama.LlamaMLP.forward = modeling_llama.LlamaMLP.forward, nn.Identity.forward
+        >>> place.replaced()
+        'LlamaMLP.forward was replaced'
+        >>> modeling_llama.LlamaMLP.forward = former
+    """
+    places: dict[Any, CodePlace] = {}
+    for each in code:
+        for place in _places_of(each):
+            places.setdefault(place.key, place)
+    return iter(places.values())
+
+
+def _places_of(code: Any) -> Iterator[CodePlace]:
+    kind = code if isinstance(code, type) else None
+    first = code if kind is None else code.forward
+    names = {"forward"}
+    for function in reached_functions([first], kind):
+        if function is first or not is_library(function):
+            used = {name for each in nested_code(function.__code__) for name in each.co_names}
+            names |= used
+            home = str(function.__globals__.get("__name__", "")).rpartition(".")[2]
+            yield from _in_namespace(function.__globals__, home, used)
+    if kind is None:
+        return
+    yield CodePlace(kind, "__call__", f"{kind.__qualname__}.__call__")
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name in names & vars(base).keys():
+            if callable(vars(base)[name]) or isinstance(vars(base)[name], _METHODS):
+                yield CodePlace(kind, name, f"{kind.__qualname__}.{name}")
+
+
+def _in_namespace(space: dict[str, Any], home: str, names: Collection[str], depth: int = 0) -> Iterator[CodePlace]:
+    """The functions and classes of ``space`` under ``names``, and in the modules that it has there, as ``nn``."""
+    for name in names & space.keys():
+        value = space[name]
+        if isinstance(value, ModuleType):
+            if depth < 3:  # torch.nn.functional
+                yield from _in_namespace(vars(value), name, names, depth + 1)
+        elif callable(value):
+            yield CodePlace(space, name, f"{home}.{name}")
