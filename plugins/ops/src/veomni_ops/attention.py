@@ -28,6 +28,13 @@ The kind of mask that transformers builds for a kernel is a feature too, one of 
 ``flex_attention_mask`` (a ``BlockMask``). At a site where such masks don't express what the eager mask does, the plan
 refuses the kernels that take them.
 
+Without a mask, the kind also says where causal attention is aligned if there are more keys than queries. transformers
+leaves FlashAttention's masks out after earlier tokens, so that the last query sees the last key. It leaves out the
+others where a static cache is still empty, so that the first query sees the first key alone, as with torch's
+``is_causal``; and for a single query, which then sees all keys.
+
+A query that sees no key gives zeros. Only an added mask that is finite gives it a mean of values.
+
 Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
 :func:`refuse`. A site's ``sizes``: every width of its heads, ``head_dim`` of queries and keys, ``value_head_dim`` of
 values; empty where neither a call nor a config shows them.
@@ -82,7 +89,8 @@ def standard(
 
     Each key and value head is shared by ``module.num_key_value_groups`` query heads. A boolean mask keeps what is True;
     any other mask is added. Without a dense mask, attention is causal if ``is_causal`` (or else the module's attribute)
-    is True; the causal mask is aligned at the bottom right, so the last query sees all keys.
+    is True; the causal mask is aligned at the bottom right, so the last query sees all keys, unless ``module`` is
+    :attr:`AttentionModule.from_the_first_key`.
 
     Args:
         module: the calling module, or :class:`AttentionModule`.
@@ -128,18 +136,16 @@ def standard(
     if indices is not None:
         chosen = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, indices, True)
         scores = scores.masked_fill(~chosen[:, None], float("-inf"))
-    padding = None
+    padding = unseen = None
     causal = module.is_causal if is_causal is None else is_causal
     if attention_mask is None or attention_mask.dim() == 2:
-        padding = attention_mask
-        attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
+        padding, at_first = attention_mask, attention_mask is None and getattr(module, "from_the_first_key", False)
+        attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k, at_first)
         if padding is not None:
-            kept = padding.bool()[:, None, None, :]
-            if causal:  # a query at padding may see no key, and its softmax would be NaN; its output is zeroed below
-                kept = kept | ~padding.bool()[:, None, -scores.shape[-2] :, None]
-            attention_mask = attention_mask & kept
+            attention_mask = attention_mask & padding.bool()[:, None, None, :]
     if attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
+        unseen = ~attention_mask.any(dim=-1, keepdim=True)  # their softmax would be NaN: they see all, and give zeros
+        scores = scores.masked_fill(~(attention_mask | unseen), float("-inf"))
     else:
         scores = scores + attention_mask.to(scores.dtype)
     if s_aux is not None:
@@ -148,7 +154,8 @@ def standard(
         weights = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
     else:
         weights = scores.softmax(dim=-1).to(query.dtype)
-    output = (weights @ value).transpose(1, 2).contiguous()
+    output = weights @ value
+    output = (output if unseen is None else output.masked_fill(unseen, 0.0)).transpose(1, 2).contiguous()
     if padding is not None and causal:
         output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
     return output, None
@@ -176,7 +183,12 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
 
 
 def visible(
-    scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
+    scores: Tensor,
+    causal: bool,
+    window: int | None,
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    from_the_first_key: bool = False,
 ) -> Tensor:
     """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key.
 
@@ -185,6 +197,8 @@ def visible(
         causal: whether a query sees no key after its own.
         window: how many keys a query sees, its own included; ``None`` for all. If not causal, it reaches both ways.
         query_bounds, key_bounds: the bounds of packed sequences, ``[sequences + 1]``; ``None`` for one sequence.
+        from_the_first_key: without bounds and with several queries, the first of them is aligned with the first key
+            instead.
 
     Returns:
         Booleans ``[S, L]``.
@@ -193,6 +207,9 @@ def visible(
         >>> visible(torch.empty(2, 3), causal=True, window=None, query_bounds=None, key_bounds=None)
         tensor([[ True,  True, False],
                 [ True,  True,  True]])
+        >>> visible(torch.empty(2, 3), True, None, None, None, from_the_first_key=True)
+        tensor([[ True, False, False],
+                [ True,  True, False]])
         >>> bounds = torch.tensor([0, 1, 3])  # a sequence of one, and one of two
         >>> visible(torch.empty(3, 3), True, None, bounds, bounds).int()
         tensor([[1, 0, 0],
@@ -207,6 +224,9 @@ def visible(
         numbers.append(torch.bucketize(positions, bounds[1:], right=True))
         ends.append(bounds[1:][numbers[-1]] - positions)
     ahead = ends[0][:, None] - ends[1]
+    queries, keys = scores.shape[-2:]
+    if from_the_first_key and queries > 1 and query_bounds is None:
+        ahead = ahead + keys - queries
     kept = numbers[0][:, None] == numbers[1]
     kept = kept & (ahead <= 0) if causal else kept
     return kept if window is None else kept & (ahead.abs() < window)
