@@ -21,6 +21,8 @@ for calls that need others:
 - ``chosen_keys``: sparse attention. Of the keys that it may see, a query sees only ``indices[B, S, chosen]``, or the
   blocks in ``block_indices``, whose size the module knows. The contract has no sample of ``block_indices``;
 - ``dropout``: dropout of the attention weights;
+- ``attention_weights``: the weights ``[B, Hq, S, L]`` as the second result, in every call (a config with
+  ``output_attentions``). The contract has no sample of it, and no kernel here gives them;
 - ``wide_heads``: a head dimension above 256; ``odd_heads``: a head dimension that is no multiple of 8.
 
 The kind of mask that transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask``
@@ -48,6 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.errors import ConfigError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
@@ -169,17 +172,20 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
         options: the keyword arguments that the kernel does not compute; ``None`` counts as not given.
 
     Raises:
-        ValueError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`; the message names ``kernel`` and the options.
+        ConfigError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`, or ``output_attentions`` asks for the weights;
+            the message names ``kernel`` and the options.
 
     Example:
         >>> refuse("acme", {"position_bias": None, "output_attentions": False})
         >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)})
         Traceback (most recent call last):
             ...
-        ValueError: acme does not compute `position_bias`; choose eager
+        veomni_core.errors.ConfigError: acme does not compute `position_bias`; choose eager
     """
     if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
-        raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
+        raise ConfigError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
+    if options.get("output_attentions"):
+        raise ConfigError(f"{kernel} gives no attention weights; choose eager, or leave output_attentions out")
 
 
 def visible(
