@@ -35,7 +35,7 @@ leaves FlashAttention's masks out after earlier tokens, so that the last query s
 others where a static cache is still empty, so that the first query sees the first key alone, as with torch's
 ``is_causal``; and for a single query, which then sees all keys.
 
-A query that sees no key gives zeros. Only an added mask that is finite gives it a mean of values.
+A query that sees no key gives zeros; with an added mask that is finite, or with a position bias, a mean of all values.
 
 Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
 :func:`refuse`. A site's ``sizes``: every width of its heads, ``head_dim`` of queries and keys, ``value_head_dim`` of
@@ -146,6 +146,9 @@ def standard(
         attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k, at_first)
         if padding is not None:
             attention_mask = attention_mask & padding.bool()[:, None, None, :]
+    if attention_mask.dtype == torch.bool and position_bias is not None:
+        hidden = ~attention_mask
+        attention_mask = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, torch.finfo(scores.dtype).min)
     if attention_mask.dtype == torch.bool:
         unseen = ~attention_mask.any(dim=-1, keepdim=True)  # their softmax would be NaN: they see all, and give zeros
         scores = scores.masked_fill(~(attention_mask | unseen), float("-inf"))

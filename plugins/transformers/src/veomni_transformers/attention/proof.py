@@ -31,6 +31,7 @@ _SUPPORTED = {
 _RUN_AS = {"sdpa": "sdpa", "flash_attention": "flash_attention_2", "flex_attention": "sdpa"}
 _BY_LENGTHS = "flash_attention"
 _VARIANT = "standard"
+_DROPOUTS = ("attention_dropout", "dropout")  # where attention modules have it
 _FIRST = "with padding to the left, a sequence's first token needs the label -100"
 
 
@@ -145,6 +146,8 @@ def _left_out(
         return  # it takes no padding
     own = interface_of(reader)
     own_family = next((family for family in MASK_FEATURES if own.startswith(family)), "")
+    if is_eager(own) and any(isinstance(p := getattr(reader, name, 0), float) and p > 0 for name in _DROPOUTS):
+        yield "", f"queries that see no key give a mean of values without dropout: {_FIRST}"
     for family, feature in MASK_FEATURES.items():
         if feature in refused or family == own_family:
             continue
