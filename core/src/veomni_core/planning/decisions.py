@@ -111,7 +111,7 @@ class OpDecision:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the proofs leave out at bound sites, as a line for each kernel and what it is, with the sites' number."""
+        """What the proofs leave out at bound sites: a line for each kernel and each thing, with the sites' number."""
         counts = Counter((d.kernel, what) for d in self.sites for what in d.left_out)
         return tuple(f"{self.op_name}:{kernel} ({count}): {what}" for (kernel, what), count in counts.items())
 

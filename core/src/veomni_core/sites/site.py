@@ -36,8 +36,8 @@ class Site:
             no known variant, and False that we could not tell.
         needs: the features that a kernel must declare to run there.
         refuses: the features that a kernel must not declare to run there, each with the reason.
-        left_out: what the proof leaves out for kernels that declare a feature, by the feature; for all kernels under "".
-            Plan and receipt show it where such a kernel is bound.
+        left_out: what the proof leaves out for kernels that declare a feature, by the feature; under "" for all of
+            them. Plan and receipt show it where such a kernel is bound.
         declared: whether the variant is only stated (by an ``OpSlot``, a plugin's rule or transformers), not proven.
         sharding: over how many ranks the site's parameters are divided.
 
@@ -235,7 +235,7 @@ class SituatedSiteLocator(SiteLocator, Protocol):
     """
 
     def situations(self, model: Any, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
-        """By name, functions of the site's module whose results ``verify=True`` compares, bound and not, beside training.
+        """By name, functions of the site's module whose results ``verify=True`` compares beside those of training.
 
         Each gives a tensor or a tuple of them. One that raises on a model that is not bound is left out.
         """

@@ -15,6 +15,7 @@ from veomni_ops.contract import Draw, Sample, leaf
 
 BY_LENGTHS = "flash_attention_mask"  # what a kernel declares that takes FlashAttention's masks
 
+
 @dataclass(frozen=True)
 class AttentionModule:
     """The attributes that an attention kernel reads from its calling module; samples pass this instead of one.

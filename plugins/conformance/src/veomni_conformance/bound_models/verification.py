@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -114,7 +115,9 @@ def _compare(
     return ""
 
 
-def _difference(own: Run, bound: Run, contract: Contract, autocast: str | None, exact: Any = None) -> str:
+def _difference(
+    own: Run, bound: Run, contract: Contract, autocast: str | None, exact: Callable[[], Run] | None = None
+) -> str:
     return f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast, exact)
 
 

@@ -54,9 +54,7 @@ class AttentionInterface:
         replaces_eager = is_eager(interface_of(model.get_submodule(site.path)))
         return _kernel_changes(model, site.path, registered(model, kernel, spec, replaces_eager))
 
-    def situations(
-        self, model: nn.Module, site: Site, spec: KernelSpec
-    ) -> Iterable[tuple[str, Callable[[Any], Any]]]:
+    def situations(self, model: nn.Module, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
         """Caches, and padding to the left."""
         return situations(model.get_submodule(site.path), at_padding=not site.left_out_of(spec))
 

@@ -1,8 +1,8 @@
 """Checks that under a mask interface each query sees the same keys as in eager attention.
 
 Eager attention depends on its mask only. Under the other interfaces transformers may pass no mask, or only the padding.
-The kernel infers the rest: from ``is_causal`` (of the call, else of the module), the sliding window and the packing; and
-from the interface where causal attention is aligned (:mod:`veomni_ops.attention`).
+The kernel infers the rest: from ``is_causal`` (of the call, else of the module), the sliding window and the packing;
+and from the interface where causal attention is aligned (:mod:`veomni_ops.attention`).
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ def _in_parts(model: Any, static: bool) -> Tensor:
     from transformers import DynamicCache, StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=_SLOTS) if static else DynamicCache(config=model.config)
+    parts = _tokens(model).split(_PARTS, 1)
     with torch.no_grad():
-        parts = [_result(model, part, past_key_values=cache, use_cache=True) for part in _tokens(model).split(_PARTS, 1)]
-    return torch.cat(parts, dim=1)
+        return torch.cat([_result(model, part, past_key_values=cache, use_cache=True) for part in parts], dim=1)
 
 
 def _padded(model: Any, at_padding: bool) -> Tensor:

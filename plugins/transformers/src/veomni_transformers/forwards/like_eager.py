@@ -78,7 +78,8 @@ def _added(
             kept = kept & torch.nn.functional.pad(mask.bool(), (0, unwritten))[:, None, None, :]
     if kept.dtype != torch.bool:
         return kept
-    return torch.zeros(kept.shape, dtype=query.dtype, device=kept.device).masked_fill(~kept, torch.finfo(query.dtype).min)
+    added = torch.zeros(kept.shape, dtype=query.dtype, device=kept.device)
+    return added.masked_fill(~kept, torch.finfo(query.dtype).min)
 
 
 def _is_causal(module: Any, options: Mapping[str, Any]) -> bool:

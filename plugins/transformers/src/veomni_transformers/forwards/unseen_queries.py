@@ -1,8 +1,8 @@
 """What eager attention gives for queries that see no key, such as those at padding before a sequence's first token.
 
-transformers' eager attention adds the lowest number of the dtype to the score of every key that a query does not see. If
-that is every key, the scores are lost in it: all weights are 1/L, and the result is the mean of all values, whatever the
-mask hides. Kernels give zeros.
+transformers' eager attention adds the lowest number of the dtype to the score of every key that a query does not see.
+If that is every key, the scores are lost in it: all weights are 1/L, and the result is the mean of all values, those of
+hidden keys too. Kernels give zeros.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def unseen_queries(mask: Any, query: Tensor, causal: bool, window: int | None) -
 def with_means(
     output: Tensor, unseen: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
 ) -> Tensor:
-    """``output[B, S, Hq, Dv]`` with the mean of all values at ``unseen[B, 1 or Hq, S]``, and eager attention's gradients.
+    """``output[B, S, Hq, Dv]`` with the mean of all values at ``unseen[B, 1 or Hq, S]``, and with its gradients.
 
     At equal weights a softmax is linear in small changes of the scores: a key's score moves the output by 1/L of what
     its value is away from the mean. That term has the value 0 here, and brings queries, keys and a ``position_bias``
-    the gradients that they have in eager attention, in the memory of ``[B, Hk, D, Dv]``. Neither dropout nor a softcap
-    is part of them.
+    the gradients that they have in eager attention, in the memory of ``[B, Hk, D, Dv]``. Neither dropout nor a
+    softcap is part of them.
     """
     query, key, value = map(cast_as_autocast, (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
