@@ -11,6 +11,7 @@ import torch
 from flash_plugin import NAMES, SPECS, heads, registry, without_gpu
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
 
 from models import build, step, tokens
 from veomni_conformance import check_kernel
@@ -226,3 +227,36 @@ def test_one_graph_serves_all_lengths(name):
         assert all(torch.equal(mine, theirs) for mine, theirs in gradients)
         counts.add(graphs.frame_count)
     assert len(counts) == 1
+
+
+@without_gpu
+@pytest.mark.parametrize("covered", [None, 6, 16], ids=["no mask", "a mask of the tokens", "a mask of all slots"])
+def test_a_static_caches_unwritten_keys_are_seen_by_no_query(covered):
+    with stand_ins.installed():
+        importlib.import_module("veomni_flash_attn.flash_attention_2")
+    own, model = (build("llama", dtype=torch.bfloat16, head_dim=16).eval() for _ in range(2))
+
+    def logits(which):
+        cache, parts = StaticCache(config=which.config, max_cache_len=16), []
+        for part, end in zip(tokens(2, 9).split((6, 2, 1), dim=1), (6, 8, 9), strict=True):
+            length = {None: None, 6: end, 16: 16}[covered]
+            mask = None if length is None else (torch.arange(length) < end).long().expand(2, -1)
+            with torch.no_grad():
+                parts.append(which(part, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+        return torch.cat(parts, dim=1)
+
+    wanted = logits(own)
+    with bind(model, {"preset": "eager", "attn_implementation": "flash_attention_2"}, registry=registry(anywhere=True)):
+        torch.testing.assert_close(logits(model), wanted, rtol=3e-2, atol=3e-2)
+
+
+@without_gpu
+def test_in_the_place_of_eager_attention_the_token_after_padding_has_its_loss():
+    with stand_ins.installed():
+        importlib.import_module("veomni_flash_attn.flash_attention_2")
+    own, model = (build("llama", dtype=torch.bfloat16, head_dim=16, attn_implementation="eager") for _ in range(2))
+    ids, mask = tokens(), torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    with bind(model, {"preset": "eager", "attn_implementation": "flash_attention_2"}, registry=registry(anywhere=True)):
+        found, wanted = (m(input_ids=ids, attention_mask=mask).logits for m in (model, own))
+        assert len(model(input_ids=ids, attention_mask=mask, output_attentions=True).attentions) == 2
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)

@@ -153,3 +153,16 @@ def test_the_helpers_of_sequence_parallelism_have_their_names_here_too():
     from veomni_transformers import sequence as home
 
     assert all(getattr(sequence_parallel, name) is getattr(home, name) for name in sequence_parallel.__all__)
+
+
+def test_a_plan_says_what_padding_gives():
+    """What FlashAttention gives at padding is not compared with the model's own, unless that is FlashAttention too."""
+    zeros = "queries at padding that see keys give zeros, unlike sdpa's: no loss may count them"
+    assert f"attention:flash_attention_3 (1): {zeros}" in plan("llama", "flash_attention_3", head_dim=64).table()
+    for own, unlike in (("eager", "unlike eager's"), ("sdpa", "unlike sdpa's")):
+        (site,) = plan("llama", "flash_attention_2", head_dim=64, attn_implementation=own).ops[0].sites
+        assert len(site.left_out) == 1 and unlike in site.left_out[0]
+    (site,) = plan("llama", "flex_attention", head_dim=64, attn_implementation="eager").ops[0].sites
+    assert site.left_out[0].startswith("queries that see no key give zeros, and eager's a mean of values")
+    (site,) = plan("llama", "flex_attention", head_dim=64).ops[0].sites
+    assert not site.left_out

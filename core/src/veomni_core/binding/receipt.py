@@ -124,6 +124,8 @@ class Receipt:
             title += "".join(f"\nIn force: {name}: {description}" for name, description in self.transformations)
         if self.misplaced:
             title += f"\nNot on its device: {self.misplaced}"
+        for what in (what for op in self.plan.ops for what in op.left_out):
+            title += f"\nNot proven: {what}"
         for kernel in self.plan.passed_by:
             title += f"\nPassed by: {kernel}"
         for kernel in self.unverified:
@@ -171,6 +173,7 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
         "bound": _bound(op),
         "found": len(op.sites),
         "declared": _declared(op),
+        "left_out": list(op.left_out),
         "eager": [
             {"path": decision.site.path, "runs": decision.runs, "reason": decision.reason} for decision in op.left_eager
         ],

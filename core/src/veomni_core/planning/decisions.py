@@ -50,6 +50,11 @@ class SiteDecision:
         """What runs at the site: a kernel; ``eager`` if the config requests it; else what the model is set to."""
         return self.kernel if self.bound or self.as_asked else self.site.own
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the site's proof leaves out for the kernel that is bound there."""
+        return () if self.spec is None else self.site.left_out_of(self.spec)
+
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain data, with the kernel's name in place of its spec."""
         return {
@@ -103,6 +108,12 @@ class OpDecision:
         """The kernels that are used, the one with the most sites first; only ``eager`` if none is."""
         counts = Counter(decision.kernel for decision in self.sites if decision.bound)
         return tuple(name for name, _ in counts.most_common()) or (EAGER,)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the proofs leave out at bound sites: a line for each kernel and each thing, with the sites' number."""
+        counts = Counter((d.kernel, what) for d in self.sites for what in d.left_out)
+        return tuple(f"{self.op_name}:{kernel} ({count}): {what}" for (kernel, what), count in counts.items())
 
     @property
     def left_eager(self) -> tuple[SiteDecision, ...]:

@@ -179,6 +179,7 @@ class Plan:
         title = f"Plan for {self.conditions}, sha256 {self.sha256[:12]}"
         table = render_table(("field", "asked", "op/variant, dtype", "kernel", "sites", "why"), rows, title)
         notes = [f"left out: {failure}" for failure in self.failed_rules]
+        notes += [f"not proven: {what}" for op in self.ops for what in op.left_out]
         notes += self.profile_notes
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
         notes += [f"as asked: {kernel}" for kernel in self.unverified]

@@ -37,6 +37,8 @@ class Site:
             no known variant, and False that we could not tell.
         needs: the features that a kernel must declare to run there.
         refuses: the features that a kernel must not declare to run there, each with the reason.
+        left_out: what the proof leaves out for kernels that declare a feature, by the feature; under "" for all of
+            them. Plan and receipt show it where such a kernel is bound.
         declared: whether the variant is only stated (by an ``OpSlot``, a plugin's rule or transformers), not proven.
         sharding: over how many ranks the site's parameters are divided.
 
@@ -62,6 +64,7 @@ class Site:
     examined: bool = True
     needs: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sharding: Sharding = WHOLE
@@ -71,6 +74,10 @@ class Site:
             object.__setattr__(self, "sharding", Sharding(**self.sharding))
         object.__setattr__(self, "needs", tuple(self.needs))
         object.__setattr__(self, "sizes", {name: tuple(sizes) for name, sizes in self.sizes.items()})
+
+    def left_out_of(self, spec: KernelSpec) -> tuple[str, ...]:
+        """What the proof leaves out for the kernel of ``spec``."""
+        return tuple(what for feature, what in self.left_out.items() if feature in ("", *spec.features))
 
 
 class SiteLocator(Protocol):
@@ -230,3 +237,20 @@ class CodeReadingLocator(SiteLocator, Protocol):
 
     def code_read(self, model: Any, site: Site) -> tuple[CodePlace, ...]:
         """Where the code stands that a kernel at ``site`` stands in for. Sites with the same code share one tuple."""
+
+
+@runtime_checkable
+class SituatedSiteLocator(SiteLocator, Protocol):
+    """The locator of an op that gets other arguments in some calls of a model than in training.
+
+    Example:
+        >>> from veomni_transformers.attention.locator import AttentionInterface
+        >>> isinstance(AttentionInterface(), SituatedSiteLocator)  # with caches it gets other masks
+        True
+    """
+
+    def situations(self, model: Any, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
+        """By name, functions of the site's module whose results ``verify=True`` compares beside those of training.
+
+        Each gives a tensor or a tuple of them. One that raises on a model that is not bound is left out.
+        """

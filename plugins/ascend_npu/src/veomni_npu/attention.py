@@ -17,8 +17,9 @@ from veomni_npu.operators import npu
 from veomni_ops.attention import refuse
 
 _TRIANGLE = 2048
-# The operator's sparse_mode: a whole mask is given, or attention is causal and the last query is at the last key.
-_WHOLE_MASK, _CAUSAL = 1, 3
+# The operator's sparse_mode: a whole mask is given; or attention is causal, and the first query is at the first key, or
+# the last query at the last key.
+_WHOLE_MASK, _FIRST_AT_FIRST, _LAST_AT_LAST = 1, 2, 3
 _ROWS_MAY_BE_MASKED = 2  # inner_precise: also exact for rows in which every position is masked
 _NOT_COMPUTED = ("softcap", "s_aux")
 
@@ -47,7 +48,8 @@ def standard(
         value: ``[B, Hk, L, D]``.
         attention_mask: ``[B, 1 or Hq, S, L]``. A boolean mask is True where attention is allowed. Any other mask is
             added to the scores, and takes the memory of ``[B, Hq, S, L]``.
-        is_causal: Whether attention without a mask is causal; by default ``module.is_causal``.
+        is_causal: Whether attention without a mask is causal; by default ``module.is_causal``. The first query is then
+            at the first key, and a single query sees all keys.
         cu_seq_lens_q: Boundaries of packed sequences, ``[sequences + 1]`` integers that begin with 0. They replace the
             mask. The operator needs them on the host: pass CPU tensors, or every layer waits for the device.
         cu_seq_lens_k: As ``cu_seq_lens_q``.
@@ -83,7 +85,7 @@ def _dense(
 ) -> Tensor:
     if mask is None:
         if causal and query.shape[2] > 1:
-            options |= _causal(query.device)
+            options |= _causal(query.device, _FIRST_AT_FIRST)
     elif mask.dtype == torch.bool:
         options |= {"atten_mask": ~mask, "sparse_mode": _WHOLE_MASK, "inner_precise": _ROWS_MAY_BE_MASKED}
     else:
@@ -100,7 +102,7 @@ def _packed(
     # Reads the boundaries on the host; without the leading 0, they are the end of each sequence.
     options |= {"actual_seq_qlen": query_starts[1:].tolist(), "actual_seq_kvlen": key_starts[1:].tolist()}
     if causal:
-        options |= _causal(query.device)
+        options |= _causal(query.device, _LAST_AT_LAST)
     # [1, H, T, D] to [T, H, D]
     return _attend([heads[0].transpose(0, 1) for heads in (query, key, value)], "TND", options).unsqueeze(0)
 
@@ -111,8 +113,8 @@ def _attend(heads: list[Tensor], layout: str, options: dict[str, Any]) -> Tensor
     return result[0]
 
 
-def _causal(device: torch.device) -> dict[str, Any]:
-    return {"atten_mask": _triangle(device), "sparse_mode": _CAUSAL}
+def _causal(device: torch.device, aligned: int) -> dict[str, Any]:
+    return {"atten_mask": _triangle(device), "sparse_mode": aligned}
 
 
 @functools.cache

@@ -107,7 +107,8 @@ class Subject:
             makers = (self.contract.samples, self.contract.beyond_a_tile, self.contract.large)
             try:
                 with other_values() if other else nullcontext():
-                    self._drawn[size, other] = list(makers[size](self.device, self.dtype))
+                    drawn = makers[size](self.device, self.dtype)
+                    self._drawn[size, other] = [each for each in drawn if each.is_for(self.spec.features)]
             except Exception as error:
                 message = f"{self._contract}: its samples fail in {self.dtype_name}: {one_line(error)}"
                 raise ContractError(message) from error

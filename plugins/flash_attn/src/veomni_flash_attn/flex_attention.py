@@ -48,7 +48,7 @@ def standard(
     Args:
         attention_mask: The ``BlockMask`` that transformers builds for FlexAttention, which already contains the window
             and the packing that position ids state; or a mask ``[B, 1 or Hq, S, L]``, boolean or additive; or a padding
-            mask ``[B, L]``; or None.
+            mask ``[B, L]``; or None. Without a mask, the first query is at the first key, and a single one at the last.
         s_aux: Sinks, ``[Hq]``.
         cu_seq_lens_q: Boundaries of packed sequences, ``[sequences + 1]``; then ``B`` is 1.
 
@@ -81,7 +81,8 @@ def standard(
             if bounds is not None:
                 keeps.append(_in_sequence(causal, sliding_window, bounds, query, key))
             else:
-                keeps.append(_by_position(causal, sliding_window, query, key))
+                first = 0 if attention_mask is None and query.shape[2] > 1 else key.shape[2] - query.shape[2]
+                keeps.append(_by_position(causal, sliding_window, query, first))
             if attention_mask is not None:
                 padding, batch = attention_mask.bool(), attention_mask.shape[0]
                 keeps.append(_unpadded(padding))
@@ -210,10 +211,10 @@ def _blocks(keeps: list[Keeps], batch: int, heads: int, query: Tensor, key: Tens
         return make(kept, batch, heads, query.shape[2], key.shape[2], device=query.device)
 
 
-def _by_position(causal: bool, window: int | None, query: Tensor, key: Tensor) -> Keeps:
-    """Causality and window by position; the last query has the position of the last key."""
+def _by_position(causal: bool, window: int | None, query: Tensor, first: int) -> Keeps:
+    """Causality and window by position; the first query has the position of the key ``first``."""
     # A tensor: Inductor (2.13) doesn't accept a number computed from dynamic sizes here.
-    standing = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
+    standing = torch.arange(first, first + query.shape[2], device=query.device)
     return lambda batch, head, q, k: _reaches(standing[q] - k, causal, window)
 
 

@@ -21,12 +21,21 @@ for calls that need others:
 - ``chosen_keys``: sparse attention. Of the keys that it may see, a query sees only ``indices[B, S, chosen]``, or the
   blocks in ``block_indices``, whose size the module knows. The contract has no sample of ``block_indices``;
 - ``dropout``: dropout of the attention weights;
+- ``attention_weights``: the weights ``[B, Hq, S, L]`` as the second result, in every call (a config with
+  ``output_attentions``). The contract has no sample of it, and no kernel here gives them;
 - ``wide_heads``: a head dimension above 256; ``odd_heads``: a head dimension that is no multiple of 8.
 
 The kind of mask that transformers builds for a kernel is a feature too, one of :data:`MASK_FEATURES`: ``sdpa_mask``
 (boolean; left out where ``is_causal`` says the same), ``flash_attention_mask`` (of padding, or none) or
 ``flex_attention_mask`` (a ``BlockMask``). At a site where such masks don't express what the eager mask does, the plan
 refuses the kernels that take them.
+
+Without a mask, the kind also says where causal attention is aligned if there are more keys than queries. transformers
+leaves FlashAttention's masks out after earlier tokens, so that the last query sees the last key. It leaves out the
+others where a static cache is still empty, so that the first query sees the first key alone, as with torch's
+``is_causal``; and for a single query, which then sees all keys.
+
+A query that sees no key gives zeros; with an added mask that is finite, or with a position bias, a mean of all values.
 
 Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
 :func:`refuse`. A site's ``sizes``: every width of its heads, ``head_dim`` of queries and keys, ``value_head_dim`` of
@@ -41,6 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_core.errors import ConfigError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
@@ -82,7 +92,8 @@ def standard(
 
     Each key and value head is shared by ``module.num_key_value_groups`` query heads. A boolean mask keeps what is True;
     any other mask is added. Without a dense mask, attention is causal if ``is_causal`` (or else the module's attribute)
-    is True; the causal mask is aligned at the bottom right, so the last query sees all keys.
+    is True; the causal mask is aligned at the bottom right, so the last query sees all keys, unless ``module`` is
+    :attr:`AttentionModule.from_the_first_key`.
 
     Args:
         module: the calling module, or :class:`AttentionModule`.
@@ -128,18 +139,19 @@ def standard(
     if indices is not None:
         chosen = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, indices, True)
         scores = scores.masked_fill(~chosen[:, None], float("-inf"))
-    padding = None
+    padding = unseen = None
     causal = module.is_causal if is_causal is None else is_causal
     if attention_mask is None or attention_mask.dim() == 2:
-        padding = attention_mask
-        attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
+        padding, at_first = attention_mask, attention_mask is None and getattr(module, "from_the_first_key", False)
+        attention_mask = visible(scores, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k, at_first)
         if padding is not None:
-            kept = padding.bool()[:, None, None, :]
-            if causal:  # a query at padding may see no key, and its softmax would be NaN; its output is zeroed below
-                kept = kept | ~padding.bool()[:, None, -scores.shape[-2] :, None]
-            attention_mask = attention_mask & kept
+            attention_mask = attention_mask & padding.bool()[:, None, None, :]
+    if attention_mask.dtype == torch.bool and position_bias is not None:
+        hidden = ~attention_mask
+        attention_mask = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, torch.finfo(scores.dtype).min)
     if attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
+        unseen = ~attention_mask.any(dim=-1, keepdim=True)  # their softmax would be NaN: they see all, and give zeros
+        scores = scores.masked_fill(~(attention_mask | unseen), float("-inf"))
     else:
         scores = scores + attention_mask.to(scores.dtype)
     if s_aux is not None:
@@ -148,7 +160,8 @@ def standard(
         weights = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
     else:
         weights = scores.softmax(dim=-1).to(query.dtype)
-    output = (weights @ value).transpose(1, 2).contiguous()
+    output = weights @ value
+    output = (output if unseen is None else output.masked_fill(unseen, 0.0)).transpose(1, 2).contiguous()
     if padding is not None and causal:
         output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
     return output, None
@@ -162,21 +175,29 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
         options: the keyword arguments that the kernel does not compute; ``None`` counts as not given.
 
     Raises:
-        ValueError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`; the message names ``kernel`` and the options.
+        ConfigError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`, or ``output_attentions`` asks for the weights;
+            the message names ``kernel`` and the options.
 
     Example:
         >>> refuse("acme", {"position_bias": None, "output_attentions": False})
         >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)})
         Traceback (most recent call last):
             ...
-        ValueError: acme does not compute `position_bias`; choose eager
+        veomni_core.errors.ConfigError: acme does not compute `position_bias`; choose eager
     """
     if asked := [f"`{name}`" for name in FEATURES_OF_OPTIONS if options.get(name) is not None]:
-        raise ValueError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
+        raise ConfigError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
+    if options.get("output_attentions"):
+        raise ConfigError(f"{kernel} gives no attention weights; choose eager, or leave output_attentions out")
 
 
 def visible(
-    scores: Tensor, causal: bool, window: int | None, query_bounds: Tensor | None, key_bounds: Tensor | None
+    scores: Tensor,
+    causal: bool,
+    window: int | None,
+    query_bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    from_the_first_key: bool = False,
 ) -> Tensor:
     """The mask ``[S, L]``, True where a query sees a key. A sequence's last query is aligned with its last key.
 
@@ -185,6 +206,8 @@ def visible(
         causal: whether a query sees no key after its own.
         window: how many keys a query sees, its own included; ``None`` for all. If not causal, it reaches both ways.
         query_bounds, key_bounds: the bounds of packed sequences, ``[sequences + 1]``; ``None`` for one sequence.
+        from_the_first_key: without bounds and with several queries, the first of them is aligned with the first key
+            instead.
 
     Returns:
         Booleans ``[S, L]``.
@@ -193,6 +216,9 @@ def visible(
         >>> visible(torch.empty(2, 3), causal=True, window=None, query_bounds=None, key_bounds=None)
         tensor([[ True,  True, False],
                 [ True,  True,  True]])
+        >>> visible(torch.empty(2, 3), True, None, None, None, from_the_first_key=True)
+        tensor([[ True, False, False],
+                [ True,  True, False]])
         >>> bounds = torch.tensor([0, 1, 3])  # a sequence of one, and one of two
         >>> visible(torch.empty(3, 3), True, None, bounds, bounds).int()
         tensor([[1, 0, 0],
@@ -207,6 +233,9 @@ def visible(
         numbers.append(torch.bucketize(positions, bounds[1:], right=True))
         ends.append(bounds[1:][numbers[-1]] - positions)
     ahead = ends[0][:, None] - ends[1]
+    queries, keys = scores.shape[-2:]
+    if from_the_first_key and queries > 1 and query_bounds is None:
+        ahead = ahead + keys - queries
     kept = numbers[0][:, None] == numbers[1]
     kept = kept & (ahead <= 0) if causal else kept
     return kept if window is None else kept & (ahead.abs() < window)

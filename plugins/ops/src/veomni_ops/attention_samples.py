@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from veomni_ops.contract import Draw, Sample, leaf
 
+BY_LENGTHS = "flash_attention_mask"  # what a kernel declares that takes FlashAttention's masks
+
 
 @dataclass(frozen=True)
 class AttentionModule:
@@ -22,15 +24,19 @@ class AttentionModule:
         num_key_value_groups: how many query heads share a key head.
         is_causal: whether attention is causal where neither mask nor call says otherwise.
         training: whether the module is in training mode.
+        from_the_first_key: where causal attention without a mask is aligned, for the reference; no kernel reads it. A
+            kernel that takes FlashAttention's masks aligns the last query with the last key, any other the first query
+            with the first key.
 
     Example:
         >>> AttentionModule(num_key_value_groups=4)
-        AttentionModule(num_key_value_groups=4, is_causal=True, training=True)
+        AttentionModule(num_key_value_groups=4, is_causal=True, training=True, from_the_first_key=False)
     """
 
     num_key_value_groups: int
     is_causal: bool = True
     training: bool = True
+    from_the_first_key: bool = False
 
 
 def _heads(draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head: int) -> tuple[Tensor, ...]:
@@ -187,10 +193,21 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         call = (AttentionModule(q_heads // k_heads, causal), *_heads(draw, batch, q_heads, k_heads, length, 32), mask)
         return Sample(name, call, kw, needs, values_only=True)
 
-    def across(name: str, *needs: str, mask: Tensor | None = None, causal: bool = True, **kw: Any) -> Sample:
-        query, *_ = _heads(draw, 2, 4, 2, 5, 32)
-        _, key, value = _heads(draw, 2, 4, 2, 12, 32)
-        return Sample(name, (AttentionModule(2, causal), query, key, value, mask), kw, needs, values_only=True)
+    def across(
+        name: str,
+        *needs: str,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        first: bool = False,
+        lengths: tuple[int, int] = (5, 12),
+        **kw: Any,
+    ) -> Sample:
+        query, *_ = _heads(draw, 2, 4, 2, lengths[0], 32)
+        _, key, value = _heads(draw, 2, 4, 2, lengths[1], 32)
+        module = AttentionModule(2, causal, from_the_first_key=first)
+        only_with, not_with = ("", BY_LENGTHS) if first else (BY_LENGTHS if causal and mask is None else "", "")
+        call = (module, query, key, value, mask)
+        return Sample(name, call, kw, needs, values_only=True, only_with=only_with, not_with=not_with)
 
     def padded(*lengths: int) -> Tensor:
         return torch.arange(12, device=device) < torch.tensor(lengths, device=device)[:, None]
@@ -212,6 +229,8 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
 
     yield one_key("one token", length=1)
     yield across("the last queries")
+    yield across("the first queries, of keys that are not written yet", first=True)
+    yield across("more queries than keys", first=True, lengths=(12, 5))
     yield across("across, not causal", causal=False)
 
     some = draw.normal(2, 4, 12, 12).float() > 0
@@ -238,6 +257,7 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield one_key("a window of one key", *window, length=17, sliding_window=1)
     yield edge("a window on both sides", *window, sliding_window=3, is_causal=False)
     yield across("a window of the last queries", *window, sliding_window=4)
+    yield across("a window of the first queries", *window, first=True, sliding_window=4)
     yield edge("window and softcap", *window, "softcap", sliding_window=5, softcap=2.0)
     yield edge("window and sinks", *window, "sinks", sliding_window=5, s_aux=sinks())
 

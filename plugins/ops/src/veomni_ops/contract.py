@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,6 +48,8 @@ class Sample:
             the call; any other kernel must raise.
         values_only: check only values and gradients on this sample, not the situations of training
             (:func:`veomni_conformance.check_kernel`), which other samples cover.
+        only_with, not_with: a feature that a kernel must declare, or must not, to be checked on this sample at all. To
+            another kernel the same call means something else.
 
     Example:
         >>> x, weight = torch.ones(2, 8, requires_grad=True), torch.ones(8)
@@ -61,6 +63,12 @@ class Sample:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     values_only: bool = False
+    only_with: str = ""
+    not_with: str = ""
+
+    def is_for(self, features: Collection[str]) -> bool:
+        """Whether a kernel that declares ``features`` is checked on this sample."""
+        return (not self.only_with or self.only_with in features) and self.not_with not in features
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
 
-    Gradients reach query, key, value and position_bias.
+    Gradients reach query, key, value and position_bias. Without a mask, causal attention is aligned at the first key,
+    and a single query sees all keys.
 
     Args:
         query: ``[B, Hq, S, D]``.
@@ -68,9 +69,9 @@ def sdpa(
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
     causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else bool(options["is_causal"])
     bias = options.pop("position_bias", None)
-    if not masked and causal and (query.shape[2] not in (1, key.shape[2]) or bias is not None):
-        attention_mask = _seen_by_last_queries(query, key)
     if bias is not None:
+        if not masked and causal and query.shape[2] > 1:
+            attention_mask = _seen_from_the_first_key(query, key)
         attention_mask = _with_bias(bias, attention_mask, query.dtype)
     if query.device.type in _MOVES_16_BYTES:
         return _on_a_gpu(module, query, key, value, attention_mask, **options), None
@@ -93,10 +94,10 @@ def _rows_apart(heads: Tensor) -> Tensor:
     return heads
 
 
-def _seen_by_last_queries(query: Tensor, key: Tensor) -> Tensor:
-    """The causal mask ``[B, 1, S, L]``, aligned at the last key. torch's own ``is_causal`` aligns it at the first."""
+def _seen_from_the_first_key(query: Tensor, key: Tensor) -> Tensor:
+    """The causal mask ``[B, 1, S, L]`` of several queries, as torch's ``is_causal`` means it."""
     queries, keys = query.shape[2], key.shape[2]
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     return seen.expand(query.shape[0], 1, queries, keys)
 
 

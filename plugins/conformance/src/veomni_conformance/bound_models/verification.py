@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ from veomni_core.errors import ConformanceError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.site import RequestedSiteLocator, SiteLocator
+from veomni_core.sites.site import RequestedSiteLocator, SiteLocator, SituatedSiteLocator
 from veomni_ops.contract import Contract, contract_for, dtype_name
 
 
@@ -90,21 +91,36 @@ def _compare(
     own = Run.of(module, call, autocast, gradients, run=run)
     if own.problem:
         return f"its own code can't be run alone: {own.problem}"
+    situated = isinstance(locator, SituatedSiteLocator) and decision.spec is not None
+    found = locator.situations(model, decision.site, decision.spec) if situated else ()
+    in_situation = partial(Run.of, module, RecordedCall((), {}), autocast, False)
+    situations = [(name, call_it, in_situation(run=partial(call_it, module))) for name, call_it in found]
     changes = ChangeSet()
     try:
         for change in changes_at(model, decision, locator, kernels):
             changes.apply(change, path, decision.site.rule)
         bound = Run.of(module, call, autocast, gradients, run=run)
+        then = [(name, own, in_situation(run=partial(f, module))) for name, f, own in situations if not own.problem]
     finally:
         changes.revert()
     exact = partial(exact_run, module, call, gradients, run=requested)
-    difference = f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast, exact)
+    difference = _difference(own, bound, contract, autocast, exact)
+    for name, own_then, bound_then in () if difference else then:
+        if why := _difference(own_then, bound_then, contract, autocast):
+            difference = f"with {name}, {why}"
+            break
     if difference:
         raise ConformanceError(
             f"{decision.spec} at {path or 'the model'}, found by the rule "
             f"{decision.site.rule!r}, is not what the module's own code computes here: {difference}"
         )
     return ""
+
+
+def _difference(
+    own: Run, bound: Run, contract: Contract, autocast: str | None, exact: Callable[[], Run] | None = None
+) -> str:
+    return f"raised {bound.problem}" if bound.problem else compare(own, bound, contract, autocast, exact)
 
 
 def _check(spec: KernelSpec, model: nn.Module, registry: Registry, plan: Plan) -> str:

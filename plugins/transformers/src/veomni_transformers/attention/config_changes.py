@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from veomni_core.changes.change import Change
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.attention.interface_names import calls_beneath
 
@@ -34,6 +35,11 @@ def config_changes(model: nn.Module, path: str, name: str) -> Iterator[Change]:
 def interface_of(module: Any) -> str:
     """The name of the attention interface that ``module``'s config selects."""
     return str(module.config._attn_implementation)
+
+
+def is_eager(interface: str) -> bool:
+    """Whether a model whose config selects ``interface`` runs its own eager function; a config may select none."""
+    return interface in (EAGER, str(None))
 
 
 def select_interface(config: Any, name: str) -> None:

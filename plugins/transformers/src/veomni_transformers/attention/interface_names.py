@@ -19,6 +19,8 @@ from torch import nn
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_ops.attention import MASK_FEATURES
+from veomni_transformers.attention.mask_builders import builder_of
+from veomni_transformers.forwards.like_eager import like_eager
 
 Function = Callable[..., Any]
 # transformers' interface whose masks a kernel takes, by the feature that its spec declares.
@@ -74,11 +76,12 @@ class RegisteredInterface:
         return duplicate
 
 
-def registered(model: nn.Module, kernel: Function, spec: KernelSpec) -> RegisteredInterface | str:
+def registered(model: nn.Module, kernel: Function, spec: KernelSpec, replaces_eager: bool) -> RegisteredInterface | str:
     """The change that registers ``kernel`` in transformers, or its name if transformers has it registered already.
 
     transformers selects the function that builds a kernel's mask by the kernel's name, so both are registered: the
-    function that ``spec`` names, or that of the interface whose masks it declares.
+    function that ``spec`` names, or that of the interface whose masks it declares. In the place of eager attention, the
+    kernel also gives what that gives beyond the op (:func:`like_eager`).
 
     Raises:
         KernelLoadError: the function that builds the mask can't be imported.
@@ -87,10 +90,15 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec) -> Register
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     mask = next((_INTERFACES[feature] for feature in spec.features if feature in _INTERFACES), "sdpa")
-    builder: Function = spec.load_mask() or ALL_MASK_ATTENTION_FUNCTIONS[mask]
+    given: Function | None = spec.load_mask()
+    if replaces_eager and given is None:  # a mask of the kernel's own kind can't be read
+        kernel = like_eager(kernel, from_the_first_key=mask != _INTERFACES[MASK_FEATURES["flash_attention"]])
+    builder = given or builder_of(mask)
     with _lock:
         for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-            if ALL_ATTENTION_FUNCTIONS[name] is kernel and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is builder:
+            known = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+            as_transformers_has_it = given is None and name not in _uses and known is ALL_MASK_ATTENTION_FUNCTIONS[mask]
+            if ALL_ATTENTION_FUNCTIONS[name] is kernel and (known is builder or as_transformers_has_it):
                 return RegisteredInterface(model, kernel, builder, name) if name in _uses else str(name)
         return RegisteredInterface(model, kernel, builder, _new_name(kernel, mask, ALL_ATTENTION_FUNCTIONS))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from veomni_core.errors import BindingError
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
-from veomni_transformers.attention.config_changes import config_changes, interface_of
+from veomni_transformers.attention.config_changes import config_changes, interface_of, is_eager
 from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
 from veomni_transformers.attention.proof import prove_attention
+from veomni_transformers.attention.situations import situations
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
@@ -61,7 +62,12 @@ class AttentionInterface(ReadsForward):
                 f"{spec} declares no kind of masks, so it is given those of sdpa, and {why}. Declare the feature "
                 f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
             )
-        return _kernel_changes(model, site.path, registered(model, kernel, spec))
+        replaces_eager = is_eager(interface_of(model.get_submodule(site.path)))
+        return _kernel_changes(model, site.path, registered(model, kernel, spec, replaces_eager))
+
+    def situations(self, model: nn.Module, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
+        """Caches, and padding to the left."""
+        return situations(model.get_submodule(site.path), at_padding=not site.left_out_of(spec))
 
     def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
         return config_changes(model, site.path, EAGER)
@@ -114,6 +120,8 @@ def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
         yield "sinks"
     if any(getattr(module.config, "attention_dropout", 0.0) for module in modules):
         yield "dropout"
+    if any(getattr(module.config, "output_attentions", False) for module in modules):
+        yield "attention_weights"
     options = {name for module in modules for name in _keywords(module)}
     yield from sorted({feature for option, feature in FEATURES_OF_OPTIONS.items() if option in options})
 

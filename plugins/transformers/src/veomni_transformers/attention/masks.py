@@ -1,7 +1,8 @@
 """Checks that under a mask interface each query sees the same keys as in eager attention.
 
 Eager attention depends on its mask only. Under the other interfaces transformers may pass no mask, or only the padding.
-The kernel infers the rest: from ``is_causal`` (of the call, else of the module), the sliding window and the packing.
+The kernel infers the rest: from ``is_causal`` (of the call, else of the module), the sliding window and the packing;
+and from the interface where causal attention is aligned (:mod:`veomni_ops.attention`).
 """
 
 from __future__ import annotations
@@ -20,21 +21,33 @@ _NOT_COMPARED = frozenset({"is_causal", "sliding_window", "position_ids", "cache
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def difference(eager: Trace, other: Trace) -> str:
-    """What a kernel of the other interface would compute differently; empty if nothing."""
+def difference(eager: Trace, other: Trace, at_first: bool) -> str:
+    """What a kernel of the other interface would compute differently; empty if nothing.
+
+    Queries that see no key in eager attention, and those at padding, are left out: see :func:`differs_at_padding`.
+    ``at_first``: without a mask, the other interface aligns the first query with the first key.
+    """
     if len(eager.calls) != len(other.calls):
         return f"the model calls its attention {len(other.calls)} times, and {len(eager.calls)} times for eager"
-    seen: dict[Hashable, str] = {}  # most layers share a mask, and masks of images are large: compare each pair once
-    for mine, theirs in zip(eager.calls, other.calls, strict=True):
-        why = _given_otherwise(mine, theirs)
-        if not why:
-            pair = _masks(mine), _masks(theirs)
-            if pair not in seen:
-                seen[pair] = _seen_otherwise(mine, theirs, eager.padding)
-            why = seen[pair]
-        if why:
+    for mine, theirs in _distinct(eager, other):
+        if why := _given_otherwise(mine, theirs) or _seen_otherwise(mine, theirs, at_first, eager.padding):
             return f"{type(mine.module).__name__} {why}"
     return ""
+
+
+def differs_at_padding(eager: Trace, other: Trace, at_first: bool) -> bool:
+    """Whether the masks, which are equal otherwise, differ at queries that see no key or are padding."""
+    return any(_seen_otherwise(*pair, at_first, None, every=True) for pair in _distinct(eager, other))
+
+
+def _distinct(eager: Trace, other: Trace) -> Iterator[tuple[AttentionCall, AttentionCall]]:
+    """The calls of both runs in pairs, without those that only repeat a pair's masks: they are large for images."""
+    seen: set[Hashable] = set()
+    for mine, theirs in zip(eager.calls, other.calls, strict=True):
+        pair = _masks(mine), _masks(theirs)
+        if pair not in seen or _given_otherwise(mine, theirs):
+            seen.add(pair)
+            yield mine, theirs
 
 
 def _given_otherwise(eager: AttentionCall, other: AttentionCall) -> str:
@@ -52,8 +65,10 @@ def _masks(call: AttentionCall) -> Hashable:
     return id(call.mask), query.shape[:3], key.shape[2], _is_causal(call), window, bounds
 
 
-def _seen_otherwise(eager: AttentionCall, other: AttentionCall, padding: Tensor | None) -> str:
-    found, why = added_mask(other)
+def _seen_otherwise(
+    eager: AttentionCall, other: AttentionCall, at_first: bool, padding: Tensor | None, every: bool = False
+) -> str:
+    found, why = added_mask(other, at_first)
     if found is None:
         return why
     wanted = as_added(eager.mask)
@@ -62,8 +77,7 @@ def _seen_otherwise(eager: AttentionCall, other: AttentionCall, padding: Tensor 
         return ""
     scores = torch.zeros(()).expand(1, 1, query.shape[2], key.shape[2])
     found, wanted, _ = torch.broadcast_tensors(found, wanted, scores)  # type: ignore[no-untyped-call]
-    # Not compared: queries that see no key in eager attention, and queries at padded positions.
-    rows = torch.isfinite(wanted).any(-1)
+    rows = torch.isfinite(wanted).any(-1) | every
     if padding is not None and padding.shape == (query.shape[0], query.shape[2]):
         rows = rows & padding.bool()[:, None, :]
         found, wanted = (added.expand(*rows.shape, -1) for added in (found, wanted))
@@ -75,8 +89,8 @@ def _seen_otherwise(eager: AttentionCall, other: AttentionCall, padding: Tensor 
     return "gets a mask that lets queries see other keys than eager's"
 
 
-def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
-    """The mask that a kernel applies in effect, given its mask, ``is_causal``, window and packing.
+def added_mask(call: AttentionCall, at_first: bool) -> tuple[Tensor | None, str]:
+    """The mask that a kernel applies in effect, given its mask, ``is_causal``, window and packing, and its alignment.
 
     In the form of :func:`as_added`; or ``None``, and the reason why it is not known.
     """
@@ -89,7 +103,8 @@ def added_mask(call: AttentionCall) -> tuple[Tensor | None, str]:
     bounds = [call.options.get(name) for name in _BOUNDS]
     kept = None
     if causal or window is not None or any(bound is not None for bound in bounds):
-        kept = visible(torch.empty(query.shape[2], key.shape[2]), causal, window, *bounds)
+        first = at_first and call.mask is None
+        kept = visible(torch.empty(query.shape[2], key.shape[2]), causal, window, *bounds, first)
     if call.mask is not None:
         padding = call.mask.bool()[:, None, None, :]
         kept = padding if kept is None else kept & padding

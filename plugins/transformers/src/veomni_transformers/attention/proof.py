@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import nn
 
 from veomni_core.sites.walk import named_modules
 from veomni_ops.attention import MASK_FEATURES
+from veomni_transformers.attention.config_changes import interface_of, is_eager
 from veomni_transformers.attention.eager_proof import EagerProofs
 from veomni_transformers.attention.head_widths import features_needed, head_widths
-from veomni_transformers.attention.masks import difference
+from veomni_transformers.attention.masks import difference, differs_at_padding
 from veomni_transformers.attention.trace import Trace, TracedModel, roots
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.proof import Proof
@@ -27,7 +29,10 @@ _SUPPORTED = {
 # The interface that is run for each family. flex_attention gets the masks of sdpa wherever sdpa gets one, so that one
 # run stands for both.
 _RUN_AS = {"sdpa": "sdpa", "flash_attention": "flash_attention_2", "flex_attention": "sdpa"}
+_BY_LENGTHS = "flash_attention"
 _VARIANT = "standard"
+_DROPOUTS = ("attention_dropout", "dropout")  # where attention modules have it
+_FIRST = "with padding to the left, a sequence's first token needs the label -100"
 
 
 def prove_attention(model: nn.Module, readers: Mapping[str, list[str]]) -> dict[str, Proof]:
@@ -96,10 +101,11 @@ def _proof(
         if why := proofs.mismatch(call):
             return proof(None, f"{type(call.module).__name__}: {why}")
     for family, feature in MASK_FEATURES.items():
-        if feature not in refused and (why := _mask_difference(runs, paths, _RUN_AS[family])):
+        if feature not in refused and (why := _mask_difference(runs, paths, family)):
             refused[feature] = f"with the masks of {family} {why}"
     if len(refused) == len(MASK_FEATURES):
         return proof(None, "; ".join(refused.values()))
+    proof = partial(proof, left_out=dict(_left_out(model.get_submodule(paths[0]), runs, paths, refused)))
     allowed = [family for family, feature in MASK_FEATURES.items() if feature not in refused]
     if missed:
         why = next(
@@ -110,20 +116,49 @@ def _proof(
         return proof(_VARIANT, evidence, examined=False, declared=True)
     evidence = (
         f"{len(paths)} modules: their eager function gave the reference's values and gradients, and with the masks of "
-        f"{', '.join(allowed)} each query sees the same keys as in eager attention"
+        f"{', '.join(allowed)} each query that is no padding sees the same keys as in eager attention"
     )
     return proof(_VARIANT, evidence)
 
 
-def _mask_difference(runs: list[_Runs], paths: list[str], interface: str) -> str:
-    for run in runs:
-        for eager, other in zip(run.eager, run.under(interface), strict=True):
-            if other.why_it_ended and not eager.why_it_ended:
-                return f"the model does not run ({other.why_it_ended})"
-            mine, theirs = (Trace(t.padding, [c for c in t.calls if c.path in paths]) for t in (eager, other))
-            if why := difference(mine, theirs):
-                return f"{why}{' (with padding)' if eager.padding is not None else ''}"
+def _mask_difference(runs: list[_Runs], paths: list[str], family: str) -> str:
+    for eager, other in _pairs(runs, paths, family):
+        if other.why_it_ended and not eager.why_it_ended:
+            return f"the model does not run ({other.why_it_ended})"
+        if why := difference(eager, other, family != _BY_LENGTHS):
+            return f"{why}{' (with padding)' if eager.padding is not None else ''}"
     return ""
+
+
+def _pairs(runs: list[_Runs], paths: list[str], family: str) -> Iterator[tuple[Trace, Trace]]:
+    """The calls of the modules at ``paths`` in each run for eager attention, and in the run for ``family``."""
+    for run in runs:
+        for pair in zip(run.eager, run.under(_RUN_AS[family]), strict=True):
+            eager, other = (replace(trace, calls=[c for c in trace.calls if c.path in paths]) for trace in pair)
+            yield eager, other
+
+
+def _left_out(
+    reader: nn.Module, runs: list[_Runs], paths: list[str], refused: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """What kernels of each kind of masks may give otherwise at padding, where masks are not compared."""
+    if runs and not any(trace.padding is not None for run in runs for trace in run.eager):
+        return  # it takes no padding
+    own = interface_of(reader)
+    own_family = next((family for family in MASK_FEATURES if own.startswith(family)), "")
+    if is_eager(own) and any(isinstance(p := getattr(reader, name, 0), float) and p > 0 for name in _DROPOUTS):
+        yield "", f"queries that see no key give a mean of values without dropout: {_FIRST}"
+    for family, feature in MASK_FEATURES.items():
+        if feature in refused or family == own_family:
+            continue
+        if family == _BY_LENGTHS:
+            yield feature, f"queries at padding that see keys give zeros, unlike {own}'s: no loss may count them"
+        elif own_family == _BY_LENGTHS:
+            yield feature, f"queries at padding give values, where {own} gives zeros: no loss may count them"
+        elif is_eager(own) and family == "flex_attention" and "sinks" not in reader._parameters:
+            yield feature, f"queries that see no key give zeros, and eager's a mean of values: {_FIRST}"
+        elif any(differs_at_padding(*pair, True) for pair in _pairs(runs, paths, family)):
+            yield feature, f"queries at padding see other keys than eager's: {_FIRST}"
 
 
 def _eager_only(model: nn.Module, owner: str, refused: Mapping[str, str]) -> Proof | None:

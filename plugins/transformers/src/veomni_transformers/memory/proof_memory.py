@@ -186,7 +186,7 @@ def _copy_of(site: Site) -> Site:
     if type(site) is not Site:
         raise Indescribable(f"a {type(site).__name__}")
     copied: Site = object.__new__(Site)  # not `replace`, which checks hundreds of sites again
-    mappings = {name: _plain(getattr(site, name)) for name in ("detail", "refuses", "sizes")}
+    mappings = {name: _plain(getattr(site, name)) for name in ("detail", "refuses", "left_out", "sizes")}
     vars(copied).update(vars(site), **mappings)
     return copied
 

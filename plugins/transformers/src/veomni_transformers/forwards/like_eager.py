@@ -1,0 +1,87 @@
+"""A bound kernel in the place of eager attention: it also gives what is eager attention's alone, and not the op's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veomni_core.errors import ConfigError
+from veomni_ops.attention import visible
+from veomni_transformers.forwards.unseen_queries import unseen_queries, with_means
+from veomni_transformers.proving.functions import current_forward, global_functions
+
+Function = Callable[..., Any]
+EAGER_FUNCTION = "eager_attention_forward"  # how the modeling files' eager functions are called, or end
+
+
+@lru_cache(maxsize=64)
+def like_eager(kernel: Function, from_the_first_key: bool) -> Function:
+    """``kernel`` for a model that was loaded with eager attention: the same function for the same arguments.
+
+    Queries that see no key give a mean of values (:mod:`veomni_transformers.forwards.unseen_queries`). A call with
+    ``output_attentions=True`` runs the module's own eager function, which gives the weights.
+
+    Args:
+        kernel: the kernel.
+        from_the_first_key: where causal attention is aligned without a mask, as :mod:`veomni_ops.attention` says.
+    """
+
+    @wraps(kernel)
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        if options.get("output_attentions"):
+            mask = _added(attention_mask, module, query, key, options, from_the_first_key)
+            return _own_function(module)(module, query, key, value, mask, **options)
+        output, weights = kernel(module, query, key, value, attention_mask, **options)
+        sinks = options.get("s_aux") is not None or options.get("sinks") is not None  # they get all weight then: zeros
+        if attention_mask is None or sinks:
+            return output, weights
+        unseen = unseen_queries(attention_mask, query, _is_causal(module, options), options.get("sliding_window"))
+        return (output if unseen is None else with_means(output, unseen, query, key, value, options)), weights
+
+    return attend
+
+
+def _own_function(module: Any) -> Function:
+    reached = dict(global_functions(current_forward(module)))
+    found = {id(value): value for name, value in reached.items() if name.endswith(EAGER_FUNCTION)}
+    if len(found) != 1:
+        raise ConfigError(
+            f"output_attentions: {type(module).__name__} has no eager attention function that could give the weights; "
+            "choose eager for attn_implementation, or leave output_attentions out"
+        )
+    return next(iter(found.values()))
+
+
+def _added(
+    mask: Any, module: Any, query: Tensor, key: Tensor, options: Mapping[str, Any], from_the_first_key: bool
+) -> Tensor | None:
+    """The mask as eager attention takes it: added, and the lowest number of the dtype where a query sees no key."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        kept = mask
+    elif mask is not None and not isinstance(mask, Tensor):
+        from torch.nn.attention.flex_attention import create_mask
+
+        kept = create_mask(mask.mask_mod, *mask.shape[:2], query.shape[2], key.shape[2], device=query.device.type)
+    else:
+        bounds = (options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
+        causal, window = _is_causal(module, options), options.get("sliding_window")
+        first = from_the_first_key and mask is None
+        scores = query.new_empty(()).expand(query.shape[2], key.shape[2])
+        kept = visible(scores, causal, window, *bounds, first)[None, None]
+        if mask is not None:  # it may end where a static cache's unwritten keys begin
+            unwritten = key.shape[2] - mask.shape[1]
+            kept = torch.nn.functional.pad(kept[..., unwritten:], (0, unwritten)) if causal and unwritten else kept
+            kept = kept & torch.nn.functional.pad(mask.bool(), (0, unwritten))[:, None, None, :]
+    if kept.dtype != torch.bool:
+        return kept
+    added = torch.zeros(kept.shape, dtype=query.dtype, device=kept.device)
+    return added.masked_fill(~kept, torch.finfo(query.dtype).min)
+
+
+def _is_causal(module: Any, options: Mapping[str, Any]) -> bool:
+    given = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)

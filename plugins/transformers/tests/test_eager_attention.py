@@ -1,0 +1,142 @@
+"""A model that was loaded with eager attention computes bound what it computed: at padding, and the weights too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models import assert_equal_steps, build, tokens
+from veomni_core import bind, make_plan
+from veomni_core.errors import ConfigError, KernelUnavailableError
+from veomni_ops.attention import AttentionModule
+from veomni_torch.attention import sdpa
+from veomni_transformers.forwards.like_eager import like_eager
+from veomni_transformers.forwards.unseen_queries import unseen_queries
+
+FAMILIES = [
+    "llama",
+    *(pytest.param(f, marks=pytest.mark.thorough) for f in ("qwen3_moe", "gemma3_text", "phi3", "mistral")),
+]
+EXTRA = {"gemma3_text": {"sliding_window": 4}, "mistral": {"sliding_window": 4}}
+ATTENTION = {"preset": "eager", "attn_implementation": "sdpa"}
+MASKS = {
+    "left": [[0, 0, 0, 0, 1, 1, 1, 1, 1], [1] * 9],
+    "right": [[1, 1, 1, 1, 1, 0, 0, 0, 0], [1] * 9],
+    "a hole": [[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9],
+    "a row that is all padding": [[0] * 9, [1] * 9],
+}
+
+
+def model(family, own="eager"):
+    made = build(family, **EXTRA.get(family, {}))
+    made.set_attn_implementation(own)
+    return made
+
+
+def step(which, mask, ids=None):
+    """All labels count, those at padding too."""
+    ids = tokens() if ids is None else ids
+    which.zero_grad(set_to_none=True)
+    loss = which(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in which.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_a_step_with_padding_is_the_models_own_even_where_padding_counts(family, own):
+    bound, unbound = model(family, own), model(family, own)
+    with bind(bound, ATTENTION) as binding:
+        assert not any(op.left_out for op in binding.plan.ops)
+        for mask in map(torch.tensor, MASKS.values()):
+            assert_equal_steps(step(bound, mask), step(unbound, mask))
+        one = torch.tensor(MASKS["left"][:1])
+        assert_equal_steps(step(bound, one, tokens(1)), step(unbound, one, tokens(1)))
+
+
+def test_masks_of_four_dimensions_are_the_models_own():
+    bound, unbound = model("llama"), model("llama")
+    kept = torch.ones(9, 9, dtype=torch.bool).tril() & torch.tensor(MASKS["left"], dtype=torch.bool)[:, None, None]
+    added = torch.zeros(kept.shape).masked_fill(~kept, torch.finfo(torch.float32).min)
+    with bind(bound, ATTENTION):
+        assert_equal_steps(step(bound, added), step(unbound, added))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_at_queries_that_see_no_key_are_eager_attentions(dtype, biased):
+    """Eager attention's own, in float32: the lowest number of the dtype swallows every score."""
+    generator = torch.Generator().manual_seed(0)
+    module, mask = AttentionModule(2), torch.ones(5, 7, dtype=torch.bool).tril(2).expand(2, 1, 5, 7).clone()
+    mask[0, 0, :3] = mask[1, 0, 1] = False
+    shapes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (1, 4, 5, 7))
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    mine, theirs = ([each.clone().to(to).requires_grad_() for each in drawn] for to in (dtype, torch.float32))
+    options = [{"scaling": 0.3, **({"position_bias": each[3]} if biased else {})} for each in (mine, theirs)]
+    found, _ = like_eager(sdpa, from_the_first_key=True)(module, *mine[:3], mask, **options[0])
+    wanted = eager(*theirs[:3], mask, **options[1])
+    upstream = torch.randn(wanted.shape, generator=generator)
+    leaves = 4 if biased else 3
+    gradients = [
+        torch.autograd.grad(result, inputs[:leaves], upstream.to(result.dtype))
+        for result, inputs in ((found, mine), (wanted, theirs))
+    ]
+    norm = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for one, other in zip((found, *gradients[0]), (wanted, *gradients[1]), strict=True):
+        assert float((one.float() - other).norm() / other.norm()) < norm
+
+
+def eager(query, key, value, mask, scaling, position_bias=None):
+    key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    scores = scores if position_bias is None else scores + position_bias
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return (F.softmax(scores + added, dim=-1) @ value).transpose(1, 2)
+
+
+def test_the_queries_that_see_no_key_are_found_in_masks_of_padding():
+    mask, query = torch.tensor([[0, 0, 1, 1, 0, 0], [0] * 6, [1] * 6]), torch.zeros(3, 4, 6, 8)
+    seen_by = {None: [2, 6, 0], 2: [3, 6, 0], 9: [2, 6, 0]}
+    for window, counts in seen_by.items():
+        assert unseen_queries(mask, query, True, window).sum((1, 2)).tolist() == counts
+    assert unseen_queries(mask, query, False, None).sum((1, 2)).tolist() == [0, 6, 0]
+    assert unseen_queries(mask, query[:, :, :4], True, None).sum((1, 2)).tolist() == [0, 4, 0]  # the last four
+    assert unseen_queries(None, query, True, None) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_weights_are_the_models_own(family):
+    bound, unbound, mask = model(family), model(family), torch.tensor(MASKS["left"])
+    with bind(bound, ATTENTION):
+        for given in ({}, {"attention_mask": mask}):
+            found, wanted = (m(input_ids=tokens(), output_attentions=True, **given) for m in (bound, unbound))
+            assert len(found.attentions) == 2
+            torch.testing.assert_close(found.attentions, wanted.attentions)
+            torch.testing.assert_close(found.logits, wanted.logits)
+
+
+def test_a_model_without_eager_attention_refuses_to_give_weights():
+    bound = model("llama", "sdpa")
+    with bind(bound, ATTENTION), pytest.raises(ConfigError, match="sdpa gives no attention weights; choose eager"):
+        bound(input_ids=tokens(), output_attentions=True)
+
+
+def test_a_config_that_wants_weights_in_every_call_keeps_eager_attention():
+    wants = build("llama", output_attentions=True, attn_implementation="eager")
+    with pytest.raises(KernelUnavailableError, match="does not compute attention_weights, which this site needs"):
+        bind(wants, ATTENTION)
+    with bind(wants, {"preset": "eager", "attn_implementation": "auto"}) as binding:
+        assert [op.chosen for op in binding.plan.ops if op.op_name == "attention"] == [("eager",)]
+        assert len(wants(input_ids=tokens()).attentions) == 2
+
+
+def test_plan_and_receipt_say_what_a_proof_leaves_out():
+    """Attention dropout of queries that see no key is not that of eager attention."""
+    dropping = build("llama", attention_dropout=0.1, attn_implementation="eager")
+    said = "attention:sdpa (1): queries that see no key give a mean of values without dropout"
+    assert said in make_plan(dropping, ATTENTION).table()
+    with bind(dropping, ATTENTION) as binding:
+        assert f"Not proven: {said}" in binding.receipt.table()
+        (entry,) = (op for op in binding.receipt.to_dict()["ops"] if op["op"] == "attention")
+        assert entry["left_out"][0].startswith(said)
