@@ -25,7 +25,6 @@ from veomni_transformers.proving.functions import code_layers, current_forward, 
 from veomni_transformers.proving.proof import Proof
 
 
-
 class AttentionInterface:
     """Selects the attention of one model through transformers' own interfaces."""
 
@@ -50,15 +49,13 @@ class AttentionInterface:
                 f"{spec} declares no kind of masks, so it is given those of sdpa, and {why}. Declare the feature "
                 f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
             )
-        return _kernel_changes(model, site.path, kernel, registered(model, kernel, spec))
+        return _kernel_changes(model, site.path, registered(model, kernel, spec))
 
     def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
         return config_changes(model, site.path, EAGER)
 
 
-def _kernel_changes(
-    model: nn.Module, path: str, kernel: Kernel, interface: RegisteredInterface | str
-) -> Iterator[Change]:
+def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
     if isinstance(interface, str):
         yield from config_changes(model, path, interface)
         return
@@ -66,7 +63,7 @@ def _kernel_changes(
     known = known_name(interface_of(model.get_submodule(path)), interface.mask)
     if known and all(can_look_up(module) for _, module in modules):
         yield from config_changes(model, path, known, own=True)
-        yield from lookup_changes(modules, known, kernel)
+        yield from lookup_changes(modules, known, interface.function)
     else:
         yield interface
         yield from config_changes(model, path, interface.name)

@@ -104,7 +104,7 @@ class TracedModel:
         # Run the layers that ran for eager. With other masks more layers may look repeated, but the calls of both runs
         # are compared one by one.
         self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
-        with torch.no_grad(), LinearsOfZeros():
+        with torch.no_grad(), probe.own_numbers(), LinearsOfZeros():
             _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
         return trace
 
@@ -210,7 +210,7 @@ def _tokens(config: Any, length: int) -> Tensor:
     vocabulary = configs[-1].vocab_size
     special = {v for each in configs for name, v in vars(each).items() if "token" in name and isinstance(v, int)}
     plain = [identity for identity in range(min(vocabulary, 512)) if identity not in special] or [0]
-    return torch.tensor(plain)[torch.randint(len(plain), (BATCH, length))]
+    return torch.tensor(plain)[torch.randint(len(plain), (BATCH, length), generator=probe.generator())]
 
 
 def _configs(twin: nn.Module) -> list[Any]:

@@ -82,12 +82,12 @@ def _prove(model: Any, head: Any) -> Proof:
     """Run the model's own head and loss over a placeholder for its decoder, unbound and then bound to the reference."""
     if why_not := set_on_instance(model) or why_not_plain(head):
         return Proof(None, why_not)
-    with probe.seeded():
+    with probe.seeded(), probe.own_numbers():
         hidden = probe.random(2, 5, decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
             return Proof(None, why_not)
-        labels = torch.randint(VOCABULARY, (2, 5))
+        labels = torch.randint(VOCABULARY, (2, 5), generator=probe.generator())
         labels[0, 3] = IGNORED
         twin, twin_head = built
         for options in _loss_options(model):

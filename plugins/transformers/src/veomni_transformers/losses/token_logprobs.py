@@ -72,13 +72,14 @@ def _prove(model: Any, head: Any) -> Proof:
     """Run the model's own code between head and logits over a placeholder for its decoder, unbound and then bound."""
     if why_not := why_not_plain(head):
         return Proof(None, why_not)
-    with probe.seeded():
+    with probe.seeded(), probe.own_numbers():
         hidden = probe.random(2, 5, decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
             return Proof(None, why_not)
         twin, twin_head = built
-        why_not = _mismatch(twin, twin_head, hidden, torch.randint(VOCABULARY, (2, 5)))
+        ids = torch.randint(VOCABULARY, (2, 5), generator=probe.generator())
+        why_not = _mismatch(twin, twin_head, hidden, ids)
     evidence = "its own head, run without the decoder, gave the reference's log-probabilities and gradients"
     return Proof(None, why_not) if why_not else Proof("causal", evidence)
 

@@ -68,7 +68,7 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
     def attempt(leading: tuple[int, ...], positions: Any) -> Run:
         seen.clear()
         inputs = _inputs(module, parameters, leading, positions)
-        with torch.no_grad(), LinearsOfZeros():
+        with torch.no_grad(), probe.own_numbers(), LinearsOfZeros():
             _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
         if not all(_keeps_sides_apart(call, leading) for call in seen):
             return Run((), "it reshapes its queries and keys in a way that is not recognised")
