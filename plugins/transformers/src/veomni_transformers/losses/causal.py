@@ -82,7 +82,7 @@ def _prove(model: Any, head: Any) -> Proof:
     """Run the model's own head and loss over a placeholder for its decoder, unbound and then bound to the reference."""
     if why_not := set_on_instance(model) or why_not_plain(head):
         return Proof(None, why_not)
-    with probe.seeded(), probe.own_numbers():
+    with probe.seeded():
         hidden = probe.random(2, 5, decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
@@ -107,7 +107,9 @@ def _loss_options(model: nn.Module) -> list[dict[str, Any]]:
 
 def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> str:
     run = partial(_loss_of, twin, input_ids=labels.clamp_min(0), labels=labels, **options)
-    eager, why_not = probe.attempt(run)
+    numbers = probe.OwnNumbersWhileDrawn()
+    with numbers.run():
+        eager, why_not = probe.attempt(run)
     if why_not:
         return why_not
     calls: list[int] = []
@@ -124,7 +126,8 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, o
             changes.apply(change)
         return run()
 
-    fused, why_not = probe.attempt(run_bound)
+    with numbers.run():
+        fused, why_not = probe.attempt(run_bound)
     changes.revert()
     if why_not:
         return f"with its logits deferred: {why_not}"

@@ -72,7 +72,7 @@ def _prove(model: Any, head: Any) -> Proof:
     """Run the model's own code between head and logits over a placeholder for its decoder, unbound and then bound."""
     if why_not := why_not_plain(head):
         return Proof(None, why_not)
-    with probe.seeded(), probe.own_numbers():
+    with probe.seeded():
         hidden = probe.random(2, 5, decoder_width(model, head)).requires_grad_()
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
@@ -90,7 +90,9 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, ids: Tensor) -> s
             lambda: twin.forward(input_ids=ids), ids, temperature=_TEMPERATURE, ignore_index=IGNORED, outputs=_OUTPUTS
         )
 
-    eager, why_not = probe.attempt(run)
+    numbers = probe.OwnNumbersWhileDrawn()
+    with numbers.run():
+        eager, why_not = probe.attempt(run)
     if why_not:
         return why_not
     changes = ChangeSet()
@@ -99,7 +101,8 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, ids: Tensor) -> s
         changes.apply(_change(twin, CONTRACTS["causal"].reference))
         return run()
 
-    fused, why_not = probe.attempt(run_bound)
+    with numbers.run():
+        fused, why_not = probe.attempt(run_bound)
     changes.revert()
     why_not = why_not or fused.why_not
     if why_not:

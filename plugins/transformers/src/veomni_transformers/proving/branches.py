@@ -52,20 +52,15 @@ class Branches:
         }
         self._jumps = {code: read.jumps for code, read in self._read.items() if read.jumps}
         self._went: set[tuple[CodeType, int, bool]] = set()
-        self._may_draw = True  # until its first run drew nothing, if it names nothing that draws
-        self._names_what_draws = any(map(_names_what_draws, codes))
+        self._numbers = probe.OwnNumbersWhileDrawn(always=any(map(_names_what_draws, codes)))
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Run ``function`` and record its jumps. A debugger's or a profiler's trace function is restored afterwards.
 
         Random numbers that it draws are not the process's.
         """
-        if not self._may_draw:  # seeing every operator takes as long as many of them do
+        with self._numbers.run():
             return self._run(function)
-        with probe.own_numbers() as numbers:
-            result = self._run(function)
-        self._may_draw = self._names_what_draws or bool(numbers.drew)
-        return result
 
     def _run(self, function: Callable[[], Result]) -> Result:
         if not self._jumps:

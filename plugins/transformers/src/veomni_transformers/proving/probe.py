@@ -223,6 +223,26 @@ def own_numbers() -> OwnRandomNumbers:
     return OwnRandomNumbers(_SEED)
 
 
+class OwnNumbersWhileDrawn:
+    """For several runs of one piece of code: :func:`own_numbers` around each, until one has drawn nothing.
+
+    Seeing every operator takes as long as many of them do. With ``always`` no run is left out.
+    """
+
+    def __init__(self, always: bool = False) -> None:
+        self._always, self._may_draw = always, True
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """The context of one run."""
+        if not self._may_draw:
+            yield
+            return
+        with own_numbers() as numbers:
+            yield
+        self._may_draw = self._always or bool(numbers.drew)
+
+
 def draws_random_numbers(function: Callable[[], Any]) -> bool:
     """Whether ``function`` draws random numbers, as dropout does."""
     with own_numbers() as numbers:
