@@ -86,8 +86,7 @@ def drawn(count, work):
     numbers, worked, done = [], 0, threading.Event()
 
     def draw():
-        for _ in range(count):
-            numbers.append((torch.rand(1).item(), random.random(), numpy.random.random()))
+        numbers.extend((torch.rand(1).item(), random.random(), numpy.random.random()) for _ in range(count))
         done.set()
 
     thread = threading.Thread(target=draw)
@@ -99,9 +98,7 @@ def drawn(count, work):
     return numbers, worked
 
 
-@pytest.mark.parametrize(
-    "family", [FEW[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in FEW[1:])]
-)
+@pytest.mark.parametrize("family", [FEW[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in FEW[1:])])
 def test_a_thread_draws_the_same_numbers_beside_binds(family):
     model = build(family)
     wanted, _ = drawn(3000, lambda: None)
