@@ -57,6 +57,20 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("draws_at_import", None)
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """As in a process of one thread, whichever threads run the tests."""
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+
+
+def test_beside_other_threads_nothing_is_drawn_again(module, monkeypatch):
+    monkeypatch.setattr("threading.active_count", lambda: 2)
+    spec = KernelSpec("drawing", "swiglu_mlp", "standard", f"{module(_DRAWS + _KERNEL)}:factory")
+    repeated = wanted()
+    spec.load()
+    assert not set(drawn()) & set(repeated)
+
+
 @pytest.mark.parametrize("attribute", ["kernel", "factory"])
 def test_loading_a_kernel_draws_nothing(module, attribute):
     spec = KernelSpec("drawing", "swiglu_mlp", "standard", f"{module(_DRAWS + _KERNEL)}:{attribute}")

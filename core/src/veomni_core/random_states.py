@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,19 @@ def random_states_kept() -> Iterator[None]:
     finally:
         for each in restore:
             each()
+
+
+@contextmanager
+def random_states_kept_while_alone() -> Iterator[None]:
+    """As :func:`random_states_kept` in a process of one thread. Otherwise nothing is restored.
+
+    What other threads drew meanwhile would be drawn again.
+    """
+    if threading.active_count() > 1:
+        yield
+        return
+    with random_states_kept():
+        yield
 
 
 def _states() -> Iterator[Restore]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import operator
 import random
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ import torch
 
 from veomni_conformance.situations import reveal
 from veomni_conformance.subject import Position, Subject
+
+_RANDOM: Mapping[str, Any] = {"is_of_random_numbers": True}
+_LONG_ENOUGH = 0.02  # seconds, in which a thread that draws random numbers while a kernel is checked draws some
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,16 @@ class _Setting:
     read: Callable[[], Any]
     write: Callable[[Any], Any]
     same: Callable[[Any, Any], bool] = field(default_factory=lambda: _equal)
+    is_of_random_numbers: bool = False
+
+    def changed_since(self, value: Any) -> bool:
+        """Whether it is not ``value`` any more, and no other thread draws random numbers."""
+        return not self.same(self.read(), value) and not (self.is_of_random_numbers and self._changes_by_itself())
+
+    def _changes_by_itself(self) -> bool:
+        now = self.read()
+        time.sleep(_LONG_ENOUGH)
+        return not self.same(self.read(), now)
 
 
 class ProcessState:
@@ -43,13 +57,13 @@ class ProcessState:
         return [
             setting.name
             for setting, value in zip(self._settings, self._values, strict=True)
-            if not setting.same(setting.read(), value)
+            if setting.changed_since(value)
         ]
 
     def restore(self) -> None:
-        """Restore every changed setting."""
+        """Restore every changed setting, but for random states while another thread draws: it would draw again."""
         for setting, value in zip(self._settings, self._values, strict=True):
-            if not setting.same(setting.read(), value):
+            if setting.changed_since(value):
                 setting.write(value)
 
 
@@ -89,10 +103,6 @@ def _changed(subject: Subject, position: Position) -> str | None:
 def _unusual_settings(other_threads: bool) -> Iterator[None]:
     """Unusual settings, which reveal kernels that restore the defaults instead of the previous values."""
     before = ProcessState()
-    random.seed(20_11)
-    torch.default_generator.manual_seed(20_11)  # torch.manual_seed would also seed CUDA when it is first used
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(20_11)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
@@ -100,8 +110,6 @@ def _unusual_settings(other_threads: bool) -> Iterator[None]:
     if other_threads:
         torch.set_num_threads(torch.get_num_threads() + 1)
     warnings.filterwarnings("ignore", message="of the conformance check")
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(20_11)
     try:
         yield
     finally:
@@ -109,15 +117,17 @@ def _unusual_settings(other_threads: bool) -> Iterator[None]:
 
 
 def _settings() -> Iterator[_Setting]:
-    yield _Setting("torch's random state", torch.get_rng_state, torch.set_rng_state)
+    yield _Setting("torch's random state", torch.get_rng_state, torch.set_rng_state, **_RANDOM)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield _Setting("CUDA's random states", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+        yield _Setting("CUDA's random states", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, **_RANDOM)
         yield _Setting("the current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
         yield _Setting("the current CUDA stream", torch.cuda.current_stream, torch.cuda.set_stream)
-    yield _Setting("Python's random state", random.getstate, random.setstate, operator.eq)  # 625 plain numbers
+    yield _Setting(
+        "Python's random state", random.getstate, random.setstate, operator.eq, **_RANDOM
+    )  # 625 plain numbers
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        yield _Setting("NumPy's random state", numpy.random.get_state, numpy.random.set_state)
+        yield _Setting("NumPy's random state", numpy.random.get_state, numpy.random.set_state, **_RANDOM)
         yield _Setting("NumPy's error handling", numpy.geterr, lambda value: numpy.seterr(**value))
     yield _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Setting("the default device", torch.get_default_device, torch.set_default_device)

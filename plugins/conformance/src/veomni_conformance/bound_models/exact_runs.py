@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from veomni_conformance.bound_models.model_calls import RecordedCall, seed
+from veomni_conformance.bound_models.model_calls import RecordedCall, draw_again
 from veomni_conformance.bound_models.site_comparison import Run
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def exact_run(
     module: nn.Module,
     call: RecordedCall,
     gradients: bool = True,
-    set_random_states: Callable[[nn.Module], None] = seed,
+    set_random_states: Callable[[], None] = draw_again,
     run: Callable[..., Any] | None = None,
 ) -> Run:
     """Run the own code of ``module`` in float64 on a copy of it and of the recorded arguments.

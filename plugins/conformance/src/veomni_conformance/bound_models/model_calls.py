@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from veomni_core.kernels.own_random_numbers import OwnRandomNumbers
 
 SEED = 20  # arbitrary, but the same in both runs of a comparison
 _TOKENS = (2, 9)  # [batch, sequence]
@@ -25,14 +28,14 @@ class RecordedCall:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore attributes, train/eval modes, hooks, buffers and random states on exit.
+    """Restore attributes, train/eval modes, hooks and buffers on exit. Random numbers are not the process's.
 
-    Hooks are included because in a model's first forward transformers installs some, to record outputs.
+    Hooks are included because in a model's first forward transformers installs some, to record outputs. Kernels that
+    draw by themselves on a GPU, and not by an operator of torch, still advance the process's generator there.
     """
     attributes = [(module, dict(vars(module)), _hooks(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)):
+    with OwnRandomNumbers(SEED):
         try:
             yield
         finally:
@@ -48,11 +51,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                         buffer.copy_(values)
 
 
-def seed(module: nn.Module) -> None:
-    """Seed the CPU and the devices that ``module`` is on. ``torch.manual_seed`` would seed all other devices too."""
-    torch.default_generator.manual_seed(SEED)
-    for device in {parameter.device for parameter in module.parameters() if parameter.is_cuda}:
-        torch.cuda.default_generators[device.index or 0].manual_seed(SEED)
+def draw_again(states: Mapping[torch.device, Tensor] | None = None) -> None:
+    """Within :func:`undisturbed`, draw the same random numbers again, or those that follow ``states`` of generators."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, OwnRandomNumbers):
+            mode.begin_again(states)
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
@@ -83,7 +86,7 @@ def recorded_calls(model: nn.Module, paths: set[str]) -> tuple[dict[str, Recorde
         # Activations require gradients, as in training, even if everything before a site is frozen.
         handles.append(embeddings.register_forward_hook(lambda module, args, result: result.requires_grad_()))
     model.train()
-    seed(model)
+    draw_again()
     why_none = ""
     try:
         with torch.enable_grad():
@@ -106,7 +109,7 @@ def _inputs(model: Any) -> dict[str, Any] | None:
     given = getattr(model, "dummy_inputs", None)
     if not isinstance(given, dict) and not vocabulary:
         return None
-    seed(model)
+    draw_again()
     names = inspect.signature(type(model).forward).parameters
     inputs = {name: value for name, value in (given or {}).items() if name in names}
     if vocabulary and set(inputs) <= {"input_ids"}:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from veomni_conformance.bound_models.exact_runs import exact_run
-from veomni_conformance.bound_models.model_calls import RecordedCall, kept, undisturbed
+from veomni_conformance.bound_models.model_calls import RecordedCall, draw_again, kept, undisturbed
 from veomni_conformance.bound_models.rank_sentences import sentences_of_all_ranks
 from veomni_conformance.bound_models.site_comparison import Run, compare
 from veomni_conformance.bound_models.suspension import suspended
@@ -188,7 +188,7 @@ class Shadow:
         path: str,
         module: nn.Module,
         call: RecordedCall,
-        set_random_states: Callable[[nn.Module], None],
+        set_random_states: Callable[[], None],
         given: Run,
     ) -> None:
         sites = self._sites[path]
@@ -235,17 +235,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _random_states(module: nn.Module) -> Callable[[nn.Module], None]:
-    """A function that brings back the random states of now, on the CPU and on the GPUs of ``module``."""
+def _random_states(module: nn.Module) -> Callable[[], None]:
+    """A function by which the numbers are drawn that the CPU and the GPUs of ``module`` would draw now."""
     devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[each.index or 0] for each in devices)]
-    states = [(generator, generator.get_state()) for generator in generators]
-
-    def restore(module: nn.Module) -> None:
-        for generator, state in states:
-            generator.set_state(state)
-
-    return restore
+    return partial(draw_again, {generator.device: generator.get_state() for generator in generators})
 
 
 def _is_cache(value: Any) -> bool:

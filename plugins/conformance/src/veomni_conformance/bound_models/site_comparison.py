@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_conformance.bound_models.model_calls import SEED, RecordedCall, seed
+from veomni_conformance.bound_models.model_calls import SEED, RecordedCall, draw_again
 from veomni_ops.contract import Contract, Tolerance, dtype_name
 
 # If a model's output has one of these losses, the losses are compared, since they are what such a site changes.
@@ -34,17 +34,17 @@ class Run:
         call: RecordedCall,
         autocast: str | None = None,
         gradients: bool = True,
-        set_random_states: Callable[[nn.Module], None] = seed,
+        set_random_states: Callable[[], None] = draw_again,
         run: Callable[..., Any] | None = None,
     ) -> Run:
         """Run ``module`` forward, and backward for ``gradients``, on copies of the recorded arguments.
 
-        ``set_random_states`` is called with the module before, so that runs can be compared. ``run`` is called in place
-        of the module, where its forward is not what is compared.
+        ``set_random_states`` is called before, so that runs can be compared. ``run`` is called in place of the module,
+        where its forward is not what is compared.
         """
         leaves: dict[str, Tensor] = {}
         try:
-            set_random_states(module)
+            set_random_states()
             args = [_fresh(value, f"input {position}", leaves) for position, value in enumerate(call.args)]
             kwargs = {name: _fresh(value, name, leaves) for name, value in call.kwargs.items()}
             with torch.set_grad_enabled(gradients):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from veomni_conformance.bound_models.model_calls import seed
+from veomni_conformance.bound_models.model_calls import SEED, draw_again
 from veomni_conformance.bound_models.site_comparison import autocast_on
 
 
@@ -29,14 +29,13 @@ class StepModel:
     @classmethod
     def of(cls, model: Any, batch: tuple[int, int], autocast: str | None) -> StepModel:
         """``model`` with random tokens in the shape of ``batch``, which are their own labels."""
-        seed(model)
-        device = next(model.parameters()).device
-        ids = torch.randint(model.config.get_text_config().vocab_size, batch).to(device)
+        device, generator = next(model.parameters()).device, torch.Generator().manual_seed(SEED)
+        ids = torch.randint(model.config.get_text_config().vocab_size, batch, generator=generator).to(device)
         return cls(model.train(), {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
 
     def run(self) -> Any:
         """One forward, as in training."""
-        seed(self.model)
+        draw_again()
         with torch.enable_grad(), self.autocast_on():
             return self.model(**self.inputs)
 

@@ -2,6 +2,8 @@
 
 Several models may share a config object. So a binding gives the model copies of its configs, the nested ones included,
 and sets the interface's name there. Undoing puts the shared objects back, and repeats on them every edit of the copies.
+
+A name that is registered for one bound model alone stays with it: :mod:`veomni_transformers.attention.lent_names`.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from transformers import PretrainedConfig
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.walk import named_modules
-from veomni_transformers.attention.interface_names import calls_beneath
+from veomni_transformers.attention.interface_names import calls_beneath, is_in_use
+from veomni_transformers.attention.lent_names import NAME, lend, take_back
 
-_NAME = "_attn_implementation_internal"
 _OWN = "_veomni_own_configs"
 
 
-def config_changes(model: nn.Module, path: str, name: str) -> Iterator[Change]:
-    """Select the interface ``name`` for every module that shares the config at ``path``, in no other model."""
+def config_changes(model: nn.Module, path: str, name: str, own: bool = False) -> Iterator[Change]:
+    """Select the interface ``name`` for every module that shares the config at ``path``, in no other model.
+
+    ``own``: the model gets configs of its own also where ``name`` is what it is set to.
+    """
     module = model.get_submodule(path)
-    if interface_of(module) != name and _OWN not in vars(model):
+    if (own or interface_of(module) != name) and _OWN not in vars(model):
         yield OwnConfigs(model)
-    yield InterfaceChange(module, name)
+    yield InterfaceChange(model, module, name)
 
 
 def interface_of(module: Any) -> str:
@@ -44,7 +49,7 @@ def is_eager(interface: str) -> bool:
 
 def select_interface(config: Any, name: str) -> None:
     """Select the interface ``name`` for the modules that read ``config``, but not for those of configs nested in it."""
-    setattr(config, _NAME, name)
+    setattr(config, NAME, name)
 
 
 class OwnConfigs:
@@ -79,6 +84,19 @@ class OwnConfigs:
         for _, module in named_modules(model):
             _replace(module, former)
         vars(model).pop(_OWN, None)
+
+    def hand_over(self, config: Any) -> Any:
+        """Give the model a copy of ``config``, one of its own configs, which another model keeps; returns the copy."""
+        copied = object.__new__(type(config))
+        vars(copied).update(vars(config))
+        replacement = {id(config): copied}
+        for each in self._copied:
+            each.own = copied if each.own is config else each.own
+            _replace(each.own, replacement)
+        model = self._model()
+        for _, module in named_modules(model) if model is not None else ():
+            _replace(module, replacement)
+        return copied
 
     def overridden(self) -> str:
         """Always empty: edits of the copies, and configs that were put in their place, are the user's and stay."""
@@ -119,19 +137,20 @@ class _Copied:
 class InterfaceChange:
     """Sets the name of the attention interface in the config that ``module`` holds, and in that one alone."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, model: nn.Module, module: nn.Module, name: str) -> None:
+        self._model, self._module = weakref.ref(model), weakref.ref(module)
         self.name = name
         self._before: Any = None
 
     def apply(self) -> None:
         config = self._config()
         self._before = config._attn_implementation
-        select_interface(config, self.name)
+        self._select(config, self.name)
 
     def revert(self) -> None:
-        if (config := self._config()) is not None and config._attn_implementation == self.name:
-            select_interface(config, self._before)
+        if (config := self._config()) is not None:
+            named = config._attn_implementation
+            self._select(config, self._before if named == self.name else named)
 
     def overridden(self) -> str:
         if (config := self._config()) is None:
@@ -143,14 +162,26 @@ class InterfaceChange:
 
     @property
     def place(self) -> Hashable:
-        return (id(self._config()), _NAME)
+        return (id(self._config()), NAME)
 
     def _config(self) -> Any:
         return getattr(self._module(), "config", None)
 
+    def _select(self, config: Any, name: str) -> None:
+        model = self._model()
+        if model is not None and is_in_use(name):
+            lend(config, name, model, vars(model)[_OWN].hand_over)
+        else:
+            take_back(config)
+            select_interface(config, name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> InterfaceChange:
-        duplicate = InterfaceChange(copy.deepcopy(self._module(), memo), self.name)  # type: ignore[arg-type]
+        model: Any = copy.deepcopy(self._model(), memo)
+        duplicate = InterfaceChange(model, copy.deepcopy(self._module(), memo), self.name)  # type: ignore[arg-type]
         duplicate._before = self._before
+        if is_in_use(self.name) and interface_of(self._module()) == self.name:  # the copied config names what leaves
+            own = copy.deepcopy(vars(self._model())[_OWN], memo)
+            lend(copy.deepcopy(self._config(), memo), self.name, model, own.hand_over)
         return duplicate
 
 

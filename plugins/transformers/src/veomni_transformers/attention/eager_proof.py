@@ -45,7 +45,8 @@ def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
     query, key, value = (probe.random(*shape, dtype=dtype).requires_grad_() for shape in _shapes(call))
     mask = _mask(query, key) if masked else None
     holder, options, leaves = _random_options(call, dtype)
-    found, error = probe.attempt(lambda: call.eager(holder, query, key, value, mask, **options)[0])  # type: ignore[misc]
+    with probe.own_numbers():
+        found, error = probe.attempt(lambda: call.eager(holder, query, key, value, mask, **options)[0])  # type: ignore[misc]
     if error:
         return error
     groups = getattr(call.module, "num_key_value_groups", query.shape[1] // max(key.shape[1], 1))
@@ -97,7 +98,7 @@ def _in_float64(
 
 def _mask(query: Tensor, key: Tensor) -> Tensor:
     """A random additive mask ``[B, 1, S, L]`` that hides about 40% of the keys, but never the first one."""
-    hidden = torch.rand(query.shape[0], 1, query.shape[2], key.shape[2]) < 0.4
+    hidden = torch.rand(query.shape[0], 1, query.shape[2], key.shape[2], generator=probe.generator()) < 0.4
     hidden[..., 0] = False
     return torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, torch.finfo(query.dtype).min)
 

@@ -44,6 +44,7 @@ class RegisteredInterface:
     def __init__(self, model: nn.Module, function: Function, mask: Function, name: str, beneath: str = "") -> None:
         self._model = weakref.ref(model)
         self.name = name
+        self.function, self.mask = function, mask
         self._entry = (function, mask, beneath)
         self._release: Callable[[], Any] = lambda: None
 

@@ -17,6 +17,7 @@ from veomni_core.sites.walk import named_modules
 from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_transformers.attention.config_changes import config_changes, interface_of, is_eager
 from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
+from veomni_transformers.attention.kernel_lookup import TABLE, can_look_up, known_name, looked_up, lookup_changes
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.attention.situations import situations
 from veomni_transformers.engine.sharding import ModelSharding
@@ -24,8 +25,6 @@ from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.proving.proof import Proof
-
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 class AttentionInterface(ReadsForward):
@@ -74,10 +73,22 @@ class AttentionInterface(ReadsForward):
 
 
 def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
-    if isinstance(interface, RegisteredInterface):
+    if isinstance(interface, str):
+        yield from config_changes(model, path, interface)
+        return
+    modules = [(reader, model.get_submodule(reader)) for reader in readers_by_owner(model)[path]]
+    known = known_name(interface_of(model.get_submodule(path)), interface.mask)
+    if known and all(can_look_up(module) for _, module in modules):
+        yield from config_changes(model, path, known, own=True)
+        yield from lookup_changes(modules, known, interface.function)
+    else:
         yield interface
-        interface = interface.name
-    yield from config_changes(model, path, interface)
+        yield from config_changes(model, path, interface.name)
+
+
+def attention_function(model: nn.Module, path: str) -> Kernel | None:
+    """The function that the attention modules of the config at ``path`` run; ``None`` for their own eager one."""
+    return looked_up(model.get_submodule(readers_by_owner(model)[path][0]))
 
 
 def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proof) -> Site:
@@ -108,7 +119,7 @@ def readers_by_owner(model: nn.Module) -> dict[str, list[str]]:
 
 def reads_interface(module: nn.Module) -> bool:
     """Whether ``module`` looks its attention function up in transformers' table, by the name in its config."""
-    return "config" in vars(module) and _INTERFACE in dict(global_functions(current_forward(module)))
+    return "config" in vars(module) and TABLE in dict(global_functions(current_forward(module)))
 
 
 def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:

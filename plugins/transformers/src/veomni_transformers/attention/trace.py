@@ -63,6 +63,7 @@ class TracedModel:
     def __init__(self, model: nn.Module, readers: Collection[str]) -> None:
         self._twin = hollow_twin(model).eval()
         self._trace = Trace(None)
+        self._numbers = probe.OwnNumbersWhileDrawn()
         self._ran_for_eager: dict[tuple[str, bool, bool], frozenset[str]] = {}
         for _, module in named_modules(self._twin):  # a forward may write to lists and mappings: the copy has its own
             vars(module).update({n: copy.copy(v) for n, v in vars(module).items() if type(v) in (list, dict, set)})
@@ -104,7 +105,7 @@ class TracedModel:
         # Run the layers that ran for eager. With other masks more layers may look repeated, but the calls of both runs
         # are compared one by one.
         self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
-        with torch.no_grad(), LinearsOfZeros():
+        with torch.no_grad(), self._numbers.run(), LinearsOfZeros():
             _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
         return trace
 
@@ -210,7 +211,7 @@ def _tokens(config: Any, length: int) -> Tensor:
     vocabulary = configs[-1].vocab_size
     special = {v for each in configs for name, v in vars(each).items() if "token" in name and isinstance(v, int)}
     plain = [identity for identity in range(min(vocabulary, 512)) if identity not in special] or [0]
-    return torch.tensor(plain)[torch.randint(len(plain), (BATCH, length))]
+    return torch.tensor(plain)[torch.randint(len(plain), (BATCH, length), generator=probe.generator())]
 
 
 def _configs(twin: nn.Module) -> list[Any]:

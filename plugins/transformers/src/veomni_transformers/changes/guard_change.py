@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.bound_subclass import HOOKS, made_by
+from veomni_core.changes.bypassed_children import BYPASSED, why_not_as_proven
 from veomni_core.changes.change import ClassChange, ForwardChange
 
 
@@ -18,7 +19,8 @@ class GuardChange(ForwardChange):
     """Guards a child of a bound module that the kernel computes itself, such as an activation.
 
     The child keeps its own code, but nothing calls it. Setting one of its ``guarded`` attributes, or registering a hook
-    on it, counts as a change of the bound module ``owner``, whose proof depends on the child.
+    on it, counts as a change of the bound module ``owner``, whose proof depends on the child. What reaches the child in
+    other ways is seen by the owner's forward (:func:`~veomni_core.changes.bypassed_children.with_children_as_proven`).
     """
 
     def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
@@ -31,6 +33,7 @@ class GuardChange(ForwardChange):
         assert owner is not None, "a rule makes and applies its changes while the model is alive"
         self.classes.paths[child] = f"{self.classes.paths.get(owner, type(owner).__name__)}.{self.child_name}"
         self.classes.owners.setdefault(child, weakref.WeakSet()).add(owner)
+        vars(owner)[BYPASSED] = {**vars(owner).get(BYPASSED, {}), self.child_name: child}
         if made_by(child) is not self.classes:  # a child that several modules share is guarded once
             super().apply()
 
@@ -49,5 +52,11 @@ class GuardChange(ForwardChange):
         return nullcontext()
 
     def overridden(self) -> str:
-        """Always empty: what is set on the child is recorded as a change of its owner."""
-        return ""
+        """What the owner's forward sees; what is set on the child is recorded as a change of its owner."""
+        owner = self._owner()
+        return "" if owner is None else why_not_as_proven(owner, self.child_name)
+
+    def revert(self) -> None:
+        super().revert()
+        if (owner := self._owner()) is not None:
+            vars(owner).pop(BYPASSED, None)

@@ -47,7 +47,7 @@ def first_call(module: nn.Module, forward: Function, name: str) -> Call:
     first, *others = list(inspect.signature(traced).parameters.values())[1:]
     inputs: dict[str, Any] = {first.name: ZERO.expand(BATCH, LENGTH, _hidden_size(module))}
     inputs |= {p.name: None for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    with torch.no_grad():
+    with torch.no_grad(), probe.own_numbers():
         _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
     if seen:
         return seen[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes.bypassed_children import with_children_as_proven
 from veomni_core.changes.change import Change, ClassChange, ForwardChange
 from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
@@ -88,13 +89,16 @@ class ExpertsModules(ModuleLocator):
         module = model.get_submodule(site.path)
         reading = self.readings.of(module)
         layout = self.layouts[site.detail["layout"]]
-        forward = with_own_signature(module, forward_beside_adapters(layout, kernel, spec))  # type: ignore[arg-type]
+        children = dict(bypassed(module, reading, WEIGHTS))
+        bound = forward_beside_adapters(layout, kernel, spec)
+        bound = with_children_as_proven(bound, type(module).forward, children)
+        forward = with_own_signature(module, bound)  # type: ignore[arg-type]
         if EXPERT_PARALLEL in site.needs:
             forward = dropping_choices(forward)
         yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
         for _, wrapper in wrappers_of(module, model) if not why_not_beside(layout, spec) else ():
             yield ClassChange(wrapper, ACTIVATE, handing_factors(getattr(type(wrapper), ACTIVATE)))
-        for name, child in bypassed(module, reading, WEIGHTS):
+        for name, child in children.items():
             yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
 
     def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from veomni_core.changes.bypassed_children import with_children_as_proven
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout, parts
@@ -104,9 +105,11 @@ class GatedMlpModules(ModuleLocator):
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module, layout = model.get_submodule(site.path), self.called(site)
         reading = self.readings.of(module)
-        forward = with_own_signature(module, over_linears(kernel, layout))
+        children = dict(bypassed(module, reading, layout))
+        bound = with_children_as_proven(over_linears(kernel, layout), type(module).forward, children)
+        forward = with_own_signature(module, bound)  # type: ignore[arg-type]
         yield ForwardChange(module, forward, guarded_names(module, reading, layout))
-        for name, child in bypassed(module, reading, layout):
+        for name, child in children.items():
             yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from veomni_ops.contract import Contract
 from veomni_transformers.forwards.gated_mlps import Layout, over_linears
@@ -89,7 +90,7 @@ def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: tor
         if name in shapes:
             inputs_width, outputs_width = shapes[name]
             bias = getattr(child, "bias", None) is not None
-            linear = nn.Linear(inputs_width, outputs_width, bias=bias)
+            linear = skip_init(nn.Linear, inputs_width, outputs_width, bias=bias)
             with torch.no_grad():
                 for parameter in linear.parameters():
                     parameter.copy_(probe.random(*parameter.shape, scale=inputs_width**-0.5))

@@ -87,7 +87,7 @@ def _prove(model: Any, head: Any) -> Proof:
         built, why_not = probe.attempt(lambda: head_twin(model, head, hidden))
         if why_not:
             return Proof(None, why_not)
-        labels = torch.randint(VOCABULARY, (2, 5))
+        labels = torch.randint(VOCABULARY, (2, 5), generator=probe.generator())
         labels[0, 3] = IGNORED
         twin, twin_head = built
         for options in _loss_options(model):
@@ -107,7 +107,9 @@ def _loss_options(model: nn.Module) -> list[dict[str, Any]]:
 
 def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> str:
     run = partial(_loss_of, twin, input_ids=labels.clamp_min(0), labels=labels, **options)
-    eager, why_not = probe.attempt(run)
+    numbers = probe.OwnNumbersWhileDrawn()
+    with numbers.run():
+        eager, why_not = probe.attempt(run)
     if why_not:
         return why_not
     calls: list[int] = []
@@ -124,7 +126,8 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, labels: Tensor, o
             changes.apply(change)
         return run()
 
-    fused, why_not = probe.attempt(run_bound)
+    with numbers.run():
+        fused, why_not = probe.attempt(run_bound)
     changes.revert()
     if why_not:
         return f"with its logits deferred: {why_not}"

@@ -39,8 +39,8 @@ class ClassificationLosses(ReadsLosses):
 
 
 def _prove(loss_function: Callable[..., Any]) -> Proof:
-    with probe.seeded():
-        logits, labels = probe.random(6, 3).requires_grad_(), torch.randint(3, (6,))
+    with probe.seeded(), probe.own_numbers():
+        logits, labels = probe.random(6, 3).requires_grad_(), torch.randint(3, (6,), generator=probe.generator())
         config = SimpleNamespace(num_labels=3, problem_type=SINGLE_LABEL)
         found, why_not = probe.attempt(
             lambda: loss_function(logits=logits, labels=labels, pooled_logits=logits, config=config)

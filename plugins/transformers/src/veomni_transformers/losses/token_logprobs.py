@@ -78,7 +78,8 @@ def _prove(model: Any, head: Any) -> Proof:
         if why_not:
             return Proof(None, why_not)
         twin, twin_head = built
-        why_not = _mismatch(twin, twin_head, hidden, torch.randint(VOCABULARY, (2, 5)))
+        ids = torch.randint(VOCABULARY, (2, 5), generator=probe.generator())
+        why_not = _mismatch(twin, twin_head, hidden, ids)
     evidence = "its own head, run without the decoder, gave the reference's log-probabilities and gradients"
     return Proof(None, why_not) if why_not else Proof("causal", evidence)
 
@@ -89,7 +90,9 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, ids: Tensor) -> s
             lambda: twin.forward(input_ids=ids), ids, temperature=_TEMPERATURE, ignore_index=IGNORED, outputs=_OUTPUTS
         )
 
-    eager, why_not = probe.attempt(run)
+    numbers = probe.OwnNumbersWhileDrawn()
+    with numbers.run():
+        eager, why_not = probe.attempt(run)
     if why_not:
         return why_not
     changes = ChangeSet()
@@ -98,7 +101,8 @@ def _mismatch(twin: Any, twin_head: nn.Module, hidden: Tensor, ids: Tensor) -> s
         changes.apply(_change(twin, CONTRACTS["causal"].reference))
         return run()
 
-    fused, why_not = probe.attempt(run_bound)
+    with numbers.run():
+        fused, why_not = probe.attempt(run_bound)
     changes.revert()
     why_not = why_not or fused.why_not
     if why_not:

@@ -9,14 +9,21 @@ optional arguments (a call that sets one runs the module's own code).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
+from veomni_transformers.proving import probe
 from veomni_transformers.proving.conditions import Conditions
 
 Result = TypeVar("Result")
+# In what code that draws random numbers names, if only to pass a rate on to a function of torch.
+_OF_RANDOM_NUMBERS = re.compile(
+    "rand|drop|seed|[gG]enerator|noise|jitter|sampl|gumbel|bernoulli|multinomial|poisson|uniform|exponential_|cauchy|"
+    "geometric|normal_?$|rrelu|fractional|attention|lstm|gru|rnn|choice|shuffle"
+)
 
 
 class Branches:
@@ -45,9 +52,17 @@ class Branches:
         }
         self._jumps = {code: read.jumps for code, read in self._read.items() if read.jumps}
         self._went: set[tuple[CodeType, int, bool]] = set()
+        self._numbers = probe.OwnNumbersWhileDrawn(always=any(map(_names_what_draws, codes)))
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Run ``function`` and record its jumps. A debugger's or a profiler's trace function is restored afterwards."""
+        """Run ``function`` and record its jumps. A debugger's or a profiler's trace function is restored afterwards.
+
+        Random numbers that it draws are not the process's.
+        """
+        with self._numbers.run():
+            return self._run(function)
+
+    def _run(self, function: Callable[[], Result]) -> Result:
         if not self._jumps:
             return function()
         before = sys.gettrace()
@@ -93,3 +108,8 @@ class Branches:
             return step
 
         return step
+
+
+def _names_what_draws(code: CodeType) -> bool:
+    keywords = (name for constant in code.co_consts if isinstance(constant, tuple) for name in constant)
+    return any(_OF_RANDOM_NUMBERS.search(name) for name in (*code.co_names, *keywords) if isinstance(name, str))

@@ -33,7 +33,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from veomni_core.random_states import random_states_kept
+from veomni_core.kernels.own_random_numbers import OwnRandomNumbers
 from veomni_ops.contract import dtype_name
 
 # Scales of the random inputs. At 1 an MLP that clamps gate and up looks standard. 100 is large enough to trigger
@@ -47,7 +47,6 @@ _LARGEST_COPIED = 65536  # elements; larger tensors among a module's attributes 
 _GENERATOR: ContextVar[torch.Generator] = ContextVar("generator of the probes' random inputs")
 # What `seeded` sets belongs to the process: searches in several threads take turns. Probes nest, so it is reentrant.
 _LOCK = threading.RLock()
-_MOST_RUNS = 20  # of code that may draw, while another thread draws too
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
@@ -185,9 +184,9 @@ def quiet() -> Iterator[None]:
 def seeded() -> Iterator[None]:
     """Run with a fixed seed, float32 on the CPU, gradients on and autocast off, whatever the process has set.
 
-    Everything is restored on exit. Inputs come from a separate generator. Model code may draw from the CPU generators
-    of torch, Python and NumPy, so their states are restored; ``torch.manual_seed`` is not used, since it would seed the
-    generators of all devices. Warnings that model code raises on tiny shapes are silenced. One thread at a time.
+    Everything is restored on exit. Random inputs come from :func:`generator`, and code that may draw by itself is run
+    in :func:`own_numbers`: the process's generators are other threads' too, and are neither seeded nor drawn from.
+    Warnings that model code raises on tiny shapes are silenced. One thread at a time.
     """
     with ExitStack() as stack:
         stack.enter_context(_LOCK)
@@ -200,7 +199,6 @@ def seeded() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         for device_type in ("cpu", "cuda"):
             torch.set_autocast_enabled(device_type, False)
-        torch.default_generator.manual_seed(_SEED)
         token = _GENERATOR.set(torch.Generator("cpu").manual_seed(_SEED))
         try:
             yield
@@ -213,32 +211,43 @@ def _process_state_kept() -> Iterator[None]:
     default_dtype = torch.get_default_dtype()
     autocast = {device_type: torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")}
     try:
-        with random_states_kept():
-            yield
+        yield
     finally:
         torch.set_default_dtype(default_dtype)
         for device_type, enabled in autocast.items():
             torch.set_autocast_enabled(device_type, enabled)
 
 
-def draws_random_numbers(function: Callable[[], Any]) -> bool:
-    """Whether ``function`` advances the CPU's random state, as dropout does; to be called within :func:`seeded`.
+def own_numbers() -> OwnRandomNumbers:
+    """A context in which the random numbers that torch draws in this thread are not the process's."""
+    return OwnRandomNumbers(_SEED)
 
-    Another thread may draw from the same generator, as where it makes a model. So an advance counts once a second run
-    from the same state ends in the same one.
+
+class OwnNumbersWhileDrawn:
+    """For several runs of one piece of code: :func:`own_numbers` around each, until one has drawn nothing.
+
+    Seeing every operator takes as long as many of them do. With ``always`` no run is left out.
     """
-    ends: list[Tensor] = []
-    for _ in range(_MOST_RUNS):
-        torch.default_generator.manual_seed(_SEED)
-        before = torch.get_rng_state()
+
+    def __init__(self, always: bool = False) -> None:
+        self._always, self._may_draw = always, True
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """The context of one run."""
+        if not self._may_draw:
+            yield
+            return
+        with own_numbers() as numbers:
+            yield
+        self._may_draw = self._always or bool(numbers.drew)
+
+
+def draws_random_numbers(function: Callable[[], Any]) -> bool:
+    """Whether ``function`` draws random numbers, as dropout does."""
+    with own_numbers() as numbers:
         attempt(function)
-        after = torch.get_rng_state()
-        if torch.equal(before, after):
-            return False
-        if any(torch.equal(after, end) for end in ends):
-            return True
-        ends.append(after)
-    return True
+    return bool(numbers.drew)
 
 
 def largest_miss(a: Tensor, b: Tensor) -> float:

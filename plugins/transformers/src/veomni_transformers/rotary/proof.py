@@ -65,7 +65,8 @@ def _try(function: Function, call: Call) -> _Tried:
         why_not = "no rotary embedding near it could be run to see its cos and sin"
         return _Tried(Proof(None, f"{call.name}: {why_not}", examined=False))
     inputs = _random_like(call, AngleLayout.UNRELATED)
-    _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
+    with probe.own_numbers():
+        _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
     if error:
         return _Tried(Proof(None, f"{call.name}: {error}", examined=False), runs=False)
     return _Tried(_prove(function, call, contracts))
@@ -197,5 +198,6 @@ def _doubt(function: Function, call: Call) -> str:
     """
     *rotated, cos, sin = _random_like(call, AngleLayout.UNRELATED)
     narrow = cos.shape[-1] // 2
-    _, error = probe.attempt(lambda: function(*rotated, cos[..., :narrow], sin[..., :narrow], **call.kwargs))
+    with probe.own_numbers():
+        _, error = probe.attempt(lambda: function(*rotated, cos[..., :narrow], sin[..., :narrow], **call.kwargs))
     return "" if error else "it takes narrower cos and sin too, and how wide the model's are isn't known"

@@ -63,12 +63,12 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
     seen: list[Call] = []
     traced = with_globals(forward, {name: _recorder(name, seen) for name in functions})
     parameters = list(inspect.signature(traced).parameters.values())[1:]
-    twin = hollow_twin(module)
+    twin, numbers = hollow_twin(module), probe.OwnNumbersWhileDrawn()
 
     def attempt(leading: tuple[int, ...], positions: Any) -> Run:
         seen.clear()
         inputs = _inputs(module, parameters, leading, positions)
-        with torch.no_grad(), LinearsOfZeros():
+        with torch.no_grad(), numbers.run(), LinearsOfZeros():
             _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
         if not all(_keeps_sides_apart(call, leading) for call in seen):
             return Run((), "it reshapes its queries and keys in a way that is not recognised")

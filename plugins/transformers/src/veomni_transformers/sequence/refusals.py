@@ -13,7 +13,7 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.sites.site import Site
 from veomni_transformers.attention.config_changes import interface_of
-from veomni_transformers.attention.locator import reads_interface
+from veomni_transformers.attention.locator import attention_function, reads_interface
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
 
@@ -48,7 +48,7 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
             "its attention is eager, which would see only this rank's positions; choose a kernel: "
             "attn_implementation: sdpa, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
         )
-    elif _reads_its_module(interface):
+    elif _reads_its_module(attention_function(model, attention[0].path)):
         yield (
             f"its attention is transformers' own {interface}, which reads attributes of the attention module that "
             "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
@@ -114,11 +114,9 @@ def _names(function: Any, name: str) -> bool:
     return any(name in layer.__code__.co_names for layer in code_layers(function))
 
 
-def _reads_its_module(interface: str) -> bool:
+def _reads_its_module(function: Any) -> bool:
     from transformers.integrations.flash_attention import flash_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    function = ALL_ATTENTION_FUNCTIONS.get(interface)
     while isinstance(function, partial):
         function = function.func
     return function is flash_attention_forward

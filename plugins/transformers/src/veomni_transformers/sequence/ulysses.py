@@ -15,6 +15,7 @@ from veomni_core.changes.transformation import Transformation, transformations_r
 from veomni_core.errors import BindingError
 from veomni_transformers.attention.config_changes import config_changes, interface_of
 from veomni_transformers.attention.interface_names import RegisteredInterface
+from veomni_transformers.attention.locator import attention_function
 from veomni_transformers.attention.mask_builders import takes_lengths
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 from veomni_transformers.sequence.attention import ulysses_attention, whole_mask
@@ -116,14 +117,14 @@ def _changes(
 ) -> Iterator[tuple[str, str, Change]]:
     """Every change, with its module path: to the attention, to the load-balancing losses, and to the whole model."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     owner, running = SequenceParallel.name, RunningForward(group)
     own = interface_of(model.get_submodule(attention))
     name = f"veomni_ulysses_{next(_NUMBERS)}_{own}"
     mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
     by_lengths = takes_lengths(mask)
-    function = ulysses_attention(ALL_ATTENTION_FUNCTIONS[own], group)
+    over: Any = attention_function(model, attention)  # not None: eager attention is refused
+    function = ulysses_attention(over, group)
     whole_sequence_mask = whole_mask(mask, running.whole, reads_positions=not by_lengths)
     yield attention, owner, RegisteredInterface(model, function, whole_sequence_mask, name, beneath=own)
     for change in config_changes(model, attention, name):
