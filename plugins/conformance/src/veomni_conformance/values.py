@@ -2,22 +2,33 @@
 
 Results and gradients are compared with those of the oracle, the contract's reference on float64 copies. Also checked:
 inputs and incoming gradients are not written to; results share no memory with inputs or with each other; no gradient is
-missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; and two runs give the same
-bits, if the kernel promises determinism.
+missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; no result or gradient in 16
+bits is too large or too small on average; and two runs give the same bits, if the kernel promises determinism.
+
+The first call of all is made under ``inference_mode``, as by a model that generates before it is trained: what a kernel
+keeps from it must not be a tensor that autograd refuses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from veomni_conformance.comparison import distance, plain, same, share_memory
+from veomni_conformance.comparison import bias, distance, one_line, plain, same, share_memory
 from veomni_conformance.report import CaseResult
 from veomni_conformance.sample_tensors import upstream_of
 from veomni_conformance.subject import Outcome, Position, Subject, result_name
-from veomni_ops.contract import Sample
+from veomni_ops.contract import Sample, Tolerance
+
+_OF_NORM = 0.25  # of the norm's tolerance: what may be off in the mean
+_OF_SPACING = 0.2  # of the dtype's: cutting bits off instead of rounding is off by a third of it in the mean
+_CHANCE = 4.0  # standard deviations of a mean of errors that have no common cause
+_FEW = 64  # elements: no mean can be told of fewer
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,10 @@ def check_values(subject: Subject, position: Position) -> CaseResult:
     name = subject.sample(position).name
     exact = subject.exact(position)
     eager = subject.reference(subject.draw(position))
-    run = _run(subject, position)
+    run, words = _first_run(subject, position)
     failures = [*_form(subject, run, eager)]
     if failures:
-        return CaseResult(name, tuple(failures))
+        return CaseResult(name, tuple(words + failure for failure in failures))
     failures += _damage(subject, run, subject.draw(position))
     worst_value = worst_gradient = 0.0
     found = run.outcome
@@ -46,23 +57,42 @@ def check_values(subject: Subject, position: Position) -> CaseResult:
         share, problem = distance(result, wanted, subject.contract.values[subject.dtype_name], what)
         worst_value = max(worst_value, share)
         problem = problem or _rounding(subject, result, rounded, what)
+        problem = problem or _mean_error(result, wanted, rounded, subject.contract.values[subject.dtype_name], what)
         failures += [problem] if problem else []
     for argument, gradient in found.gradients.items():
         wanted_gradient = exact.gradients[argument]
         if gradient is None:
             failures += [f"the gradient of {argument} is missing"] if wanted_gradient is not None else []
         elif wanted_gradient is not None:
-            allowed = subject.contract.gradients[subject.dtype_name]
-            share, problem = distance(gradient, wanted_gradient, allowed, f"the gradient of {argument}")
+            allowed, what = subject.contract.gradients[subject.dtype_name], f"the gradient of {argument}"
+            share, problem = distance(gradient, wanted_gradient, allowed, what)
+            problem = problem or _mean_error(gradient, wanted_gradient, eager.gradients[argument], allowed, what)
             worst_gradient = max(worst_gradient, share)
             failures += [problem] if problem else []
     if subject.spec.deterministic:
-        failures += _differences(found, _run(subject, position).outcome)
-    return CaseResult(name, tuple(failures), worst_value, worst_gradient)
+        failures += _differences(found, _run(subject, position, subject.draw(position)).outcome)
+    return CaseResult(name, tuple(words + failure for failure in failures), worst_value, worst_gradient)
 
 
-def _run(subject: Subject, position: Position) -> _Run:
-    sample, sent = subject.draw(position), []
+def _first_run(subject: Subject, position: Position) -> tuple[_Run, str]:
+    """A run after a call under ``inference_mode`` on the same tensors; and how to begin what is wrong about it."""
+    sample, words = subject.draw(position), "after a first call under torch.inference_mode(), "
+    with contextlib.suppress(Exception), torch.inference_mode():  # one that raises there does so in `check_modes` too
+        subject.call(sample)
+    try:
+        run = _run(subject, position, sample)
+    except RuntimeError as error:
+        if "nference tensor" not in str(error):
+            raise
+        raise RuntimeError(f"{words}{one_line(error)}") from error
+    if subject.problem(run.outcome, subject.exact(position)) is None:
+        return run, ""
+    again = _run(subject, position, subject.draw(position))
+    return run, words if subject.problem(again.outcome, subject.exact(position)) is None else ""
+
+
+def _run(subject: Subject, position: Position, sample: Sample) -> _Run:
+    sent: list[Tensor] = []
 
     def remembered(result: Tensor) -> Tensor:
         sent.append(upstream_of(result))
@@ -121,6 +151,18 @@ def _rounding(subject: Subject, result: Tensor, eager: Tensor, what: str) -> str
     if share <= allowed:
         return None
     return f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"
+
+
+def _mean_error(found: Tensor, exact: Tensor, eager: Tensor | None, allowed: Tolerance, what: str) -> str | None:
+    """A sentence if what is found in 16 bits is too large or too small on average, and more so than eager code."""
+    if found.dtype not in (torch.bfloat16, torch.float16) or found.numel() < _FEW or eager is None:
+        return None
+    (mean, spread), (usual, _) = bias(found, exact), bias(eager, exact)
+    limit = min(_OF_NORM * allowed.norm, _OF_SPACING * torch.finfo(found.dtype).eps)
+    limit += _CHANCE * spread / math.sqrt(found.numel()) + 2 * abs(usual)
+    if not abs(mean) > limit:
+        return None
+    return f"{what} is too {'large' if mean > 0 else 'small'} on average, by {abs(mean):.1e}, allowed {limit:.1e}"
 
 
 def _differences(first: Outcome, second: Outcome) -> Iterator[str]:

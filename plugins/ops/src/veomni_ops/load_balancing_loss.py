@@ -148,6 +148,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     mask = torch.ones(4, 150, dtype=torch.long, device=device)
     mask[1, 100:], mask[3, 7:] = 0, 0
     yield Sample("six layers and a long mask", (logits(6, 600, 16), 16, 4, mask))
+    # The last ones get no token.
+    few = _logits(Draw(device, dtype, seed=1), 2, 97, 193, skew=-4.0)
+    yield Sample("193 experts, many of them empty", (few, 193, 12))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -162,7 +165,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield Sample("odd sizes", (logits(3, 21, 7), 7, 2))
     yield Sample("one layer, top 1", (logits(1, 16, 4), 4, 1))
-    yield Sample("many experts", (logits(2, 30, 64), 64, 8))
+    yield Sample("many experts", (logits(2, 65, 64), 64, 12))
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
     mask[0, 5:], mask[2, 1:] = 0, 0
     yield Sample("a mask", (logits(2, 24, 8), 8, 2, mask))
@@ -189,6 +192,10 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     ):
         yield Sample(name, args, values_only=True)
     yield Sample("top_k left to its default", (logits(2, 16, 8), 8), values_only=True)
+    padded = torch.ones(5, 13, dtype=torch.int32, device=device)
+    padded[1, :9], padded[3] = 0, 0
+    yield Sample("65 tokens, one sequence all padding", (logits(3, 65, 16), 16, 9, padded), values_only=True)
+    yield Sample("one expert", (logits(2, 9, 1), 1, 1), values_only=True)
 
 
 VALUES = {
@@ -210,6 +217,9 @@ def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         probabilities = leaf(draw.normal(*shape).softmax(dim=-1))
         yield Sample(name, (probabilities, draw.integers(shape[-1], *shape[:2])))
         yield Sample(f"{name}, two experts", (probabilities, draw.integers(shape[-1], *shape[:2], 2)))
+    probabilities = leaf(draw.normal(2, 65, 16).softmax(dim=-1))
+    chosen = draw.integers(9, 2, 65, 12)  # the last experts get no token
+    yield Sample("twelve choices in int32, empty experts", (probabilities, chosen.int()), values_only=True)
 
 
 def _keys(draw: Draw, layers: int, tokens: int) -> tuple[Tensor, ...]:
@@ -229,8 +239,8 @@ def _product_keys_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Ite
 
 def _given_routes_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    probabilities = leaf(draw.normal(3, 190, 130).softmax(dim=-1))
-    yield Sample("many tokens and experts", (probabilities, draw.integers(130, 3, 190, 2)))
+    probabilities = leaf(draw.normal(3, 129, 193).softmax(dim=-1))
+    yield Sample("many tokens and experts", (probabilities, draw.integers(150, 3, 129, 9)))
 
 
 def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -240,6 +250,7 @@ def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
     mask[0, 5:], mask[2, 1:] = 0, 0
     yield Sample("a mask", (logits(2, 24), 16, 4, 3, mask))
+    yield Sample("65 tokens, twelve choices", (logits(2, 65), 16, 4, 12), values_only=True)
 
 
 CONTRACTS = {
