@@ -67,7 +67,8 @@ DEFINITIONS = """
 
     @hookimpl
     def veomni_ops():
-        return [OpSpec("acme_double", ("plain",), "acme_double_implementation", contract="acme:C")]
+        field = "acme_double_implementation"
+        return [OpSpec(name="acme_double", variants=("plain",), config_field=field, contract="acme:C")]
 
     @hookimpl
     def veomni_sites():

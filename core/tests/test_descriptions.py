@@ -160,7 +160,8 @@ def test_strict_raises_for_a_kernel_that_would_be_left_out(install, op, variant,
 
 
 def test_a_kernel_of_an_op_that_a_failed_plugin_defines_is_left_out_with_that_reason(install):
-    describe = "\n@hookimpl\ndef veomni_ops():\n    return [OpSpec('new_op', ('a',), {field!r}, contract='m:C')]\n"
+    op = "OpSpec(name='new_op', variants=('a',), config_field={field!r}, contract='m:C')"
+    describe = "\n@hookimpl\ndef veomni_ops():\n    return [" + op + "]\n"
     head = "from veomni_core import OpSpec, hookimpl\nVEOMNI_PLUGIN_API_VERSION = 1\n"
     install("op-plugin", head + describe.format(field="rms_norm_implementation"))
     install("user-plugin", plugin("new_op", "a"))

@@ -102,7 +102,8 @@ CONTRACTS_THAT_FAIL = """
 
     @hookimpl
     def veomni_ops():
-        return [OpSpec("twice", ("standard",), "twice_implementation", contract="{module}:CONTRACTS")]
+        field = "twice_implementation"
+        return [OpSpec(name="twice", variants=("standard",), config_field=field, contract="{module}:CONTRACTS")]
 
     @hookimpl
     def veomni_kernels():

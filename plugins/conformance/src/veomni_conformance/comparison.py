@@ -11,7 +11,6 @@ from torch.linalg import vector_norm
 
 from veomni_ops.contract import Tolerance
 
-
 _NEAR = 1.5  # times the tolerance: another order of summation may be all that is wrong
 
 
@@ -54,7 +53,7 @@ def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tup
 
 
 def bias(found: Tensor, exact: Tensor) -> tuple[float, float]:
-    """By which share ``found`` is longer than ``exact`` along it, and how far it is from it; both as shares of its norm."""
+    """By which share ``found`` is longer than ``exact`` along it, and its distance from it as a share of its norm."""
     exact = exact.detach().flatten()
     error, norm = found.detach().to(exact.device).double().flatten() - exact, vector_norm(exact)
     along, away = torch.stack((torch.dot(error, exact) / norm.square(), vector_norm(error) / norm)).tolist()

@@ -1,6 +1,7 @@
 """Checks that compiled calls are right, and captured whole and once for all numbers of rows by kernels that promise it.
 
-A model that is compiled reaches every kernel in it, with a graph break where the kernel can't be captured. The captured graph runs by PyTorch's own operators (backend ``aot_eager``): what a compiler makes of it is not checked.
+A model that is compiled reaches every kernel in it, with a graph break where the kernel can't be captured. The captured
+graph runs by PyTorch's own operators (backend ``aot_eager``): what a compiler makes of it is not checked.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
     if subject.spec.options and not subject.spec.settings:
         yield CaseResult("options", tuple(check_options(subject, computed)))
     if asks_for_huge_calls(subject):
-        yield CaseResult("past 2^31 elements", tuple(check_huge_calls(subject, computed)))
+        yield check_huge_calls(subject, computed)
     found = check_generated_samples(subject, computed, interpreted=not every_form)
     yield CaseResult("generated samples", tuple(found))
     before.restore()
@@ -257,7 +257,10 @@ def _uses(subject: Subject, position: Position, neighbour: Position, first: bool
 
 def _of_a_plain_call(subject: Subject, position: Position) -> str | None:
     """About a call that is in no situation, if it fails too: the situation is not to blame then."""
-    for other, words in ((True, "on other values of the same shapes"), (False, "on the sample, which it computed before")):
+    for other, words in (
+        (True, "on other values of the same shapes"),
+        (False, "on the sample, which it computed before"),
+    ):
         call = partial(subject.plain_problem, position, other)
         for sentence in reveal(f"and not only there: {words}", call):
             return sentence

@@ -7,12 +7,12 @@ ops whose contract names rows, on accelerators with the memory for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from veomni_conformance.report import CaseResult
 from veomni_conformance.sample_rows import count_rows
 from veomni_conformance.sample_tensors import map_tensors, to_float64, upstream_of
 from veomni_conformance.situations import reveal
@@ -28,12 +28,26 @@ def asks_for_huge_calls(subject: Subject) -> bool:
     return bool(subject.device.type == "cuda" and subject.dtype.itemsize == 2 and subject.contract.rows)
 
 
-def check_huge_calls(subject: Subject, positions: list[Position]) -> Iterator[str]:
+def check_huge_calls(subject: Subject, positions: list[Position]) -> CaseResult:
     """Repeat the rows of the widest small sample until its largest tensor has more than 2^31 elements."""
+    name, left_out = "past 2^31 elements", "past 2^31 elements (left out: not enough memory)"
     position = _widest(subject, positions)
     if position is None or _free(subject) < _COPIES * ELEMENTS * subject.dtype.itemsize:
-        return
-    yield from reveal("where offsets are past 2^31 elements", lambda: _huge(subject, position))
+        return CaseResult(left_out, ())
+    short = False
+
+    def problem() -> str | None:
+        nonlocal short
+        try:
+            return _huge(subject, position)
+        except torch.OutOfMemoryError:
+            short = True
+            return None
+
+    failures = tuple(reveal("where offsets are past 2^31 elements", problem))
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return CaseResult(left_out if short else name, failures)
 
 
 def _free(subject: Subject) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from veomni_core.errors import ConformanceError
 
-
 _NEAR = 0.8  # of the tolerance
 
 
@@ -85,7 +84,7 @@ class ConformanceReport:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """One sentence per sample that passed with an error near the limit: a machine that rounds otherwise may fail."""
+        """One sentence per sample that passed near the limit: where something rounds otherwise, it may fail."""
         shares = ((case.sample, max(case.worst_value, case.worst_gradient)) for case in self.cases if not case.failures)
         return tuple(f"sample {name!r} is at {share:.0%} of its tolerance" for name, share in shares if share > _NEAR)
 

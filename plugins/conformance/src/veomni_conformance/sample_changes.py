@@ -25,8 +25,8 @@ class SampleChange:
 
     Attributes:
         rows: the rows of the call, counted modulo the sample's; ``None`` leaves them.
-        values: for each input that wants a gradient, one of :data:`VALUES`, or ``one``; ``infinite`` is its first element only. How
-            large, and whether denormal, the op's contract says, and in which range an input stays.
+        values: for each input that wants a gradient, one of :data:`VALUES`, or ``one``; ``infinite`` is its first
+            element only. How large, and whether denormal, the op's contract says, and in which range an input stays.
         memory: for each tensor, one of :data:`MEMORY`.
         frozen: for each input that wants a gradient, whether it is frozen.
         shared: inputs of one shape, dtype and range lie over each other in one memory.

@@ -42,8 +42,8 @@ class Subject:
     """One kernel with its contract, on one device and in one dtype. All parts of the check work on it.
 
     A sample is identified by its :class:`Position`. ``other=True`` selects the same sample with other values: the next
-    batch, or the same tensors after an optimizer step. While ``draws_parameters`` is set, inputs that want gradients are
-    drawn as ``nn.Parameter``, which a kernel may treat in another way than plain tensors.
+    batch, or the same tensors after an optimizer step. While ``draws_parameters`` is set, inputs that want gradients
+    are drawn as ``nn.Parameter``, which a kernel may treat in another way than plain tensors.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample("large logits", problem(12, 64, 96, scale=20.0))
     yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7})
     yield Sample("no label counts", problem(9, 32, 50, ignored=9))
-    yield Sample("many tokens, most of them masked", _masked(problem(321, 16, 65, ignored=130)))
+    yield Sample("many tokens, most of them masked", _masked(problem(321, 16, 65, ignored=150)))
     hidden, weight, labels = problem(24, 32, 50)
     yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]))
     yield from _causal_edges(device, dtype)
@@ -185,7 +185,7 @@ def _problem(draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int
 
 
 def _masked(problem: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """``problem`` with an answer of another turn masked too, and its last tokens: no chunk of tokens is like another."""
+    """``problem`` with another turn and the last tokens masked too: no chunk of tokens is like another."""
     hidden, weight, labels = problem
     labels[-90:-60], labels[-5:] = IGNORED, IGNORED
     return hidden, weight, labels

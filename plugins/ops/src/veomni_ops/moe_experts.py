@@ -276,8 +276,8 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Routing weights of each sign and of zero, in float32 too; one expert or all, many choices; one token; widths."""
     draw = Draw(device, dtype, seed=5)
 
-    def edge(name: str, index: Tensor, experts: int, hidden: int = 32, width: int = 16, wide: bool = False) -> Sample:
-        hidden, index, _, gate_up, down = _problem(draw, index, hidden, width, experts)  # type: ignore[assignment]
+    def edge(name: str, index: Tensor, experts: int, widths: tuple[int, int] = (32, 16), wide: bool = False) -> Sample:
+        hidden, index, _, gate_up, down = _problem(draw, index, *widths, experts)
         signed = draw.normal(*index.shape)
         signed = signed.float() if wide else signed
         signed[::4, :1] = 0.0  # as of a router with a learned gate, or one that drops tokens by a weight of 0
@@ -289,8 +289,8 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("one expert alone", torch.zeros(7, 1, dtype=torch.long, device=device), 1)
     yield edge("one token", _distinct(draw, 1, 2, 4), 4)
     yield edge("a router in float32", _distinct(draw, 13, 2, 4), 4, wide=True)
-    yield edge("widths of 64, twelve choices", _distinct(draw, 7, 12, 16), 16, 64, 64)
-    yield edge("widths of one", _distinct(draw, 9, 2, 3), 3, 1, 1)
+    yield edge("widths of 64, twelve choices", _distinct(draw, 7, 12, 16), 16, (64, 64))
+    yield edge("widths of one", _distinct(draw, 9, 2, 3), 3, (1, 1))
 
 
 VALUES = {

@@ -157,7 +157,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("large logits", problem(12, 64, 96, scale=20.0))
     yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7, **both})
     yield Sample("no label counts", problem(9, 32, 50, ignored=9), both)
-    yield Sample("many tokens, most of them masked", problem(321, 16, 65, ignored=130), both)
+    yield Sample("many tokens, most of them masked", problem(321, 16, 65, ignored=150), both)
     hidden, weight, labels = problem(24, 32, 50)
     yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]), both)
     yield from _edges(device, dtype)
@@ -187,7 +187,8 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     labels = labels.clone().int()
     yield edge("labels of int32", (hidden, weight, labels), outputs=both)
     labels[::4] = 7
-    every = {"ignore_index": 7, "temperature": draw.normal(16).float().exp(), "softcap": 3.0, "scale": 0.5}
+    every: dict[str, Any] = {"outputs": both, "ignore_index": 7}
+    every |= {"temperature": draw.normal(16).float().exp(), "softcap": 3.0, "scale": 0.5}
     yield edge("every option at once, labels of int32", (hidden, weight, labels, leaf(draw.normal(64))), **every)
     yield edge("a vocabulary of one", _problem(draw, 9, 32, 1, ignored=2), outputs=both)
     yield edge("a width of one", _problem(draw, 13, 1, 64, ignored=2), outputs=both)

@@ -77,7 +77,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return Sample(name, problem, options, values_only=values_only)
 
     yield sample("odd sizes, the second of three shards", _problem(draw, 37, 33, 41, of=3, shard=1))
-    yield sample("ignored labels", _problem(draw, 193, 48, 96, ignored=130))
+    yield sample("ignored labels", _problem(draw, 193, 48, 96, ignored=150))
     yield sample("softcap and scale", _problem(draw, 33, 32, 72, of=4, shard=2, ignored=3), softcap=5.0, scale=0.5)
     yield sample("a bias", (*_problem(draw, 29, 24, 55, shard=1, ignored=2), leaf(draw.normal(55))))
     hidden, weight, labels, first = _problem(draw, 40, 32, 64, shard=1)

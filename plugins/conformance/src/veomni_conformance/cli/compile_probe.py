@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from veomni_conformance.triton_ahead import compile_ahead
 from veomni_conformance.triton_targets import Target
@@ -16,10 +17,13 @@ from veomni_core.errors import VeOmniError
 from veomni_ops.contract import contract_for
 
 
-def probe(plugin: str, kernel: str, hardware: str, dtypes: list[str]) -> Iterator[dict[str, object]]:
-    """Compile ``kernel`` of ``plugin`` in each dtype, and yield one row each."""
+def probe(
+    plugin: str, kernel: str, hardware: str, dtypes: list[str], settings: dict[str, Any]
+) -> Iterator[dict[str, object]]:
+    """Compile ``kernel`` of ``plugin``, with ``settings`` of its options, in each dtype, and yield one row each."""
     registry = discover()
     (spec,) = [spec for spec in registry.plugin(plugin).kernels if str(spec) == kernel]
+    spec = spec.configured("veomni verify", settings)
     contract = contract_for(registry.op(spec.op_name), spec.variant)
     for dtype in dtypes:
         start = time.perf_counter()
@@ -38,9 +42,9 @@ def probe(plugin: str, kernel: str, hardware: str, dtypes: list[str]) -> Iterato
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Append the rows to a file: the plugin, the kernel, the hardware, the dtypes, ``0/1``, the file."""
-    plugin, kernel, hardware, dtypes, _, file = arguments
-    for row in probe(plugin, kernel, hardware, dtypes.split(",")):
+    """Append the rows to a file: the plugin, the kernel, the hardware, the dtypes, ``0/1``, the file, options."""
+    plugin, kernel, hardware, dtypes, _, file, *options = arguments
+    for row in probe(plugin, kernel, hardware, dtypes.split(","), json.loads(options[0]) if options else {}):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(row) + "\n")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from json import JSONDecodeError, loads
 from pathlib import Path
 from threading import Lock
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,7 +32,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, suggest
+from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, did_you_mean, suggest
 from veomni_core.planning.certificates import Certificate, keep, write_certificates
 from veomni_core.planning.failed_checks import remember
 from veomni_core.planning.this_machine import CheckedKernel, ThisMachine
@@ -97,6 +99,14 @@ def verify(
             "for the last. Nothing is certified then."
         ),
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="NAME=VALUE",
+            help="Only kernels that have this option, with this value, as a job sets it. May be given several times.",
+        ),
+    ] = None,
     slow: Annotated[
         bool, typer.Option("--slow", help="Also check kernels whose check takes many minutes, each by several jobs.")
     ] = False,
@@ -123,11 +133,16 @@ def verify(
     # Before torch is imported: a broken device library may make that fail, and the device's plugin can say why.
     where = _device(registry, device, launch) if compile_for is None else _target(registry, compile_for)
     wanted = find_op(registry, op).name if op else None
-    wholes = [
-        _Asked(record, spec, dtypes)
+    chosen = [
+        (record, spec)
         for record in records
         for spec in record.kernels
         if wanted in (None, spec.op_name) and kernel in (None, spec.name, str(spec))
+    ]
+    chosen = configured(chosen, option or ())
+    wholes = [
+        _Asked(record, spec, dtypes)
+        for record, spec in chosen
         for dtypes in _checked_together(spec, dtype, 1 if spec.hardware.unmet(where.hardware) else jobs)
     ]
 
@@ -171,7 +186,7 @@ def verify(
     if compile_for is None:
         plugins = [(registry.plugin(name), of_it) for name, of_it in joined_rows.items()]
         kept = ((record, of_it if launch is None else failures(of_it)) for record, of_it in plugins)
-        passed = [each for record, of_it in kept for each in keep_results(of_it, record, where.hardware)]
+        passed = [each for record, of_it in kept for each in keep_results(of_it, record, where.hardware, specs)]
         if certify is not None:
             write_certificates(certify, passed)
     nothing = _why_nothing_ran(rows, kernel, op, [str(spec) for record in records for spec in record.kernels])
@@ -187,6 +202,41 @@ def verify(
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def configured(
+    kernels: list[tuple[PluginRecord, KernelSpec]], options: Sequence[str]
+) -> list[tuple[PluginRecord, KernelSpec]]:
+    """Those of the kernels that have all these options (``name=value``), set so.
+
+    Raises:
+        ConfigError: one is not ``name=value``, no kernel has it, or its value is not allowed.
+    """
+    values: dict[str, str] = {}
+    for option in options:
+        name, found, value = option.partition("=")
+        if not found:
+            raise ConfigError(f"--option {option}: write it as NAME=VALUE")
+        known = {each.name for _, spec in kernels for each in spec.options}
+        if name not in known:
+            has = did_you_mean(name, known) if known else "They have none"
+            raise ConfigError(f"--option {option}: no kernel that is asked for has an option {name!r}. {has}")
+        values[name] = value
+    if not values:
+        return kernels
+    having = [each for each in kernels if values.keys() <= {option.name for option in each[1].options}]
+    if not having:
+        raise ConfigError(f"--option: no kernel has all of {', '.join(values)}")
+    return [(record, spec.configured("--option", _typed(spec, values))) for record, spec in having]
+
+
+def _typed(spec: KernelSpec, values: Mapping[str, str]) -> dict[str, Any]:
+    """The values as JSON has them (``8``, ``true``), but text where an option takes text, or where they are none."""
+    typed: dict[str, Any] = dict(values)
+    for name in (option.name for option in spec.options if not isinstance(option.default, str)):
+        with suppress(JSONDecodeError):
+            typed |= {name: loads(values[name])} if name in values else {}
+    return typed
 
 
 @dataclass(frozen=True)
@@ -306,12 +356,15 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.result in (FAILED, EXPECTED) and row.cases]
 
 
-def keep_results(rows: Iterable[Row], record: PluginRecord, hardware: Hardware) -> list[Certificate]:
+def keep_results(
+    rows: Iterable[Row], record: PluginRecord, hardware: Hardware, specs: Mapping[str, KernelSpec] | None = None
+) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
-    A contract that failed, or a skipped kernel, says nothing.
+    A contract that failed, or a skipped kernel, says nothing. ``specs`` are those of the rows, by name, where not all
+    are the record's own: with options they are others.
     """
-    machine, specs = ThisMachine(hardware), {str(spec): spec for spec in record.kernels}
+    machine, specs = ThisMachine(hardware), {str(spec): spec for spec in record.kernels} | dict(specs or {})
     failed: dict[CheckedKernel, str] = {}
     passed: list[Certificate] = []
     for row in rows:

@@ -120,7 +120,9 @@ class Checks:
         with tempfile.TemporaryDirectory() as folder:
             written, errors = Path(folder) / "rows", Path(folder) / "errors"
             # Results go through a file, since kernels may print to standard output.
-            arguments = [plugin, str(spec), where, ",".join(dtypes), f"{part[0]}/{part[1]}", str(written)]
+            unset = str(replace(spec, settings=()))
+            arguments = [plugin, unset, where, ",".join(dtypes), f"{part[0]}/{part[1]}", str(written)]
+            arguments += [json.dumps(dict(spec.settings))] if spec.settings else []
             problem = self._run(arguments, errors, timeout)
             lines = written.read_text().splitlines() if written.exists() else []
         rows = [Row(**{**json.loads(line), "kernel": str(spec)}) for line in lines]
