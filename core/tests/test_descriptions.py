@@ -226,3 +226,9 @@ def test_two_plugins_that_name_one_variant_differently_claim_one_kernel(install)
     install("plugin-a", plugin(variant="qwen3_5"))
     install("plugin-b", plugin(variant="offset").replace('"kept"', '"kept_b"'))
     assert discover({}).conflicts == {("rms_norm", "offset", "other"): ("plugin-a 1.0", "plugin-b 1.0")}
+
+
+def test_positional_arguments_of_an_op_are_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="OpSpec takes its arguments by keyword"):
+        op = OpSpec("new_op", ("a",), "new_op_implementation", contract="m:C")
+    assert op == OpSpec(name="new_op", variants=("a",), config_field="new_op_implementation", contract="m:C")
