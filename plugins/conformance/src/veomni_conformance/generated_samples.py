@@ -209,7 +209,7 @@ def _is_a_choice(subject: Subject, sample: Sample, exact: Outcome, base: Positio
         moved, before = near.gradients[name], usual.gradients[name]
         if gradient is not None and moved is not None and before is not None:
             triples.append((moved, gradient, before))
-    return any(float((a - b).norm()) > _JUMP * float(c.norm()) for a, b, c in triples)
+    return any(float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples)
 
 
 def _is_certain(subject: Subject, sample: Sample, exact: Outcome, found: Outcome | None) -> bool:
