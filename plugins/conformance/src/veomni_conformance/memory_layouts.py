@@ -112,7 +112,9 @@ def _chooses_among_equals(subject: Subject, sample: Sample, exact: Outcome, usua
     near = subject.reference(map_tensors(sample, nudge))
     triples = [*zip(near.results, exact.results, usual.results, strict=True)]
     triples += [(near.gradients[name], each, usual.gradients[name]) for name, each in exact.gradients.items()]  # type: ignore[misc]
-    return any(float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples if b is not None)
+    return any(
+        float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples if b is not None
+    )
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
