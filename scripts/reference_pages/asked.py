@@ -102,7 +102,7 @@ def _found(evidence: Evidence, calls: Mapping[str, list[_Call]]) -> Iterator[str
         if found and all(each is True for each in found):
             yield f"`{op}` x{len(found)}"
         elif found:
-            yield f"`{op}` {', '.join(map(_text, sorted({*found} - {True})))}"
+            yield f"`{op}` {', '.join(map(_text, sorted({each for each in found if each is not True})))}"
 
 
 def _as_list(found: Any) -> list[Any]:
@@ -188,7 +188,7 @@ def _wider_values(call: _Call) -> str | None:
 
 
 def _aligned(call: _Call) -> set[int]:
-    return {x.shape[-1] for x in call.learned if x.dim() and x.shape[-1] % _TILE == 0 and x.shape[-1] > 2 * _TILE}
+    return {size for x in call.learned for size in x.shape if size % _TILE == 0 and size > 2 * _TILE}
 
 
 def _one_more(call: _Call) -> set[int]:
@@ -305,7 +305,7 @@ KINDS: dict[str, Evidence] = {
     "top k above 8": _choices,
     "many experts": _experts,
     "empty experts at the end": _empty_at_the_end,
-    "three options and more together": lambda call: ", ".join(call.given) if len(call.given) > 2 else None,
+    "three options and more together": lambda call: len(call.given) if len(call.given) > 2 else None,
     "rows without keys": _masked_rows,
     "sequences that are all padding": _padding_only,
     "empty sequences": lambda call: (lengths := _boundaries(call)) is not None and bool((lengths == 0).any()),

@@ -165,7 +165,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield Sample("odd sizes", (logits(3, 21, 7), 7, 2))
     yield Sample("one layer, top 1", (logits(1, 16, 4), 4, 1))
-    yield Sample("many experts", (logits(2, 65, 64), 64, 12))
+    yield Sample("many experts", (logits(2, 30, 64), 64, 8))
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
     mask[0, 5:], mask[2, 1:] = 0, 0
     yield Sample("a mask", (logits(2, 24, 8), 8, 2, mask))
@@ -194,7 +194,9 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("top_k left to its default", (logits(2, 16, 8), 8), values_only=True)
     padded = torch.ones(5, 13, dtype=torch.int32, device=device)
     padded[1, :9], padded[3] = 0, 0
-    yield Sample("65 tokens, one sequence all padding", (logits(3, 65, 16), 16, 9, padded), values_only=True)
+    some = logits(3, 65, 16, skew=1.0)
+    yield Sample("65 tokens, one sequence all padding", (some, 16, 9, padded), values_only=True)
+    yield Sample("twelve of 64 experts", (logits(2, 65, 64, skew=1.0), 64, 12), values_only=True)
     yield Sample("one expert", (logits(2, 9, 1), 1, 1), values_only=True)
 
 
@@ -250,7 +252,7 @@ def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
     mask[0, 5:], mask[2, 1:] = 0, 0
     yield Sample("a mask", (logits(2, 24), 16, 4, 3, mask))
-    yield Sample("65 tokens, twelve choices", (logits(2, 65), 16, 4, 12), values_only=True)
+    yield Sample("65 tokens, nine choices", (logits(2, 65), 16, 4, 9), values_only=True)
 
 
 CONTRACTS = {
