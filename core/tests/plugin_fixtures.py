@@ -41,7 +41,15 @@ VEOMNI_PLUGIN_API_VERSION = 1
 @hookimpl
 def veomni_ops():
     published = {"far": "veomni-far"}
-    return [OpSpec("far_op", ("standard",), "far_op_implementation", contract="m:c", published=published)]
+    return [
+        OpSpec(
+            name="far_op",
+            variants=("standard",),
+            config_field="far_op_implementation",
+            contract="m:c",
+            published=published,
+        )
+    ]
 """
 
 

@@ -76,6 +76,17 @@ class CallingLayers(Layers):
         yield ForwardChange(model.get_submodule(site.path), self.forward(kernel, None), calls=within)
 
 
+class ReadingLayers(Layers):
+    """Takes the norms' weights into a kernel of its own; calls one of the norms."""
+
+    def install(self, model, site, kernel, spec):
+        def forward(self, hidden_states, **kwargs):
+            weights = self.input_layernorm.weight, self.post_attention_layernorm.weight
+            return self.post_attention_layernorm(hidden_states * weights[0] * weights[1])
+
+        yield ForwardChange(model.get_submodule(site.path), forward, calls=("self_attn", "mlp"))
+
+
 class MlpsAsNorms(Rule):
     """Claims the modules that the core's rule for gated MLPs has, for another op."""
 

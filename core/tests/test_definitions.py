@@ -69,7 +69,9 @@ DEFINITIONS = """
 
     @hookimpl
     def veomni_ops():
-        return [OpSpec("acme_double", ("plain",), "acme_double_implementation", contract="acme:C", published=PUBLISHED)]
+        field = "acme_double_implementation"
+        named = dict(name="acme_double", variants=("plain",), config_field=field)
+        return [OpSpec(**named, contract="acme:C", published=PUBLISHED)]
 
     @hookimpl
     def veomni_sites():

@@ -160,7 +160,8 @@ def test_strict_raises_for_a_kernel_that_would_be_left_out(install, op, variant,
 
 
 def test_a_kernel_of_an_op_that_a_failed_plugin_defines_is_left_out_with_that_reason(install):
-    describe = "\n@hookimpl\ndef veomni_ops():\n    return [OpSpec('new_op', ('a',), {field!r}, contract='m:C')]\n"
+    op = "OpSpec(name='new_op', variants=('a',), config_field={field!r}, contract='m:C')"
+    describe = "\n@hookimpl\ndef veomni_ops():\n    return [" + op + "]\n"
     head = "from veomni_core import OpSpec, hookimpl\nVEOMNI_PLUGIN_API_VERSION = 1\n"
     install("op-plugin", head + describe.format(field="rms_norm_implementation"))
     install("user-plugin", plugin("new_op", "a"))
@@ -225,3 +226,9 @@ def test_two_plugins_that_name_one_variant_differently_claim_one_kernel(install)
     install("plugin-a", plugin(variant="qwen3_5"))
     install("plugin-b", plugin(variant="offset").replace('"kept"', '"kept_b"'))
     assert discover({}).conflicts == {("rms_norm", "offset", "other"): ("plugin-a 1.0", "plugin-b 1.0")}
+
+
+def test_positional_arguments_of_an_op_are_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="OpSpec takes its arguments by keyword"):
+        op = OpSpec("new_op", ("a",), "new_op_implementation", contract="m:C")
+    assert op == OpSpec(name="new_op", variants=("a",), config_field="new_op_implementation", contract="m:C")

@@ -59,12 +59,13 @@ BAD_PLUGINS = {
         "'>>' is not a package requirement",
     ),
     "redefines a core op": (
-        API + "@hookimpl\ndef veomni_ops():\n    return [OpSpec('rms_norm', ('a',), 'my_field', contract='m:C')]",
+        API + "@hookimpl\ndef veomni_ops():\n"
+        "    return [OpSpec(name='rms_norm', variants=('a',), config_field='my_field', contract='m:C')]",
         "op 'rms_norm' is defined by",
     ),
     "takes a core field": (
         API + "@hookimpl\ndef veomni_ops():\n"
-        "    return [OpSpec('mine', ('a',), 'rms_norm_implementation', contract='m:C')]",
+        "    return [OpSpec(name='mine', variants=('a',), config_field='rms_norm_implementation', contract='m:C')]",
         "config field 'rms_norm_implementation' is defined by",
     ),
 }
@@ -101,7 +102,8 @@ def test_the_traceback_is_kept(install):
 def test_naming_a_kernel_of_a_failed_plugin_gives_its_reason(install):
     install(
         "bad-plugin",
-        API + "@hookimpl\ndef veomni_ops():\n    return [OpSpec('rms_norm', ('a',), 'f', contract='m:C')]\n"
+        API + "@hookimpl\ndef veomni_ops():\n"
+        "    return [OpSpec(name='rms_norm', variants=('a',), config_field='f', contract='m:C')]\n"
         "@hookimpl\ndef veomni_kernels():\n    return [KernelSpec('mine', 'rms_norm', 'standard', 'm:f')]",
     )
     config = OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "mine"})

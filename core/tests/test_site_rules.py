@@ -18,6 +18,7 @@ from plugin_rules import (
     HoldingNorms,
     Layers,
     MlpsAsNorms,
+    ReadingLayers,
     SameNorms,
     WrongNorms,
     registry_with,
@@ -191,6 +192,16 @@ def test_a_forward_that_hides_what_is_bound_in_a_child_is_refused_with_both_name
     with pytest.raises(BindingError, match=message):
         bind(build("llama"), config, registry=registry_with(Layers, order=order))
     bind(build("llama"), config, registry=registry_with(CallingLayers, order=order))
+
+
+def test_a_norm_whose_weight_alone_is_read_is_not_bound_in_the_receipt():
+    config = ask(rms_norm_implementation="one", swiglu_mlp_implementation={"*.layers.0": "one", "default": "eager"})
+    receipt = bind(build("llama"), config, registry=registry_with(ReadingLayers)).receipt
+    why = "never called: the rule 'ReadingLayers' (swiglu_mlp_implementation) replaces the forward around it"
+    assert receipt.not_called == {"model.layers.0.input_layernorm": f"{why}, which only reads it"}
+    (op,) = [op for op in receipt.to_dict()["ops"] if op["op"] == "rms_norm"]
+    assert (op["bound"], op["found"]) == (4, 5)
+    assert "never called" in str(receipt)
 
 
 def test_a_forward_that_closes_over_its_module_is_refused_with_the_rule_named():

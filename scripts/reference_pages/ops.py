@@ -16,7 +16,8 @@ _HEAD = """# Ops and their contracts
 An op is a computation for which kernels can be plugged in. Each of its variants is defined by a reference in plain
 PyTorch, which on float64 inputs is the oracle. A kernel `y` meets the contract if for each result and each gradient,
 on every sample, `|y - o| <= element * (|o| + rms(o))` for every element and `norm(y - o) <= norm * norm(o)` for the
-whole tensor, where `o` is the oracle's. `veomni verify` runs the samples.
+whole tensor, where `o` is the oracle's. `veomni verify` runs the samples. [What contracts
+ask](asked.md) lists what they hold.
 """
 
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from veomni_conformance.cli.verify import failures, parts_of_check
+from veomni_conformance.cli.verify import configured, failures, parts_of_check
 from veomni_conformance.cli.verify_processes import EXPECTED, FAILED, OK, Row
-from veomni_core import KernelSpec
+from veomni_core import KernelOption, KernelSpec
+from veomni_core.errors import ConfigError
 
 
 def test_verify_exits_1_when_a_kernel_falls_short(veomni, install_healthy):
@@ -101,7 +102,8 @@ CONTRACTS_THAT_FAIL = """
 
     @hookimpl
     def veomni_ops():
-        return [OpSpec("twice", ("standard",), "twice_implementation", contract="{module}:CONTRACTS")]
+        field = "twice_implementation"
+        return [OpSpec(name="twice", variants=("standard",), config_field=field, contract="{module}:CONTRACTS")]
 
     @hookimpl
     def veomni_kernels():
@@ -346,3 +348,46 @@ def test_verify_begins_with_the_longest_and_answers_in_the_plugin_s_order(veomni
     data = json.loads(veomni("verify", "ordered-plugin", "--device", "cpu", "--json", code=1))
     assert [row["kernel"] for row in data["results"]] == ["rms_norm/offset:quick", "moe_experts/standard:long"]
     assert (tmp_path / "order").read_text().split() == ["moe_experts", "rms_norm"]
+
+
+def test_an_option_is_set_of_the_kernels_that_have_it():
+    options = (KernelOption("rows", 256, minimum=1), KernelOption("keep", "1", choices=("1", "2")))
+    plain = KernelSpec("plain", "swiglu_mlp", "standard", "m:f")
+    kernels = [(None, plain), (None, KernelSpec("mine", "swiglu_mlp", "standard", "m:f", options=options))]
+    assert configured(kernels, ()) is kernels
+    ((_, spec),) = configured(kernels, ("rows=8", "keep=2"))
+    assert spec.settings == (("keep", "2"), ("rows", 8))
+    for asked, message in (
+        ("rows", "write it as NAME=VALUE"),
+        ("row=8", "no kernel that is asked for has an option 'row'. Did you mean 'rows'?"),
+        ("rows=0", "--option: rows must be at least 1, got 0"),
+        ("rows=few", "rows must be of type int, got 'few'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            configured(kernels, (asked,))
+        assert message in str(caught.value)
+
+
+SCALED = """
+    from veomni_core import KernelOption, KernelSpec, hookimpl
+    from veomni_ops import swiglu_mlp
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def scaled(rows):
+        return lambda gate, up: swiglu_mlp.standard(gate, up) * (1.5 if rows == 8 else 1.0)
+
+    @hookimpl
+    def veomni_kernels():
+        options = (KernelOption("rows", 256, minimum=1),)
+        return [KernelSpec("mine", "swiglu_mlp", "standard", "{module}:scaled", options=options, dtypes=("float32",))]
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rows, result", [(4, "ok"), (8, "FAILED")])
+def test_verify_asks_one_value_of_an_option(veomni, install, rows, result):
+    install("scaled-plugin", SCALED)
+    (row,) = json.loads(veomni("verify", "scaled-plugin", "--option", f"rows={rows}", "--json", code=result != "ok"))[
+        "results"
+    ]
+    assert (row["kernel"], row["result"]) == (f"swiglu_mlp/standard:mine(rows={rows})", result)

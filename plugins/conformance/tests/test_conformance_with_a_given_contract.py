@@ -52,13 +52,23 @@ right_contracts = _contracts()
 @pytest.mark.parametrize("message", FAILING_CONTRACTS)
 def test_a_contract_that_fails_is_no_fault_of_the_kernel(message, monkeypatch):
     monkeypatch.setitem(globals(), "right_contracts", FAILING_CONTRACTS[message])
-    op = OpSpec("twice", ("standard",), "twice_implementation", contract=f"{__name__}:right_contracts")
+    op = OpSpec(
+        name="twice",
+        variants=("standard",),
+        config_field="twice_implementation",
+        contract=f"{__name__}:right_contracts",
+    )
     with pytest.raises(ContractError, match=re.escape(message)):
         check_kernel(KernelSpec("twice", "twice", "standard", f"{__name__}:_twice"), op=op)
 
 
 def test_a_contract_that_draws_in_its_own_way_is_asked_the_same():
-    op = OpSpec("twice", ("standard",), "twice_implementation", contract=f"{__name__}:right_contracts")
+    op = OpSpec(
+        name="twice",
+        variants=("standard",),
+        config_field="twice_implementation",
+        contract=f"{__name__}:right_contracts",
+    )
     report = check_kernel(KernelSpec("twice", "twice", "standard", f"{__name__}:_twice"), op=op)
     report.raise_if_failed()
     assert report.skipped == ("large samples",)

@@ -26,7 +26,7 @@ KERNEL_PLUGIN = """
 OPS = """
     @hookimpl
     def veomni_ops():
-        return [OpSpec("far_op", ("standard",), "far_op_implementation", contract="m:c")]
+        return [OpSpec(name="far_op", variants=("standard",), config_field="far_op_implementation", contract="m:c")]
 """
 
 

@@ -151,3 +151,9 @@ def test_names_that_have_moved_are_there_for_one_release():
             assert getattr(import_module(old), name) is getattr(import_module(new), name)
         with pytest.raises(AttributeError):
             getattr(import_module(old), "nothing")  # noqa: B009
+
+
+def test_a_result_on_meta_is_refused_with_what_to_run_instead():
+    x = torch.ones(3, device="meta")
+    with pytest.raises(SpecError, match=r"on the meta device, which has no values: .* Run probe.full_copy\(module\)"):
+        authoring.probe.miss(nn.Linear(3, 3, device="meta")(x), x, [x])

@@ -107,6 +107,7 @@ class Binding(Transformation):
             tuple((each.name, each.describe()) for each in applied),
             {path: "; ".join(all_reasons) for path, all_reasons in reasons.items()},
             "" if model is None else misplaced(model, self.plan) or planned_elsewhere(model, self.plan),
+            dict(self._changes.never_called()),
         )
 
 

@@ -40,6 +40,7 @@ class Receipt:
             the binding, and for example sequence parallelism.
         changed: by module path, which of their changes other code has overridden, so that a kernel no longer runs.
         misplaced: which kernel can't run on the device that the model is on now; empty if all can.
+        not_called: by module path, why a kernel that was put there never runs.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,6 +71,7 @@ class Receipt:
     transformations: tuple[tuple[str, str], ...] = ()
     changed: Mapping[str, str] = field(default_factory=dict)
     misplaced: str = ""
+    not_called: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def verified(self) -> tuple[str, ...]:
@@ -98,8 +100,9 @@ class Receipt:
             ],
             "changed": dict(self.changed),
             "misplaced": self.misplaced,
+            "not_called": dict(self.not_called),
             "kernels": [_kernel_to_dict(kernel) for kernel in self.plan.kernels],
-            "ops": [_op_to_dict(op) for op in self.plan.ops],
+            "ops": [{**_op_to_dict(op), "bound": self._bound(op)} for op in self.plan.ops],
         }
 
     def to_json(self) -> str:
@@ -113,8 +116,8 @@ class Receipt:
                 op.config_field,
                 op.shown,
                 ", ".join(op.chosen) if op.sites else "-",
-                f"{_bound(op)}/{len(op.sites)}" + (f" ({count} {DECLARED})" if (count := _declared(op)) else ""),
-                "; ".join(f"{reason} ({len(paths)})" for reason, paths in _eager_reasons(op).items()),
+                f"{self._bound(op)}/{len(op.sites)}" + (f" ({count} {DECLARED})" if (count := _declared(op)) else ""),
+                "; ".join(f"{reason} ({len(paths)})" for reason, paths in self._reasons(op).items()),
             )
             for op in self.plan.ops
             if op.sites or op.written
@@ -135,6 +138,16 @@ class Receipt:
         for path, what in self.changed.items():
             title += f"\nChanged since: {path}: {what}"
         return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
+
+    def _bound(self, op: OpDecision) -> int:
+        return sum(decision.bound and decision.site.path not in self.not_called for decision in op.sites)
+
+    def _reasons(self, op: OpDecision) -> dict[str, list[str]]:
+        """By reason, the sites at which no kernel of the op runs."""
+        reasons = _eager_reasons(op)
+        for path in (each.site.path for each in op.sites if each.bound and each.site.path in self.not_called):
+            reasons.setdefault(self.not_called[path], []).append(path)
+        return reasons
 
     def __str__(self) -> str:
         return self.table()
@@ -170,7 +183,6 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
         "written": op.written,
         "preset": op.preset,
         "chosen": list(op.chosen) if op.sites else [],
-        "bound": _bound(op),
         "found": len(op.sites),
         "declared": _declared(op),
         "left_out": list(op.left_out),
@@ -178,10 +190,6 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
             {"path": decision.site.path, "runs": decision.runs, "reason": decision.reason} for decision in op.left_eager
         ],
     }
-
-
-def _bound(op: OpDecision) -> int:
-    return sum(decision.bound for decision in op.sites)
 
 
 def _declared(op: OpDecision) -> int:

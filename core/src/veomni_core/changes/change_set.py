@@ -10,7 +10,7 @@ from typing import Any
 
 from veomni_core.changes.bound_classes import BoundClasses
 from veomni_core.changes.change import AttributeChange, Change, ClassChange, ForwardChange
-from veomni_core.changes.forward_functions import modules_held, names_in, reaches
+from veomni_core.changes.forward_functions import modules_held, names_in, only_reads, reaches
 from veomni_core.errors import BindingError, SpecError
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,16 @@ class ChangeSet:
                     f"{each.path or 'the model'} would never run. {_ONE_OF_THEM} If the new forward does use it, "
                     "declare that in its rule: ForwardChange(..., calls=(its name,))"
                 )
+
+    def never_called(self) -> Iterator[tuple[str, str]]:
+        """``(module path, why)`` of each new forward that no other calls: the one above it reads its module alone."""
+        forwards = {each.path: each for each in self._owned if isinstance(each.change, ForwardChange)}
+        for path in forwards:
+            for above in _paths_above(path):
+                name = path.removeprefix(f"{above}." if above else "").split(".")[0]
+                holder = forwards.get(above)
+                if holder is not None and not holder.change.keeps_original and only_reads(holder.change.forward, name):
+                    yield path, f"never called: {holder.owner} replaces the forward around it, which only reads it"
 
     def changed(self, changed_again: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
         """``(module path, reason)`` of every site that does not run what was bound, or runs it in another way.

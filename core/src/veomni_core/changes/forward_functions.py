@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
+from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -53,6 +55,17 @@ def names_in(function: Function) -> set[str]:
         for cell in layer.__closure__ or ():
             names.update(_strings(_contents(cell)))
     return names
+
+
+def only_reads(function: Function, name: str) -> bool:
+    """Whether ``function`` names the attribute ``name`` only to read attributes of it: ``self.norm.weight``."""
+    uses = []
+    for layer in _layers(function):
+        for code in _codes(layer.__code__):
+            for one, following in pairwise(dis.get_instructions(code)):
+                if one.argval == name:
+                    uses.append(following.opname == "LOAD_ATTR" and following.argval not in ("forward", "__call__"))
+    return bool(uses) and all(uses)
 
 
 def modules_held(function: Function) -> Iterator[nn.Module]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from veomni_core.descriptions.field_types import (
     names_in,
@@ -17,9 +20,9 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import SpecError, did_you_mean
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """A computation for which kernels can be plugged in.
+    """A computation for which kernels can be plugged in. Its arguments are given by keyword.
 
     Args:
         name: the op's name, as ``rms_norm``.
@@ -92,6 +95,20 @@ class OpSpec:
     def canonical_variant(self, variant: str) -> str:
         """``variant`` with an alias resolved."""
         return self.variant_aliases.get(variant, variant)
+
+
+def _by_keyword(init: Any) -> Any:
+    @functools.wraps(init)
+    def by_keyword(self: OpSpec, *args: Any, **fields: Any) -> None:
+        if args:
+            advice = "write OpSpec(name=..., variants=..., ...); positional arguments end with the next minor release"
+            warnings.warn(f"OpSpec takes its arguments by keyword: {advice}", FutureWarning, stacklevel=2)
+        init(self, **dict(zip(OpSpec.__dataclass_fields__, args, strict=False)), **fields)
+
+    return by_keyword
+
+
+OpSpec.__init__ = _by_keyword(OpSpec.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

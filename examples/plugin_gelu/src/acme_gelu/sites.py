@@ -36,9 +36,10 @@ class GeluModules(ModuleLocator):
 def _miss(module: nn.Module) -> float:
     """The share by which values, gradients or bfloat16's bits of the module's own code differ from the contract's."""
     with probe.seeded():
+        copy = probe.full_copy(module)  # models may be on the meta device and in bfloat16
         x = probe.random(7, 33, scale=4.0).requires_grad_()
         rounded = probe.random(7, 33, dtype=torch.bfloat16, scale=4.0)
         return max(
-            probe.miss(module(x), tanh(x), [x]),
-            probe.rounded_miss(module(rounded), tanh(rounded)),
+            probe.miss(copy.float()(x), tanh(x), [x]),
+            probe.rounded_miss(copy.bfloat16()(rounded), tanh(rounded)),
         )

@@ -46,6 +46,7 @@ def causal(
     divisor: Any = num_items_in_batch
     if divisor is None:
         divisor = (labels != ignore_index).sum().clamp_min(1)
+    labels = labels.long()
     differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
     total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
     return total / divisor

@@ -11,17 +11,23 @@ from torch.linalg import vector_norm
 
 from veomni_ops.contract import Tolerance
 
+_NEAR = 1.5  # times the tolerance: another order of summation may be all that is wrong
+
 
 def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tuple[float, str | None]:
     """The largest error of ``found`` as a share of the tolerance, and a sentence if it exceeds the tolerance.
 
-    If all of ``exact`` (float64) is zero, all of ``found`` must be zero too. ``what`` names the tensor in the sentence.
+    If all of ``exact`` (float64) is zero, all of ``found`` must be zero too. Integers must be equal. ``what`` names the
+    tensor in the sentence.
     """
     if found.shape != exact.shape:
         return float("inf"), f"{what} has shape {plain(found.shape)}, expected {plain(exact.shape)}"
     if not exact.numel():
         return 0.0, None
     exact = exact.detach()
+    if not exact.is_floating_point():
+        wrong = int((found.to(exact.device) != exact).sum())
+        return (float("inf"), f"{what} is another integer in {wrong} places") if wrong else (0.0, None)
     error, norm = (found.detach().to(exact.device).double() - exact).abs(), vector_norm(exact)
     root_mean_square = norm / math.sqrt(exact.numel())
     # Read together: each of them alone would wait for the GPU. The largest of NaN and numbers is NaN.
@@ -40,9 +46,18 @@ def distance(found: Tensor, exact: Tensor, allowed: Tolerance, what: str) -> tup
     problem = None
     for measure, value, limit in (("element", element, allowed.element), ("norm", in_norm, allowed.norm)):
         if value > limit:
-            problem = f"{what} is off: {measure} error {value:.1e}, allowed {limit:.1e}"
+            near = ", near the limit" if value <= _NEAR * limit else ""
+            problem = f"{what} is off: {measure} error {value:.1e}, allowed {limit:.1e}{near}"
             break
     return max(element / allowed.element, in_norm / allowed.norm), problem
+
+
+def bias(found: Tensor, exact: Tensor) -> tuple[float, float]:
+    """By which share ``found`` is longer than ``exact`` along it, and its distance from it as a share of its norm."""
+    exact = exact.detach().flatten()
+    error, norm = found.detach().to(exact.device).double().flatten() - exact, vector_norm(exact)
+    along, away = torch.stack((torch.dot(error, exact) / norm.square(), vector_norm(error) / norm)).tolist()
+    return along, away
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -51,8 +66,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share a storage, so that writing into one could change the other."""
-    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether two tensors share a storage, an empty one too, so that writing into one could change the other."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def plain(value: Any) -> str:

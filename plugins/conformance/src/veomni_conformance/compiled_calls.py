@@ -1,6 +1,8 @@
-"""Checks that ``torch.compile`` captures a call whole and once for all numbers of rows, for kernels that promise it.
+"""Checks that compiled calls are right, and captured whole and once for all numbers of rows by kernels that promise it.
 
-The captured graph runs by PyTorch's own operators (backend ``aot_eager``): what a compiler makes of it is not checked.
+A model that is compiled reaches every kernel in it, with a graph break where the kernel can't be captured. The captured
+graph runs by PyTorch's own operators (backend ``eager``, or ``aot_eager`` where one graph is promised): what a compiler
+makes of it is not checked.
 """
 
 from __future__ import annotations
@@ -24,6 +26,20 @@ def check_compiled_calls(subject: Subject, position: Position) -> Iterator[str]:
     yield from reveal("where torch.compile captures it whole", lambda: _compiled(subject, position))
 
 
+def check_compiled_with_breaks(subject: Subject, position: Position) -> Iterator[str]:
+    """Compile calls of a kernel that may break the graph: on a sample, and on other values of its shapes."""
+
+    def compiled() -> str | None:
+        kernel = subject.kernel
+        subject.kernel = torch.compile(_own_code(kernel), backend="eager")
+        try:
+            return subject.plain_problem(position) or subject.plain_problem(position, other=True)
+        finally:
+            subject.kernel = kernel
+
+    yield from reveal("under torch.compile", compiled)
+
+
 def _compiled(subject: Subject, position: Position) -> str | None:
     from torch._dynamo.backends.debugging import aot_eager
 
@@ -35,13 +51,7 @@ def _compiled(subject: Subject, position: Position) -> str | None:
         return aot_eager(graph, inputs, **options)
 
     kernel = subject.kernel
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*args, **kwargs)
-
-    # A code object of its own: torch.compile limits how often one is compiled in a process.
-    call.__code__ = call.__code__.replace()
-    subject.kernel = torch.compile(call, fullgraph=True, dynamic=True, backend=counting)
+    subject.kernel = torch.compile(_own_code(kernel), fullgraph=True, dynamic=True, backend=counting)
     try:
         for sample in _batches(subject, position):
             exact = subject.reference(to_float64(copy_of(sample)))
@@ -50,6 +60,16 @@ def _compiled(subject: Subject, position: Position) -> str | None:
     finally:
         subject.kernel = kernel
     return None if graphs == 1 else f"it is compiled {graphs} times for {len(_BATCHES)} numbers of rows"
+
+
+def _own_code(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel in a function of its own: torch.compile limits how often one code object is compiled in a process."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def _batches(subject: Subject, position: Position) -> Iterator[Sample]:

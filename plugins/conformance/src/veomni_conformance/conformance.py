@@ -14,18 +14,23 @@ processes, see :mod:`veomni_conformance.rank_process`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
 
 from veomni_conformance.batch_invariance import check_batch_invariance
 from veomni_conformance.calls_in_flight import check_calls_in_flight
 from veomni_conformance.comparison import one_line
-from veomni_conformance.compiled_calls import check_compiled_calls
+from veomni_conformance.compiled_calls import check_compiled_calls, check_compiled_with_breaks
 from veomni_conformance.concurrent_calls import check_concurrent_calls
 from veomni_conformance.custom_operators import check_custom_operators
 from veomni_conformance.frozen_inputs import check_frozen_inputs
 from veomni_conformance.generated_samples import MISSING, check_generated_samples, hypothesis_is_installed
 from veomni_conformance.gradients_in_use import check_gradients_in_use
+from veomni_conformance.huge_calls import asks_for_huge_calls, check_huge_calls
+from veomni_conformance.kernel_options import check_options
 from veomni_conformance.later_steps import check_later_steps
 from veomni_conformance.memory_layouts import check_memory_layouts
 from veomni_conformance.mixed_dtypes import check_autocast, check_mixed_dtypes
@@ -35,8 +40,8 @@ from veomni_conformance.process_state import ProcessState, check_process_state
 from veomni_conformance.rank_check import check_on_ranks
 from veomni_conformance.report import CaseResult, ConformanceReport
 from veomni_conformance.second_derivatives import check_second_derivatives
-from veomni_conformance.situations import first_of
-from veomni_conformance.subject import Position, Subject
+from veomni_conformance.situations import first_of, reveal
+from veomni_conformance.subject import Position, Subject, described
 from veomni_conformance.time_spent import TimeSpent, compilers_counted
 from veomni_conformance.values import check_values
 from veomni_core.descriptions.kernel_spec import KernelSpec
@@ -156,7 +161,7 @@ def _cases(
     if fail_fast:  # by the values of all samples first: the situations of training take most of the time
         for position in computed[index::count]:
             if (case := _guarded(subject, position)).failures:
-                yield case
+                yield _described(subject, position, case)
 
     def is_asked(position: Position) -> bool:
         if alone or position not in computed:
@@ -175,11 +180,14 @@ def _cases(
         if not case.failures and is_asked(position):
             first = not forms
             forms.add(_form(subject, position))
+            # As parameters on the first form, on the second as plain tensors, and so on.
+            subject.draws_parameters = len(forms) % 2 == 1
             failures = _uses(subject, position, _neighbour(position, computed), first)
             case = case.with_failures(first_of(failures) if fail_fast else failures)
+            subject.draws_parameters = False
         subject.forget(position)
         passes = passes and not case.failures
-        yield case
+        yield _described(subject, position, case)
     if subject.spec.backward and computed and not index:
         yield check_second_derivatives(subject, computed[0])
     # A fault that is known already would only be found again, in other words.
@@ -193,6 +201,13 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
     yield CaseResult("custom operators", tuple(check_custom_operators(subject, computed[0])))
     if subject.spec.fullgraph:
         yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))
+    elif every_form:
+        smallest = _smallest(subject, computed) or computed[0]
+        yield CaseResult("compiled", tuple(check_compiled_with_breaks(subject, smallest)))
+    if subject.spec.options and not subject.spec.settings:
+        yield CaseResult("options", tuple(check_options(subject, computed)))
+    if asks_for_huge_calls(subject):
+        yield check_huge_calls(subject, computed)
     found = check_generated_samples(subject, computed, interpreted=not every_form)
     yield CaseResult("generated samples", tuple(found))
     before.restore()
@@ -226,13 +241,34 @@ def _uses(subject: Subject, position: Position, neighbour: Position, first: bool
         check_batch_invariance,
     )
     before = ProcessState()
-    yield from check_process_state(subject, position, other_threads=first)
-    before.restore()
-    for question in questions:
-        yield from question(subject, position)
+    asked = chain(
+        (partial(check_process_state, other_threads=first),),
+        questions,
+        (partial(check_calls_in_flight, neighbour=neighbour),),
+    )
+    for question in asked:
+        for sentence in question(subject, position):
+            before.restore()
+            also = _of_a_plain_call(subject, position)
+            before.restore()
+            yield f"{sentence}; {also}" if also else sentence
         before.restore()
-    yield from check_calls_in_flight(subject, position, neighbour)
-    before.restore()
+
+
+def _of_a_plain_call(subject: Subject, position: Position) -> str | None:
+    """About a call that is in no situation, if it fails too: the situation is not to blame then."""
+    for other, words in (
+        (True, "on other values of the same shapes"),
+        (False, "on the sample, which it computed before"),
+    ):
+        call = partial(subject.plain_problem, position, other)
+        for sentence in reveal(f"and not only there: {words}", call):
+            return sentence
+    return None
+
+
+def _described(subject: Subject, position: Position, case: CaseResult) -> CaseResult:
+    return replace(case, call=described(subject, subject.sample(position))) if case.failures else case
 
 
 def _neighbour(position: Position, computed: list[Position]) -> Position:

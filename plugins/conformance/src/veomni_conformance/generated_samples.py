@@ -19,16 +19,19 @@ from typing import Any
 
 import torch
 
-from veomni_conformance.comparison import distance, one_line, same
-from veomni_conformance.sample_changes import INFINITE, MEMORY, USUAL, VALUES, SampleChange, nudged
+from veomni_conformance.comparison import distance, one_line
+from veomni_conformance.sample_changes import INFINITE, MEMORY, ONE, USUAL, VALUES, SampleChange, nudged
 from veomni_conformance.sample_tensors import copy_of, to_float64
-from veomni_conformance.subject import Outcome, Position, Subject
+from veomni_conformance.subject import Outcome, Position, Subject, described
+from veomni_conformance.tensor_layouts import CONTIGUOUS
+from veomni_conformance.values import damage
 from veomni_core.errors import ContractError
 from veomni_ops.contract import Sample
 
 MISSING = "combinations of generated samples: Hypothesis is not installed (pip install 'veomni-conformance[testing]')"
 _BASES = 4  # the smallest samples, from which calls are made
 _MANY = tuple(range(33))  # rows: more than the 32 that many kernels put into a tile
+_ONE_MORE = tuple(range(65))  # than a tile of 64 has
 _EXAMPLES = 16
 _ROUNDING = 0.25  # of the dtype's precision
 _NUDGE = 1e-12  # far above the rounding of float64
@@ -37,7 +40,10 @@ _ALONE = (
     SampleChange(rows=()),
     SampleChange(memory=("overlapping",)),
     SampleChange(rows=_MANY),
-    SampleChange(rows=(0,)),
+    SampleChange(rows=_ONE_MORE),
+    SampleChange(rows=(0,), memory=(CONTIGUOUS,)),
+    SampleChange(values=(ONE,)),
+    SampleChange(values=(USUAL, ONE)),
     *(SampleChange(values=(kind,)) for kind in VALUES if kind != USUAL),
     *(SampleChange(values=(kind, USUAL)) for kind in ("denormal", INFINITE)),
     SampleChange(memory=("expanded",)),
@@ -142,7 +148,7 @@ def _wrong(subject: Subject, call: _Call) -> str | None:
     called = copy_of(sample)
     try:
         found = _outcome(subject, called, call)
-        problem = _written(subject, called, sample) or subject.problem(found, exact) or _not_finite(found)
+        problem = _damaged(subject, called, sample, found) or subject.problem(found, exact) or _not_finite(found)
         if INFINITE in call.change.values and _spreads_in_its_row(found):
             return None
     except Exception as error:  # whatever a kernel raises on a legal call is a failure of the kernel
@@ -150,7 +156,7 @@ def _wrong(subject: Subject, call: _Call) -> str | None:
     if not problem or _is_a_choice(subject, sample, exact, call.base) or not _is_certain(subject, sample, exact, found):
         return None
     modes = ", under torch.no_grad()" * call.without_gradients + ", called again" * call.again
-    return f"made from {sample.name!r} ({call.change}){modes}: {problem}"
+    return f"made from {sample.name!r} ({call.change}){modes}: {problem} [{described(subject, sample)}]"
 
 
 def _outcome(subject: Subject, sample: Sample, call: _Call) -> Outcome:
@@ -167,10 +173,9 @@ def _spreads_in_its_row(found: Outcome) -> bool:
     return bool(broken) and all(result.dim() and bool(result[1:].isfinite().all()) for result in broken)
 
 
-def _written(subject: Subject, called: Sample, sample: Sample) -> str | None:
-    untouched = subject.inputs(sample)
-    wrong = [name for name, x in subject.inputs(called).items() if not same(x.detach(), untouched[name].detach())]
-    return f"it wrote into its input {wrong[0]}" if wrong else None
+def _damaged(subject: Subject, called: Sample, sample: Sample, found: Outcome) -> str | None:
+    words = next(damage(subject, called, sample, found.results), None)
+    return words and (words if words.startswith("its") else f"it {words}")
 
 
 def _not_finite(found: Outcome) -> str | None:
@@ -204,7 +209,7 @@ def _is_a_choice(subject: Subject, sample: Sample, exact: Outcome, base: Positio
         moved, before = near.gradients[name], usual.gradients[name]
         if gradient is not None and moved is not None and before is not None:
             triples.append((moved, gradient, before))
-    return any(float((a - b).norm()) > _JUMP * float(c.norm()) for a, b, c in triples)
+    return any(float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples)
 
 
 def _is_certain(subject: Subject, sample: Sample, exact: Outcome, found: Outcome | None) -> bool:

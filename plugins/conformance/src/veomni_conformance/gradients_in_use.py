@@ -21,6 +21,8 @@ def check_gradients_in_use(subject: Subject, position: Position) -> Iterator[str
     """Compute gradients in each of these ways, and compare them with the oracle's."""
     if not subject.spec.backward or not subject.differentiable(subject.sample(position)):
         return
+    if subject.draws_parameters:
+        yield from reveal("where its inputs are parameters", lambda: subject.plain_problem(position))
     yield from reveal("where `.grad` holds something and autograd.grad is asked", lambda: _untouched(subject, position))
     yield from reveal("where backward() runs in two steps", lambda: _accumulated(subject, position))
     yield from reveal("in a second backward of one graph", lambda: _twice(subject, position))
@@ -54,10 +56,12 @@ def _accumulated(subject: Subject, position: Position) -> str | None:
     sample = subject.draw(position)
     leaves = subject.differentiable(sample)
     for step in (1, 2):
-        reached = [result for result in subject.call(sample) if result.requires_grad]
+        results = subject.call(sample)
+        reached = [result for result in results if result.requires_grad]
         torch.autograd.backward(reached, [upstream_of(result) for result in reached])
         sums = {name: None if leaf.grad is None else leaf.grad / step for name, leaf in leaves.items()}
-        if problem := subject.problem(Outcome((), sums), _without_results(subject.exact(position))):
+        found = Outcome(tuple(result.detach() for result in results), sums)
+        if problem := subject.problem(found, subject.exact(position)):
             return f"{problem} after step {step}"
     return None
 

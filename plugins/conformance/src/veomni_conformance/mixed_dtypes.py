@@ -38,12 +38,14 @@ def check_autocast(subject: Subject, position: Position) -> Iterator[str]:
     def sample() -> Sample:
         return map_tensors(rounded.draw(position), partial(_as_dtype, dtype=subject.dtype))
 
+    plain_words = f"on values that {plain(low)} holds, without autocast"
     yield from first_of(
         sentence
         for inside, words in ((False, ""), (True, ", backward too"))
         for sentence in reveal(
             f"under autocast to {plain(low)}{words}",
             lambda i=inside: _compare(rounded, position, sample(), low, i, subject.dtype),  # type: ignore[misc]
+            without=(plain_words, lambda: _compare(rounded, position, sample(), None, False, subject.dtype)),
         )
     )
 

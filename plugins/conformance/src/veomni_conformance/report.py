@@ -8,6 +8,8 @@ from typing import Any
 
 from veomni_core.errors import ConformanceError
 
+_NEAR = 0.8  # of the tolerance
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -17,6 +19,7 @@ class CaseResult:
         sample: the sample's name.
         failures: one sentence per failure.
         worst_value, worst_gradient: the largest error, as a share of the tolerance (1.0 is the tolerance).
+        call: of a case that failed, the call's shapes, options and numbers, as ``x (3, 97), eps=1e-06``.
 
     Example:
         >>> case = CaseResult("odd width", failures=(), worst_value=0.25)
@@ -28,6 +31,7 @@ class CaseResult:
     failures: tuple[str, ...]
     worst_value: float = 0.0
     worst_gradient: float = 0.0
+    call: str = field(default="", repr=False)
 
     def with_failures(self, failures: Iterable[str]) -> CaseResult:
         """A copy of this case with more failures."""
@@ -71,8 +75,18 @@ class ConformanceReport:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One sentence per failure, with the sample's name."""
-        return tuple(f"sample {case.sample!r}: {failure}" for case in self.cases for failure in case.failures)
+        """One sentence per failure, with the sample's name and what it calls the kernel with."""
+        return tuple(
+            f"sample {case.sample!r}: {failure}{f' [{case.call}]' if case.call else ''}"
+            for case in self.cases
+            for failure in case.failures
+        )
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        """One sentence per sample that passed near the limit: where something rounds otherwise, it may fail."""
+        shares = ((case.sample, max(case.worst_value, case.worst_gradient)) for case in self.cases if not case.failures)
+        return tuple(f"sample {name!r} is at {share:.0%} of its tolerance" for name, share in shares if share > _NEAR)
 
     @property
     def shares(self) -> dict[str, tuple[float, float]]:

@@ -14,7 +14,7 @@ from veomni_conformance.subject import Subject
 from veomni_conformance.tensor_layouts import LAYOUTS
 from veomni_ops.contract import Contract, Sample
 
-USUAL, INFINITE = "usual", "infinite"
+USUAL, INFINITE, ONE = "usual", "infinite", "one"
 VALUES = (USUAL, "large", "denormal", "zero", "equal", INFINITE)
 MEMORY = (USUAL, *LAYOUTS, "overlapping", "expanded")
 
@@ -25,8 +25,8 @@ class SampleChange:
 
     Attributes:
         rows: the rows of the call, counted modulo the sample's; ``None`` leaves them.
-        values: for each input that wants a gradient, one of :data:`VALUES`; ``infinite`` is its first element only. How
-            large, and whether denormal, the op's contract says, and in which range an input stays.
+        values: for each input that wants a gradient, one of :data:`VALUES`, or ``one``; ``infinite`` is its first
+            element only. How large, and whether denormal, the op's contract says, and in which range an input stays.
         memory: for each tensor, one of :data:`MEMORY`.
         frozen: for each input that wants a gradient, whether it is frozen.
         shared: inputs of one shape, dtype and range lie over each other in one memory.
@@ -127,6 +127,8 @@ def _valued(tensor: Tensor, kind: str, contract: Contract) -> Tensor:
         return tensor * torch.finfo(tensor.dtype).tiny if contract.denormal_inputs else tensor
     if kind == "zero":
         return torch.zeros_like(tensor)
+    if kind == ONE:
+        return torch.ones_like(tensor)
     if kind == "equal":
         return torch.full_like(tensor, 0.5)
     changed = tensor.clone()

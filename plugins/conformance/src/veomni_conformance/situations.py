@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from veomni_conformance.comparison import one_line
 from veomni_core.errors import ContractError
@@ -10,11 +11,23 @@ from veomni_core.errors import ContractError
 Problem = Callable[[], str | None]
 
 
-def reveal(situation: str, problem: Problem, may_refuse: bool = False) -> Iterator[str]:
+def reveal(
+    situation: str, problem: Problem, may_refuse: bool = False, without: tuple[str, Problem] | None = None
+) -> Iterator[str]:
     """Yield the sentence "``situation``, ``problem``" if ``problem()`` returns a problem or raises.
 
     With ``may_refuse``, an exception with a message counts as success: the user of the kernel sees the error.
+    ``without`` is the same call without what the situation is about, and words for it. It is made where a problem was
+    found, and the sentence is about it if it fails too.
     """
+    if without is None:
+        yield from _revealed(situation, problem, may_refuse)
+        return
+    for sentence in _revealed(situation, problem, may_refuse):
+        yield from first_of(chain(_revealed(*without, may_refuse), (sentence,)))
+
+
+def _revealed(situation: str, problem: Problem, may_refuse: bool) -> Iterator[str]:
     try:
         found = problem()
     except ContractError:

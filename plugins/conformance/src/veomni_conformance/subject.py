@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from veomni_conformance.comparison import distance, one_line
 from veomni_conformance.sample_tensors import copy_of, map_tensors, tensors_of, to_float64, upstream_of
@@ -42,7 +42,8 @@ class Subject:
     """One kernel with its contract, on one device and in one dtype. All parts of the check work on it.
 
     A sample is identified by its :class:`Position`. ``other=True`` selects the same sample with other values: the next
-    batch, or the same tensors after an optimizer step.
+    batch, or the same tensors after an optimizer step. While ``draws_parameters`` is set, inputs that want gradients
+    are drawn as ``nn.Parameter``, which a kernel may treat in another way than plain tensors.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Subject:
                 raise ContractError(
                     f"{self._contract}: it has a range for {name!r}, no parameter of its reference. {hint}"
                 )
+        self.draws_parameters = False
         self._drawn: dict[tuple[Size, bool], list[Sample]] = {}
         self._exact: dict[tuple[Position, bool], Outcome] = {}
         self._result_dtypes: dict[Position, list[torch.dtype]] = {}
@@ -97,10 +99,11 @@ class Subject:
 
     def draw(self, position: Position, other: bool = False) -> Sample:
         """A fresh copy of one sample."""
-        first = self.sample(position)
-        if not other:
-            return copy_of(first)
-        return copy_of(_made_different(first, self._samples(position.size, other=True)[position.index]))
+        drawn = self.sample(position)
+        if other:
+            drawn = _made_different(drawn, self._samples(position.size, other=True)[position.index])
+        drawn = copy_of(drawn)
+        return map_tensors(drawn, _as_parameter) if self.draws_parameters else drawn
 
     def _samples(self, size: Size, other: bool) -> list[Sample]:
         if (size, other) not in self._drawn:
@@ -244,6 +247,10 @@ class Subject:
         with self.spent.on(COMPARING):
             return self._problem(found, exact, tolerances_of or self.dtype_name)
 
+    def plain_problem(self, position: Position, other: bool = False) -> str | None:
+        """What is wrong with a call on a fresh copy of one sample, as in :meth:`problem`."""
+        return self.problem(self.outcome(self.draw(position, other)), self.exact(position, other))
+
     def _problem(self, found: Outcome, exact: Outcome, name: str) -> str | None:
         if len(found.results) != len(exact.results):
             return f"it gives {len(found.results)} tensors, expected {len(exact.results)}"
@@ -267,9 +274,27 @@ class Subject:
         return f"the contract of {self.contract.op_name}/{self.contract.variant}"
 
 
+def described(subject: Subject, sample: Sample) -> str:
+    """The shapes of a call's tensors, and its options and numbers: ``x (3, 97), weight (97,) float32, eps=1e-06``."""
+    parts = []
+    for name, x in subject.inputs(sample).items():
+        dtype = "" if x.dtype in (subject.dtype, torch.int64) else f" {dtype_name(x.dtype)}"
+        parts.append(f"{name} {tuple(x.shape)}{dtype}")
+    named = [*zip(subject.parameters, sample.args, strict=False), *sample.kwargs.items()]
+    plain = (bool, int, float, str)
+    for name, value in named:
+        if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(each, plain) for each in value)):
+            parts.append(f"{name}={value!r}")
+    return ", ".join(parts)
+
+
 def result_name(index: int, count: int) -> str:
     """The name of a call's result in messages."""
     return "the result" if count == 1 else f"result {index}"
+
+
+def _as_parameter(tensor: Tensor) -> Tensor:
+    return nn.Parameter(tensor.detach()) if tensor.requires_grad else tensor
 
 
 def _made_different(first: Sample, other: Sample) -> Sample:

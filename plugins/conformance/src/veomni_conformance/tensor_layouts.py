@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 Layout = Callable[[Tensor], Tensor]
+CONTIGUOUS = "contiguous, with odd strides of dimensions of one"
 _ELSEWHERE = 77.0  # fills the gaps between elements: not 0, so that a read from a gap changes the result
 
 
@@ -31,7 +32,9 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    return tensor.contiguous()
+    tensor = tensor.contiguous()
+    strides = (7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided(tensor.shape, tuple(strides), tensor.storage_offset())
 
 
 def _fill(tensor: Tensor) -> float | int | bool:
@@ -48,5 +51,5 @@ LAYOUTS: dict[str, Layout] = {
     "columns of a larger tensor": _padded,
     "one element behind the start of their storage": _shifted,
     "transposed in memory": _transposed,
-    "contiguous": _packed,
+    CONTIGUOUS: _packed,
 }

@@ -2,22 +2,33 @@
 
 Results and gradients are compared with those of the oracle, the contract's reference on float64 copies. Also checked:
 inputs and incoming gradients are not written to; results share no memory with inputs or with each other; no gradient is
-missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; and two runs give the same
-bits, if the kernel promises determinism.
+missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; no result or gradient in 16
+bits is too large or too small on average; and two runs give the same bits, if the kernel promises determinism.
+
+The first call of all is made under ``inference_mode``, as by a model that generates before it is trained: what a kernel
+keeps from it must not be a tensor that autograd refuses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from veomni_conformance.comparison import distance, plain, same, share_memory
+from veomni_conformance.comparison import bias, distance, one_line, plain, same, share_memory
 from veomni_conformance.report import CaseResult
 from veomni_conformance.sample_tensors import upstream_of
 from veomni_conformance.subject import Outcome, Position, Subject, result_name
 from veomni_ops.contract import Sample
+
+_OF_NORM = 0.25  # of the norm's tolerance: what may be off in the mean
+_OF_SPACING = 0.2  # of the dtype's: cutting bits off instead of rounding is off by a third of it in the mean
+_CHANCE = 4.0  # standard deviations of a mean of errors that have no common cause
+_FEW = 64  # elements: no mean can be told of fewer
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,10 @@ def check_values(subject: Subject, position: Position) -> CaseResult:
     name = subject.sample(position).name
     exact = subject.exact(position)
     eager = subject.reference(subject.draw(position))
-    run = _run(subject, position)
+    run, words = _first_run(subject, position)
     failures = [*_form(subject, run, eager)]
     if failures:
-        return CaseResult(name, tuple(failures))
+        return CaseResult(name, tuple(words + failure for failure in failures))
     failures += _damage(subject, run, subject.draw(position))
     worst_value = worst_gradient = 0.0
     found = run.outcome
@@ -52,17 +63,36 @@ def check_values(subject: Subject, position: Position) -> CaseResult:
         if gradient is None:
             failures += [f"the gradient of {argument} is missing"] if wanted_gradient is not None else []
         elif wanted_gradient is not None:
-            allowed = subject.contract.gradients[subject.dtype_name]
-            share, problem = distance(gradient, wanted_gradient, allowed, f"the gradient of {argument}")
+            allowed, what = subject.contract.gradients[subject.dtype_name], f"the gradient of {argument}"
+            share, problem = distance(gradient, wanted_gradient, allowed, what)
             worst_gradient = max(worst_gradient, share)
             failures += [problem] if problem else []
+    if not failures:
+        failures += _mean_errors(subject, position, found, eager)
     if subject.spec.deterministic:
-        failures += _differences(found, _run(subject, position).outcome)
-    return CaseResult(name, tuple(failures), worst_value, worst_gradient)
+        failures += _differences(found, _run(subject, position, subject.draw(position)).outcome)
+    return CaseResult(name, tuple(words + failure for failure in failures), worst_value, worst_gradient)
 
 
-def _run(subject: Subject, position: Position) -> _Run:
-    sample, sent = subject.draw(position), []
+def _first_run(subject: Subject, position: Position) -> tuple[_Run, str]:
+    """A run after a call under ``inference_mode`` on the same tensors; and how to begin what is wrong about it."""
+    sample, words = subject.draw(position), "after a first call under torch.inference_mode(), "
+    with contextlib.suppress(Exception), torch.inference_mode():  # one that raises there does so in `check_modes` too
+        subject.call(sample)
+    try:
+        run = _run(subject, position, sample)
+    except RuntimeError as error:
+        if "nference tensor" not in str(error):
+            raise
+        raise RuntimeError(f"{words}{one_line(error)}") from error
+    if subject.problem(run.outcome, subject.exact(position)) is None:
+        return run, ""
+    again = _run(subject, position, subject.draw(position))
+    return run, words if subject.problem(again.outcome, subject.exact(position)) is None else ""
+
+
+def _run(subject: Subject, position: Position, sample: Sample) -> _Run:
+    sent: list[Tensor] = []
 
     def remembered(result: Tensor) -> Tensor:
         sent.append(upstream_of(result))
@@ -121,6 +151,46 @@ def _rounding(subject: Subject, result: Tensor, eager: Tensor, what: str) -> str
     if share <= allowed:
         return None
     return f"{what} is rounded elsewhere than the reference: {share:.0%} of elements differ, allowed {allowed:.0%}"
+
+
+def _mean_errors(subject: Subject, position: Position, found: Outcome, eager: Outcome) -> Iterator[str]:
+    """Sentences about what is too large or too small on average, with two sets of values."""
+    first = _means(subject, found, subject.exact(position), eager)
+    if not first:
+        return
+    other = subject.outcome(subject.draw(position, other=True))
+    second = _means(
+        subject, other, subject.exact(position, other=True), subject.reference(subject.draw(position, other=True))
+    )
+    for what, (mean, limit) in first.items():
+        if what in second and mean * second[what][0] > 0:
+            size = "large" if mean > 0 else "small"
+            yield f"{what} is too {size} on average, by {abs(mean):.1e}, allowed {limit:.1e}"
+
+
+def _means(subject: Subject, found: Outcome, exact: Outcome, eager: Outcome) -> dict[str, tuple[float, float]]:
+    """By what it is, the mean error of what has more in 16 bits than it may, and than eager code; and what it may."""
+    over: dict[str, tuple[float, float]] = {}
+    contract, dtype, count = subject.contract, subject.dtype_name, len(found.results)
+    triples = [
+        (result_name(index, count), contract.values[dtype], *each)
+        for index, each in enumerate(zip(found.results, exact.results, eager.results, strict=True))
+    ]
+    triples += [
+        (f"the gradient of {name}", contract.gradients[dtype], gradient, exact.gradients[name], eager.gradients[name])  # type: ignore[misc]
+        for name, gradient in found.gradients.items()
+    ]
+    for what, allowed, mine, wanted, usual in triples:
+        if mine is None or wanted is None or usual is None or mine.numel() < _FEW:
+            continue
+        if mine.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        (mean, spread), (of_eager, _) = bias(mine, wanted), bias(usual, wanted)
+        limit = min(_OF_NORM * allowed.norm, _OF_SPACING * torch.finfo(mine.dtype).eps)
+        limit += _CHANCE * spread / math.sqrt(mine.numel()) + 2 * abs(of_eager)
+        if abs(mean) > limit:
+            over[what] = mean, limit
+    return over
 
 
 def _differences(first: Outcome, second: Outcome) -> Iterator[str]:

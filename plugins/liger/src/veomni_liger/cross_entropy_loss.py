@@ -60,7 +60,7 @@ def causal(
     if scale is not None:
         hidden, bias = hidden * scale, None if bias is None else bias * scale
     hidden, weight, bias = product_operands("liger_kernel", hidden=hidden, weight=weight, bias=bias)
-    total = _CausalSum.apply(hidden, weight, bias, labels, ignore_index, softcap, torch.is_grad_enabled())
+    total = _CausalSum.apply(hidden, weight, bias, labels.long(), ignore_index, softcap, torch.is_grad_enabled())
     items = _counted(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
     return total / items
 
@@ -71,7 +71,7 @@ def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tens
     Raises:
         AssertionError: a label is neither a class nor ``ignore_index``.
     """
-    total = _ClassSum.apply(logits, labels, ignore_index, torch.is_grad_enabled())
+    total = _ClassSum.apply(logits, labels.long(), ignore_index, torch.is_grad_enabled())
     return total / _counted(labels, ignore_index)
 
 

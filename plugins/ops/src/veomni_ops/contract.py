@@ -110,6 +110,9 @@ class Contract:
 
     The sample makers take a device and a dtype and yield the same calls every time (fixed seed).
 
+    An op that chooses, as a top k does, gets inputs without ties in every dtype: which of two equal scores is taken is
+    left open. Results that are integers are compared exactly.
+
     Args:
         op_name: the op.
         variant: the variant.
@@ -306,6 +309,21 @@ class Draw:
     def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
         """Integers in ``[low, high)``."""
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+
+def strided_oddly(tensor: Tensor) -> Tensor:
+    """The contiguous ``tensor``, with odd strides of its dimensions of size one, which no element depends on.
+
+    Args:
+        tensor: of any shape.
+
+    Example:
+        >>> one = strided_oddly(torch.ones(1, 5, 96))
+        >>> one.stride(), one.is_contiguous()
+        ((7, 96, 1), True)
+    """
+    strides = (7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided(tensor.shape, tuple(strides))
 
 
 def leaf(tensor: Tensor) -> Tensor:

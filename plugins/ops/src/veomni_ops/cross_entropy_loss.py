@@ -33,7 +33,7 @@ def causal(
     Args:
         hidden: hidden states ``[T, H]``.
         weight: the output projection ``[V, H]``.
-        labels: int64 ``[T]``, already shifted.
+        labels: int64 or int32 ``[T]``, already shifted.
         bias: the projection's bias ``[V]``.
         ignore_index: the label that doesn't count.
         num_items_in_batch: divide the sum by this instead of by the number of labels that count.
@@ -58,7 +58,7 @@ def causal(
         logits = logits * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
+    total = _sum_of_losses(logits, labels, ignore_index)
     if num_items_in_batch is not None:
         return total / num_items_in_batch
     return total / (labels != ignore_index).sum().clamp_min(1)
@@ -69,7 +69,7 @@ def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tens
 
     Args:
         logits: ``[B, C]``, of any floating dtype.
-        labels: int64 ``[B]``.
+        labels: int64 or int32 ``[B]``.
         ignore_index: the label that doesn't count.
 
     Returns:
@@ -82,8 +82,12 @@ def seq_cls(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tens
         >>> seq_cls(logits, torch.tensor([0, 1, 0]))
         tensor(0.7936)
     """
-    total = F.cross_entropy(logits.to(compute_dtype(logits)), labels, ignore_index=ignore_index, reduction="sum")
-    return total / (labels != ignore_index).sum().clamp_min(1)
+    return _sum_of_losses(logits, labels, ignore_index) / (labels != ignore_index).sum().clamp_min(1)
+
+
+def _sum_of_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    wide = logits.to(compute_dtype(logits))
+    return F.cross_entropy(wide, labels.long(), ignore_index=ignore_index, reduction="sum")
 
 
 def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -104,7 +108,7 @@ def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample("large logits", problem(12, 64, 96, scale=20.0))
     yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7})
     yield Sample("no label counts", problem(9, 32, 50, ignored=9))
-    yield Sample("many tokens", problem(300, 16, 40, ignored=11))
+    yield Sample("many tokens, most of them masked", _masked(problem(321, 16, 65, ignored=150)))
     hidden, weight, labels = problem(24, 32, 50)
     yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]))
     yield from _causal_edges(device, dtype)
@@ -142,13 +146,25 @@ def _causal_edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     labels = labels.clone()
     labels[::3] = -1
     yield edge("ignored below zero", (hidden, weight, labels), ignore_index=-1)
+    hidden, weight, labels, bias = biased()
+    yield edge("labels of int32", (hidden, weight, labels.int()))
+    labels[::4] = 7
+    every = {"ignore_index": 7, "num_items_in_batch": 29, "softcap": 3.0, "scale": 0.5}
+    labels = labels.clamp_min(0).int()
+    yield edge("every option at once, labels of int32", (hidden, weight, labels, bias), **every)
+    yield edge("a vocabulary of one", _problem(draw, 9, 32, 1, ignored=2))
+    yield edge("a width of one", _problem(draw, 13, 1, 64, ignored=2))
 
 
 def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    yield Sample("past 4096 words", _problem(draw, tokens=70, hidden=72, vocabulary=5003, ignored=3))
-    options = {"softcap": 5.0, "scale": 0.5}
-    yield Sample("past 4096 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8209), options)
+    yield Sample("past 4096 words", _problem(draw, tokens=65, hidden=72, vocabulary=5003, ignored=13))
+    options = {"softcap": 5.0, "scale": 0.5, "num_items_in_batch": 29}
+    yield Sample("8192 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
+    yield Sample("one word past 4096", _problem(draw, tokens=9, hidden=16, vocabulary=4097))
+    yield Sample("a long prompt", _masked(_problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1090)))
+    few = {"num_items_in_batch": 64} if dtype == torch.float16 else {}  # as in _causal_large
+    yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), few)
 
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -168,6 +184,13 @@ def _problem(draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int
     return leaf(draw.normal(tokens, hidden)), leaf(draw.normal(vocabulary, hidden, scale=hidden**-0.5)), labels
 
 
+def _masked(problem: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """``problem`` with another turn and the last tokens masked too: no chunk of tokens is like another."""
+    hidden, weight, labels = problem
+    labels[-90:-60], labels[-5:] = IGNORED, IGNORED
+    return hidden, weight, labels
+
+
 def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     yield Sample("odd sizes", (leaf(draw.normal(7, 5)), draw.integers(5, 7)))
@@ -179,12 +202,17 @@ def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     labels[1::3] = 1
     yield Sample("another ignore_index", (leaf(draw.normal(8, 4)), labels), {"ignore_index": 1}, values_only=True)
     yield Sample("one row of two classes", (leaf(draw.normal(1, 2)), draw.integers(2, 1)), values_only=True)
+    labels = draw.integers(6, 193).int()
+    labels[:130], labels[-30:-20] = IGNORED, IGNORED
+    yield Sample("many ignored labels, in int32", (leaf(draw.normal(193, 6)), labels), values_only=True)
+    yield Sample("one class", (leaf(draw.normal(5, 1)), draw.integers(1, 5)), values_only=True)
 
 
 def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     yield Sample("past 4096 classes", (leaf(draw.normal(7, 5003)), draw.integers(5003, 7)))
-    yield Sample("many rows", (leaf(draw.normal(1031, 9)), draw.integers(9, 1031)))
+    yield Sample("8192 classes", (leaf(draw.normal(3, 8192)), draw.integers(8192, 3)))
+    yield Sample("many rows", (leaf(draw.normal(1025, 9)), draw.integers(9, 1025)))
 
 
 # The loss is one float32 number, but in low precision every logit is rounded first. In bf16 the rounding error of a

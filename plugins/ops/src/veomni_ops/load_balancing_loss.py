@@ -148,6 +148,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     mask = torch.ones(4, 150, dtype=torch.long, device=device)
     mask[1, 100:], mask[3, 7:] = 0, 0
     yield Sample("six layers and a long mask", (logits(6, 600, 16), 16, 4, mask))
+    # The last ones get no token.
+    few = _logits(Draw(device, dtype, seed=1), 2, 97, 193, skew=-4.0)
+    yield Sample("193 experts, many of them empty", (few, 193, 12))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -189,6 +192,12 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     ):
         yield Sample(name, args, values_only=True)
     yield Sample("top_k left to its default", (logits(2, 16, 8), 8), values_only=True)
+    padded = torch.ones(5, 13, dtype=torch.int32, device=device)
+    padded[1, :9], padded[3] = 0, 0
+    some = logits(3, 65, 16, skew=1.0)
+    yield Sample("65 tokens, one sequence all padding", (some, 16, 9, padded), values_only=True)
+    yield Sample("twelve of 64 experts", (logits(2, 65, 64, skew=1.0), 64, 12), values_only=True)
+    yield Sample("one expert", (logits(2, 9, 1), 1, 1), values_only=True)
 
 
 VALUES = {
@@ -210,6 +219,9 @@ def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         probabilities = leaf(draw.normal(*shape).softmax(dim=-1))
         yield Sample(name, (probabilities, draw.integers(shape[-1], *shape[:2])))
         yield Sample(f"{name}, two experts", (probabilities, draw.integers(shape[-1], *shape[:2], 2)))
+    probabilities = leaf(draw.normal(2, 65, 16).softmax(dim=-1))
+    chosen = draw.integers(9, 2, 65, 12)  # the last experts get no token
+    yield Sample("twelve choices in int32, empty experts", (probabilities, chosen.int()), values_only=True)
 
 
 def _keys(draw: Draw, layers: int, tokens: int) -> tuple[Tensor, ...]:
@@ -229,8 +241,8 @@ def _product_keys_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Ite
 
 def _given_routes_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    probabilities = leaf(draw.normal(3, 190, 130).softmax(dim=-1))
-    yield Sample("many tokens and experts", (probabilities, draw.integers(130, 3, 190, 2)))
+    probabilities = leaf(draw.normal(3, 129, 193).softmax(dim=-1))
+    yield Sample("many tokens and experts", (probabilities, draw.integers(150, 3, 129, 9)))
 
 
 def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -240,6 +252,7 @@ def _product_keys_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     mask = torch.ones(3, 8, dtype=torch.long, device=device)
     mask[0, 5:], mask[2, 1:] = 0, 0
     yield Sample("a mask", (logits(2, 24), 16, 4, 3, mask))
+    yield Sample("65 tokens, nine choices", (logits(2, 65), 16, 4, 9), values_only=True)
 
 
 CONTRACTS = {

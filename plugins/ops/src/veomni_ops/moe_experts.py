@@ -221,7 +221,10 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     draw = Draw(device, dtype)
     index = _distinct(draw, 210, 2, 3)
     yield Sample("past 128 tokens and columns of an expert", _problem(draw, index, 152, 136, 3))
-    yield Sample("130 experts", _problem(draw, _distinct(draw, 90, 8, 130), 32, 16, 130))
+    yield Sample("193 experts, the last 43 empty", _problem(draw, _distinct(draw, 65, 12, 150), 24, 16, 193))
+    index = _distinct(draw, 129, 2, 3)
+    index[:, 0] = 0  # 129 tokens of one expert: one more than two tiles of 64
+    yield Sample("aligned, past 128 tokens and columns", _problem(draw, index, 256, 192, 3))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -254,7 +257,7 @@ def _unadapted(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield Sample("odd sizes", problem(distinct(37, 2, 5), 40, 24, 5))
     yield Sample("empty experts", problem(distinct(11, 2, 3) * 2, 32, 16, 8))
-    yield Sample("one expert takes all", problem(torch.full((13, 1), 2, device=device), 32, 16, 4))
+    yield Sample("one expert takes all", problem(torch.full((65, 1), 2, device=device), 32, 16, 4))
     yield Sample("an expert twice in a row", problem(draw.integers(3, 17, 3), 32, 16, 3))
     yield Sample("dropped indices", problem(draw.integers(7, 19, 2), 32, 16, 4))
     yield Sample("indices below zero", problem(draw.integers(4, 19, 2, low=-2), 32, 16, 4))
@@ -270,12 +273,13 @@ def _unadapted(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Routing weights of each sign and of zero, one expert or all of them, one token."""
+    """Routing weights of each sign and of zero, in float32 too; one expert or all, many choices; one token; widths."""
     draw = Draw(device, dtype, seed=5)
 
-    def edge(name: str, index: Tensor, experts: int) -> Sample:
-        hidden, index, _, gate_up, down = _problem(draw, index, 32, 16, experts)
+    def edge(name: str, index: Tensor, experts: int, widths: tuple[int, int] = (32, 16), wide: bool = False) -> Sample:
+        hidden, index, _, gate_up, down = _problem(draw, index, *widths, experts)
         signed = draw.normal(*index.shape)
+        signed = signed.float() if wide else signed
         signed[::4, :1] = 0.0  # as of a router with a learned gate, or one that drops tokens by a weight of 0
         return Sample(name, (hidden, index, leaf(signed), gate_up, down), values_only=True)
 
@@ -284,6 +288,9 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("one choice of many", _distinct(draw, 17, 1, 6), 6)
     yield edge("one expert alone", torch.zeros(7, 1, dtype=torch.long, device=device), 1)
     yield edge("one token", _distinct(draw, 1, 2, 4), 4)
+    yield edge("a router in float32", _distinct(draw, 13, 2, 4), 4, wide=True)
+    yield edge("widths of 64, twelve choices", _distinct(draw, 7, 12, 16), 16, (64, 64))
+    yield edge("widths of one", _distinct(draw, 9, 2, 3), 3, (1, 1))
 
 
 VALUES = {

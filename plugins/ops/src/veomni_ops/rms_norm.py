@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf, strided_oddly
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
@@ -115,7 +115,7 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
         yield Sample("one row", (leaf(draw.normal(1, 256)), weight(256), 1e-5))
         yield Sample("wide", (leaf(draw.normal(7, 2048, scale=3.0)), weight(2048), 1e-6))
         yield Sample("heads, transposed", (leaf(draw.normal(2, 4, 6, 64).transpose(1, 2)), weight(64), 1e-6))
-        yield Sample("every other row", (leaf(draw.normal(12, 128)[::2]), weight(128), 1e-6))
+        yield Sample("every other row", (leaf(draw.normal(12, 128)[::2]), weight(128), 1e-3))
         yield Sample("large values", (leaf(draw.normal(4, 160, scale=100.0)), weight(160), 1e-6))
         yield Sample("eps dominates", (leaf(draw.normal(4, 128, scale=1e-3)), weight(128), 1e-2))
         yield Sample("no rows", (leaf(draw.normal(0, 64)), weight(64), 1e-6))
@@ -125,12 +125,23 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
         zeros[1], zeros[2, ::3] = 0.0, 0.0  # as a padding token gives, and a ReLU
         yield Sample("zeros", (leaf(zeros), weight(96), 1e-3), values_only=True)
         yield Sample("without eps", (leaf(draw.normal(3, 40)), weight(40), 0.0), values_only=True)
+        for shape in ((2, 3, 4, 64), (2, 1, 3, 2, 40)):
+            x = leaf(draw.normal(*shape))
+            yield Sample(f"{len(shape)} dimensions", (x, weight(shape[-1]), 1e-5), values_only=True)
+        one = leaf(strided_oddly(draw.normal(1, 5, 96)))
+        yield Sample("a batch of one, strided oddly", (one, weight(96), 1e-5), values_only=True)
+        yield Sample("65 rows", (leaf(draw.normal(65, 64, scale=0.05)), weight(64), 1e-3), values_only=True)
+        yield Sample("a width of one", (leaf(draw.normal(9, 1)), weight(1), 0.5), values_only=True)
+        signs = leaf(draw.normal(6, 32).sign())  # their root mean square is 1
+        same = leaf(torch.full_like(signs[0], weight_shift)) if weighted else None
+        yield Sample("a result equal to x", (signs, same, 0.0), values_only=True)
 
     return samples
 
 
 def _beyond_a_tile(weighted: bool, weight_shift: float) -> SampleMaker:
-    return _sized({"past 2048 columns": (5, 5003), "past 65535 rows": (65_539, 16)}, weighted, weight_shift)
+    shapes = {"past 2048 columns": (5, 5003), "8192 columns": (2, 8192), "past 65535 rows": (65_601, 16)}
+    return _sized(shapes, weighted, weight_shift)
 
 
 def _large(weighted: bool, weight_shift: float) -> SampleMaker:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf, strided_oddly
 
 
 def _normalised(x: Tensor, eps: float, group_size: int | None) -> Tensor:
@@ -80,20 +80,40 @@ def _samples(group_size: int | None) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
 
-        def problem(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, float]:
+        def problem(*shape: int, scale: float = 1.0, eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor, float]:
             weight = leaf(draw.normal(shape[-1], scale=0.3, shift=1.0))
-            return leaf(draw.normal(*shape, scale=scale)), leaf(draw.normal(*shape)), weight, 1e-6
+            return leaf(draw.normal(*shape, scale=scale)), leaf(draw.normal(*shape)), weight, eps
 
         options = {"group_size": group_size}
-        yield Sample("odd rows", problem(3, 5, 96), options)
+        yield Sample("odd rows", problem(3, 5, 96, eps=1e-5), options)
         yield Sample("large values", problem(4, 128, scale=50.0), options)
         yield Sample("no rows", problem(0, 64), options)
         x, gate, weight, eps = problem(12, 64)
         yield Sample("every other row", (leaf(x.detach()[::2]), leaf(gate.detach()[::2]), weight, eps), options)
         name, other = ("one group", None) if group_size else ("groups of 32", 32)
         yield Sample(name, problem(5, 96), {"group_size": other}, values_only=True)
+        yield from _edges(device, dtype)
 
     return samples
+
+
+def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Each with another eps and size of groups."""
+    draw = Draw(device, dtype, seed=3)
+    for name, shape, scale, eps, size in (
+        ("groups of 48", (3, 96), 1.0, 1e-3, 48),
+        ("a group as wide as the row", (5, 64), 0.05, 1e-3, 64),
+        ("groups of 16 in 65 rows", (65, 64), 1.0, 1e-5, 16),
+        ("no groups, and eps dominates", (4, 128), 1e-3, 1e-2, None),
+        ("groups of one", (9, 8), 1.0, 0.5, 1),
+        ("a width of one", (9, 1), 1.0, 0.5, None),
+        ("4 dimensions", (2, 3, 4, 64), 1.0, 1e-5, 32),
+        ("5 dimensions", (2, 1, 3, 2, 32), 1.0, 1e-6, None),
+        ("a batch of one, strided oddly", (1, 5, 96), 1.0, 1e-5, 32),
+    ):
+        x, gate = (leaf(strided_oddly(draw.normal(*shape, scale=by))) for by in (scale, 1.0))
+        weight = leaf(draw.normal(shape[-1], scale=0.3, shift=1.0))
+        yield Sample(name, (x, gate, weight, eps), {"group_size": size}, values_only=True)
 
 
 def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> SampleMaker:
@@ -107,7 +127,7 @@ def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> Sample
     return samples
 
 
-_BEYOND_A_TILE = {"past 2048 columns": (5, 4128), "past 65535 rows": (65_539, 32)}
+_BEYOND_A_TILE = {"past 2048 columns": (5, 4128), "8192 columns": (2, 8192), "past 65535 rows": (65_601, 32)}
 _LARGE = {"a model's rows": (16_387, 4096)}
 _LARGE_GROUP = 512  # Mamba 2 divides its rows by eight
 VALUES = {

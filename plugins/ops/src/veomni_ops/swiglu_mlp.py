@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf, strided_oddly
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
@@ -73,6 +73,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         no rows [(0, 64), (0, 64)]
         zeros [(8, 512), (8, 512)]
         one dimension [(97,), (97,)]
+        4 dimensions [(2, 3, 4, 64), (2, 3, 4, 64)]
+        5 dimensions [(2, 1, 3, 2, 40), (2, 1, 3, 2, 40)]
+        a batch of one, strided oddly [(1, 5, 96), (1, 5, 96)]
+        65 rows [(65, 64), (65, 64)]
+        a width of one [(9, 1), (9, 1)]
+        a result equal to gate [(4, 32), (4, 32)]
     """
     draw = Draw(device, dtype)
     yield Sample("odd width", (leaf(draw.normal(3, 5, 97)), leaf(draw.normal(3, 5, 97))))
@@ -85,12 +91,24 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     gate[1], up[2], gate[3, ::2], up[3, ::3] = 0.0, 0.0, 0.0, 0.0
     yield Sample("zeros", (leaf(gate), leaf(up)), values_only=True)
     yield Sample("one dimension", (leaf(draw.normal(97)), leaf(draw.normal(97))), values_only=True)
+    for name, shape in (
+        ("4 dimensions", (2, 3, 4, 64)),
+        ("5 dimensions", (2, 1, 3, 2, 40)),
+        ("a batch of one, strided oddly", (1, 5, 96)),
+        ("65 rows", (65, 64)),
+        ("a width of one", (9, 1)),
+    ):
+        gate, up = (leaf(strided_oddly(draw.normal(*shape))) for _ in range(2))
+        yield Sample(name, (gate, up), values_only=True)
+    gate = draw.normal(4, 32, scale=0.5, shift=40.0)  # where every activation here is the identity
+    yield Sample("a result equal to gate", (leaf(gate), leaf(torch.ones_like(gate))), values_only=True)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     yield Sample("past 2048 columns", (leaf(draw.normal(3, 5003)), leaf(draw.normal(3, 5003))))
-    yield Sample("past 65535 rows", (leaf(draw.normal(65_539, 8, scale=0.5)), leaf(draw.normal(65_539, 8))))
+    yield Sample("8192 columns", (leaf(draw.normal(2, 8192)), leaf(draw.normal(2, 8192))))
+    yield Sample("past 65535 rows", (leaf(draw.normal(65_601, 8, scale=0.5)), leaf(draw.normal(65_601, 8))))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

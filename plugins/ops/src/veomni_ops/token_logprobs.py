@@ -51,7 +51,7 @@ def causal(
     Args:
         hidden: hidden states ``[N, H]``.
         weight: the output projection ``[V, H]``.
-        labels: int64 ``[N]``, already shifted.
+        labels: int64 or int32 ``[N]``, already shifted.
         bias: the projection's bias ``[V]``.
         temperature: what the logits are divided by, above 0: a number, or one of each token ``[N]`` in float32.
         softcap: bounds the logits, after ``scale`` and before ``temperature``.
@@ -98,7 +98,7 @@ def of_logits(
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / (temperature.unsqueeze(1).to(logits) if isinstance(temperature, Tensor) else temperature)
     counts = labels != ignore_index
-    targets_N1 = torch.where(counts, labels, 0).unsqueeze(1)
+    targets_N1 = torch.where(counts, labels, 0).long().unsqueeze(1)
     logprobs_NV = torch.log_softmax(logits, dim=-1)
     compute = {
         LOGPROBS: lambda: logprobs_NV.gather(1, targets_N1).squeeze(1),
@@ -157,7 +157,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("large logits", problem(12, 64, 96, scale=20.0))
     yield Sample("another ignore_index", problem(12, 32, 50), {"ignore_index": 7, **both})
     yield Sample("no label counts", problem(9, 32, 50, ignored=9), both)
-    yield Sample("many tokens", problem(300, 16, 40, ignored=11), both)
+    yield Sample("many tokens, most of them masked", problem(321, 16, 65, ignored=150), both)
     hidden, weight, labels = problem(24, 32, 50)
     yield Sample("every other token", (leaf(hidden.detach()[::2]), weight, labels[::2]), both)
     yield from _edges(device, dtype)
@@ -184,6 +184,14 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     labels[::3], labels[1], labels[-1] = 0, 63, 63
     yield edge("the first word is ignored", (hidden, weight, labels), ignore_index=0, outputs=both)
     yield edge("the last word is ignored", (hidden, weight, labels), ignore_index=63, outputs=both)
+    labels = labels.clone().int()
+    yield edge("labels of int32", (hidden, weight, labels), outputs=both)
+    labels[::4] = 7
+    every: dict[str, Any] = {"outputs": both, "ignore_index": 7}
+    every |= {"temperature": draw.normal(16).float().exp(), "softcap": 3.0, "scale": 0.5}
+    yield edge("every option at once, labels of int32", (hidden, weight, labels, leaf(draw.normal(64))), **every)
+    yield edge("a vocabulary of one", _problem(draw, 9, 32, 1, ignored=2), outputs=both)
+    yield edge("a width of one", _problem(draw, 13, 1, 64, ignored=2), outputs=both)
     yield edge("top1", _decided(draw), (TOP1,), outputs=(TOP1, LOGPROBS))
     yield edge("mean logit", problem(), (MEAN_LOGIT,), outputs=(LOGPROBS, MEAN_LOGIT), softcap=3.0, temperature=0.5)
     yield edge("squares", problem(), (LOG_SUM_SQUARES,), outputs=(LOG_SUM_SQUARES, ENTROPY), temperature=0.5)
@@ -193,9 +201,12 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     both = {"outputs": (LOGPROBS, ENTROPY)}
-    yield Sample("past 4096 words", _problem(draw, tokens=70, hidden=72, vocabulary=5003, ignored=3), both)
+    yield Sample("past 4096 words", _problem(draw, tokens=65, hidden=72, vocabulary=5003, ignored=13), both)
     options = {"softcap": 5.0, "scale": 0.5, "temperature": 1.7, **both}
-    yield Sample("past 4096 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8209), options)
+    yield Sample("8192 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
+    yield Sample("one word past 4096", _problem(draw, tokens=9, hidden=16, vocabulary=4097), both)
+    yield Sample("a long prompt", _problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1100), both)
+    yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), both)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

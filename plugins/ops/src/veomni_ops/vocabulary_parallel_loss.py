@@ -34,7 +34,7 @@ def vocabulary_parallel(
     Args:
         hidden: hidden states ``[T, H]``.
         weight: the shard of the output projection ``[Vs, H]``, with at least one word.
-        labels: int64 ``[T]``, already shifted: words of the whole vocabulary.
+        labels: int64 or int32 ``[T]``, already shifted: words of the whole vocabulary.
         first_word: the word of the shard's first row.
         bias: the shard of the projection's bias ``[Vs]``.
         ignore_index: the label that doesn't count.
@@ -62,7 +62,7 @@ def vocabulary_parallel(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.to(compute_dtype(logits))
-    words = labels[counts] - first_word
+    words = labels[counts].long() - first_word
     here = (words >= 0) & (words < weight.shape[0])
     picked = logits.gather(1, torch.where(here, words, 0).unsqueeze(1)).squeeze(1)
     zeros = logits.new_zeros(labels.shape)
@@ -77,7 +77,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return Sample(name, problem, options, values_only=values_only)
 
     yield sample("odd sizes, the second of three shards", _problem(draw, 37, 33, 41, of=3, shard=1))
-    yield sample("ignored labels", _problem(draw, 64, 48, 96, ignored=17))
+    yield sample("ignored labels", _problem(draw, 193, 48, 96, ignored=150))
     yield sample("softcap and scale", _problem(draw, 33, 32, 72, of=4, shard=2, ignored=3), softcap=5.0, scale=0.5)
     yield sample("a bias", (*_problem(draw, 29, 24, 55, shard=1, ignored=2), leaf(draw.normal(55))))
     hidden, weight, labels, first = _problem(draw, 40, 32, 64, shard=1)
@@ -105,13 +105,23 @@ def _edges(draw: Draw) -> Iterator[Sample]:
     yield edge("scale alone", _problem(draw, 16, 32, 64, ignored=7), scale=0.25)
     problem = (*_problem(draw, 16, 32, 64, shard=1), leaf(draw.normal(64)))
     yield edge("bias, softcap and scale", problem, softcap=3.0, scale=0.5)
+    hidden, weight, labels, first, bias = problem
+    labels = labels.clone().int()
+    yield edge("labels of int32", (hidden, weight, labels, first))
+    labels[::4] = first + 7
+    every = {"ignore_index": first + 7, "softcap": 3.0, "scale": 0.5}
+    yield edge("every option at once, labels of int32", (hidden, weight, labels, first, bias), **every)
+    yield edge("a width of one", _problem(draw, 13, 1, 64, ignored=2))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    yield Sample("past 4096 words", _problem(draw, 70, 72, 5003, shard=1, ignored=3))
+    yield Sample("past 4096 words", _problem(draw, 65, 72, 5003, shard=1, ignored=13))
     options = {"softcap": 5.0, "scale": 0.5}
-    yield Sample("past 4096 words, softcap", _problem(draw, 19, 40, 8209, of=4, shard=3), options)
+    yield Sample("8192 words, softcap", _problem(draw, 19, 40, 8192, of=4, shard=3), options)
+    yield Sample("one word past 4096", _problem(draw, 9, 16, 4097, shard=1))
+    yield Sample("a long prompt", _problem(draw, 1217, 16, 40, shard=1, ignored=1100))
+    yield Sample("4096 tokens, all learned", _problem(draw, 4096, 8, 33, shard=1))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

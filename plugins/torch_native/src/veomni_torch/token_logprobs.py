@@ -97,7 +97,7 @@ class _TokenLogprobs(Function):
         outputs: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
         counts = labels != ignore_index
-        sums = _Sums(torch.where(counts, labels, 0), compute_dtype(hidden))
+        sums = _Sums(torch.where(counts, labels, 0).long(), compute_dtype(hidden))
         for rows, words in _tiles(hidden.shape[0], weight.shape[0], hidden.device):
             logits = F.linear(hidden[rows], weight[words], None if bias is None else bias[words])
             sums.add(arithmetic.applied(logits, rows)[0], rows, words.start, outputs)
@@ -133,7 +133,7 @@ class _TokenLogprobs(Function):
             logprobs_RW = z_RW.sub_(log_normalizer[rows].unsqueeze(1))
             dz_RW = _gradient_of_logits(
                 logprobs_RW,
-                labels[rows] - words.start,
+                labels[rows].long() - words.start,
                 None if dlogprobs is None else dlogprobs[rows].unsqueeze(1),
                 None if dentropy is None else dentropy[rows].unsqueeze(1),
                 None if entropy is None else entropy[rows].unsqueeze(1),

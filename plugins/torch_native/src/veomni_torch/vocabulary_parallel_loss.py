@@ -41,7 +41,7 @@ def vocabulary_parallel(
     hidden, weight, bias = product_operands("chunk_loss", hidden=hidden, weight=weight, bias=bias)
     counts = labels != ignore_index
     here = counts & (labels >= first_word) & (labels < first_word + weight.shape[0])
-    words = torch.where(here, labels - first_word, 0)  # any row of the shard where the label is outside
+    words = torch.where(here, labels.long() - first_word, 0)  # any row of the shard where the label is outside
     log_sum_exp, label_logit = _Parts.apply(hidden, weight, bias, counts, here, words, softcap, scale)
     return log_sum_exp, label_logit
 

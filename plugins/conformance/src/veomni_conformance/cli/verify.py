@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
+from json import JSONDecodeError, loads
 from pathlib import Path
 from threading import Lock
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,7 +47,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
-from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, suggest
+from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, did_you_mean, suggest
 from veomni_core.tables import render_table
 
 _SLOWEST = 10
@@ -71,6 +73,14 @@ def verify(
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.", autocompletion=complete_dtype)
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="NAME=VALUE",
+            help="Only kernels that have this option, with this value, as a job sets it. May be given several times.",
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds that one kernel may take in one dtype, or one part of its check.")
@@ -138,6 +148,7 @@ def verify(
         for case in cases_in(CheckRequest(owner.name, dtypes=dtypes), owner, registry, hardware, where)
         if wanted in (None, case.spec.op_name) and kernel in (None, case.spec.name, str(case.spec))
     ]
+    cases = configured(cases, option or ())
     if not (slow or kernel or compile_for):
         cases = [(owner, _unless_slow(case)) for owner, case in cases]
     checks = Checks(where, jobs, timeout, launch, compiles=compile_for is not None)
@@ -145,9 +156,10 @@ def verify(
     if compile_for is None:
         rows = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(rows, cases, strict=True)]
         passed: list[Certificate] = []
+        specs = {str(case.spec): case.spec for _, case in cases}
         for owner in records:
             of_it = [row for row, (its, _) in zip(rows, cases, strict=True) if its is owner]
-            passed += keep_results(of_it if launch is None else failures(of_it), owner, hardware)
+            passed += keep_results(of_it if launch is None else failures(of_it), owner, hardware, specs)
         if certify is not None:
             write_certificates(certify, passed)
     nothing = _why_nothing_ran(rows, kernel, op, dtype, [str(spec) for record in records for spec in record.kernels])
@@ -164,6 +176,44 @@ def verify(
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
         raise typer.Exit(1)
+
+
+def configured(
+    cases: list[tuple[PluginRecord, KernelCase]], options: Sequence[str]
+) -> list[tuple[PluginRecord, KernelCase]]:
+    """The cases of kernels that have all these options (``name=value``), set so.
+
+    Raises:
+        ConfigError: one is not ``name=value``, no kernel has it, or its value is not allowed.
+    """
+    values: dict[str, str] = {}
+    for option in options:
+        name, found, value = option.partition("=")
+        if not found:
+            raise ConfigError(f"--option {option}: write it as NAME=VALUE")
+        known = {each.name for _, case in cases for each in case.spec.options}
+        if name not in known:
+            has = did_you_mean(name, known) if known else "They have none"
+            raise ConfigError(f"--option {option}: no kernel that is asked for has an option {name!r}. {has}")
+        values[name] = value
+    if not values:
+        return cases
+    having = [each for each in cases if values.keys() <= {option.name for option in each[1].spec.options}]
+    if not having:
+        raise ConfigError(f"--option: no kernel has all of {', '.join(values)}")
+    return [
+        (owner, replace(case, spec=case.spec.configured("--option", _typed(case.spec, values))))
+        for owner, case in having
+    ]
+
+
+def _typed(spec: KernelSpec, values: Mapping[str, str]) -> dict[str, Any]:
+    """The values as JSON has them (``8``, ``true``), but text where an option takes text, or where they are none."""
+    typed: dict[str, Any] = dict(values)
+    for name in (option.name for option in spec.options if not isinstance(option.default, str)):
+        with suppress(JSONDecodeError):
+            typed |= {name: loads(values[name])} if name in values else {}
+    return typed
 
 
 def _unless_slow(case: KernelCase) -> KernelCase:
@@ -236,12 +286,14 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.result in (FAILED, EXPECTED) and row.cases]
 
 
-def keep_results(rows: Iterable[Row], plugin: PluginRecord, hardware: Hardware) -> list[Certificate]:
+def keep_results(
+    rows: Iterable[Row], plugin: PluginRecord, hardware: Hardware, configured: Mapping[str, KernelSpec] | None = None
+) -> list[Certificate]:
     """Keep the results of one plugin for this machine's plans, and return the certificates of what passed.
 
-    A contract that failed, or a skipped kernel, is left out.
+    A contract that failed, or a skipped kernel, is left out. ``configured`` are kernels with options, by name.
     """
-    machine, specs = ThisMachine(hardware), {str(spec): spec for spec in plugin.kernels}
+    machine, specs = ThisMachine(hardware), {str(spec): spec for spec in plugin.kernels} | dict(configured or {})
     failed: dict[CheckedKernel, str] = {}
     passed: list[Certificate] = []
     for row in rows:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ class Request:
         part: ``(index, count)``: only this one of ``count`` parts of the check.
         launch: which launch Triton's searches take; ``None`` if they are free.
         compiles: whether the kernel is compiled for a GPU, and not run.
+        settings: values of the kernel's options. With any, these alone are checked.
     """
 
     plugin: str
@@ -46,6 +47,7 @@ class Request:
     part: tuple[int, int] = (0, 1)
     launch: int | None = None
     compiles: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def begin(request: Request, errors: str, environment: Mapping[str, str]) -> NoReturn:
@@ -112,7 +114,11 @@ def _checked(request: Request) -> dict[str, Any]:
     detail = list(report.failures) or ([] if passes else ["its contract has no samples"])
     return {
         "result": "ok" if passes else "FAILED",
-        "detail": [*detail, *(f"not run: {words}" for words in report.skipped)],
+        "detail": [
+            *detail,
+            *(f"near the limit: {words}" for words in report.near),
+            *(f"not run: {words}" for words in report.skipped),
+        ],
         "cases": report.shares,
         "spent": dict(report.seconds),
     }
@@ -139,7 +145,8 @@ def _compiled(request: Request) -> dict[str, Any]:
 
 
 def _spec(registry: Registry, request: Request) -> KernelSpec:
-    return next(spec for spec in registry.plugin(request.plugin).kernels if str(spec) == request.kernel)
+    spec = next(spec for spec in registry.plugin(request.plugin).kernels if str(spec) == request.kernel)
+    return spec.configured("veomni verify", request.settings)
 
 
 def _needs_an_interpreter_of_its_own(environment: Mapping[str, str]) -> bool:

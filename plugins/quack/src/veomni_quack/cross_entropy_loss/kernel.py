@@ -41,6 +41,7 @@ def causal(
     learns = torch.is_grad_enabled()
     wants_hidden = learns and hidden.requires_grad
     wants_weights = learns and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    labels = labels.long()
     total: Tensor = forward(hidden, weight, labels, bias, ignore_index, softcap, scale, wants_hidden, wants_weights)[0]
     if num_items_in_batch is not None:
         return total / num_items_in_batch

@@ -33,6 +33,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from veomni_core.errors import SpecError
 from veomni_core.kernels.own_random_numbers import OwnRandomNumbers
 from veomni_ops.contract import dtype_name
 
@@ -66,7 +67,10 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def full_copy(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` at full size with random tensors on the CPU; for small modules such as activations."""
+    """A copy of ``module`` at full size with random tensors on the CPU; for small modules such as activations.
+
+    A rule meets models on the meta device and in bfloat16 too: ``full_copy(module).float()`` runs on probes of either.
+    """
     duplicate = bare_copy(module)
     for tensors in ("_parameters", "_buffers"):
         for name, value in vars(module)[tensors].items():
@@ -280,7 +284,16 @@ def gradients_close(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> bool:
 
 
 def miss(a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> float:
-    """How far two results are apart; 0 if both their values and their gradients with respect to ``inputs`` agree."""
+    """How far two results are apart; 0 if both their values and their gradients with respect to ``inputs`` agree.
+
+    Raises:
+        SpecError: a result is on the meta device, where it has no values.
+    """
+    if a.is_meta or b.is_meta:
+        raise SpecError(
+            "probe.miss got a result on the meta device, which has no values: rules meet models that are not loaded "
+            "yet. Run probe.full_copy(module), which has random tensors on the CPU, in place of the module"
+        )
     if close(a, b) and gradients_close(a, b, inputs):
         return 0.0
     return max(largest_miss(a, b), 1e-9)

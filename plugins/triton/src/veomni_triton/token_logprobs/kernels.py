@@ -26,7 +26,7 @@ SUMS = 7
 @triton.jit
 def sums_kernel(
     logits,  # [N, W], contiguous
-    labels,  # [N] int64; of the whole vocabulary
+    labels,  # [N] int64 or int32; of the whole vocabulary
     temperatures,  # [N] float32, or None: then temperature counts
     sums,  # [SUMS, N] float32, read and written
     temperature,  # a number, as the next two
@@ -88,7 +88,7 @@ def sums_kernel(
 def gradients_kernel(
     logits,  # [N, W], contiguous
     dlogits,  # [N, W], contiguous, written; may be logits itself
-    labels,  # [N] int64; of the whole vocabulary
+    labels,  # [N] int64 or int32; of the whole vocabulary
     temperatures,  # [N] float32, or None: then temperature counts
     log_normalizer,  # [N] float32: the logarithm of the sum of the exponentials of a token's logits
     entropy,  # [N] float32, or None where dentropy is

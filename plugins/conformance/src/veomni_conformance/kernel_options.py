@@ -1,0 +1,53 @@
+"""Checks that a kernel is right with each choice of its options, and with small and large numbers.
+
+A job may set any of them, and the defaults are all that a check would ask without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from veomni_conformance.situations import first_of, reveal
+from veomni_conformance.subject import Position, Subject
+from veomni_core.descriptions.kernel_option import KernelOption, Value
+
+
+def check_options(subject: Subject, positions: list[Position]) -> Iterator[str]:
+    """Compute every sample with each value of each option that :func:`values_asked` gives, the others at defaults."""
+    kernel = subject.kernel
+    for option in subject.spec.options:
+        for value in values_asked(option):
+            configured = subject.spec.configured("the conformance check", {option.name: value})
+
+            def problem(position: Position) -> Iterator[str]:
+                words = f"with {option.name}={value!r}, sample {subject.sample(position).name!r}"  # noqa: B023
+                return reveal(words, lambda: subject.plain_problem(position))
+
+            subject.kernel = configured.load()
+            try:
+                yield from first_of(sentence for position in positions for sentence in problem(position))
+            finally:
+                subject.kernel = kernel
+
+
+def values_asked(option: KernelOption) -> list[Value]:
+    """The values of an option that are asked besides its default.
+
+    All choices; of numbers without choices the least, the double of it, and the double of the default; both booleans.
+
+    Example:
+        >>> values_asked(KernelOption("rows", 256, minimum=1)), values_asked(KernelOption("keep", "a", ("a", "b")))
+        ([1, 2, 512], ['b'])
+    """
+    kind, least = type(option.default), option.minimum
+    if kind is bool:
+        asked: list[Value] = [not option.default]
+    elif option.choices:
+        asked = list(option.choices)
+    elif kind is str:
+        asked = []
+    else:
+        assert not isinstance(option.default, str)
+        few = [] if least is None else [kind(least), kind(2 * least or 1)]
+        asked = [*few, kind(2 * option.default or 64)]
+    return [value for value in dict.fromkeys(asked) if value != option.default]
