@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_ops.attention_calls import AttentionModule as AttentionModule
+from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
 

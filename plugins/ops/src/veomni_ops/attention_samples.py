@@ -4,15 +4,55 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from veomni_ops.attention_calls import AttentionModule, bounds_of, heads_of
-from veomni_ops.attention_options import combined_options, widths
 from veomni_ops.contract import Draw, Sample, leaf
-from veomni_ops.places import far_apart, has_room
+from veomni_ops.places import alone, far_apart, has_room
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """The attributes that an attention kernel reads from its calling module; samples pass this instead of one.
+
+    Args:
+        num_key_value_groups: how many query heads share a key head.
+        is_causal: whether attention is causal where neither mask nor call says otherwise.
+        training: whether the module is in training mode.
+
+    Example:
+        >>> AttentionModule(num_key_value_groups=4)
+        AttentionModule(num_key_value_groups=4, is_causal=True, training=True)
+    """
+
+    num_key_value_groups: int
+    is_causal: bool = True
+    training: bool = True
+
+
+def _heads(
+    draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head: int, value_head: int | None = None
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values as projections leave them, ``[B, H, S, D]`` in the memory of ``[B, S, H, D]``.
+
+    ``value_head`` is the width of the values, ``head`` without it.
+    """
+    shapes = ((q_heads, head), (k_heads, head), (k_heads, value_head or head))
+    return tuple(leaf(draw.normal(batch, length, *shape).transpose(1, 2)) for shape in shapes)
+
+
+def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any]:
+    """The options of a varlen call with sequences of these lengths; ``key_lengths`` if the keys have other lengths."""
+    pairs = (("q", lengths), ("k", lengths if key_lengths is None else key_lengths))
+    bounds = {name: F.pad(each.cumsum(0), (1, 0)).int() for name, each in pairs}
+    return {
+        **{f"cu_seq_lens_{name}": bounds[name] for name, _ in pairs},
+        **{f"max_length_{name}": int(each.max()) for name, each in pairs},
+    }
 
 
 def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -26,11 +66,11 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     grouped = AttentionModule(2)
 
     def inputs(mask: Tensor | None = None, batch: int = 1, length: int = 150) -> tuple[Any, ...]:
-        return (grouped, *heads_of(draw, batch, 4, 2, length, 32), mask)
+        return (grouped, *_heads(draw, batch, 4, 2, length, 32), mask)
 
     yield Sample("past 128 keys", inputs(length=129))
-    yield Sample("past 64 in a head", (grouped, *heads_of(draw, 1, 2, 1, 37, 128), None))
-    yield Sample("eight groups, heads of 192", (AttentionModule(8), *heads_of(draw, 1, 8, 1, 65, 192), None))
+    yield Sample("past 64 in a head", (grouped, *_heads(draw, 1, 2, 1, 37, 128), None))
+    yield Sample("eight groups, heads of 192", (AttentionModule(8), *_heads(draw, 1, 8, 1, 65, 192), None))
     yield Sample("not causal, past 128 keys", inputs(), {"is_causal": False})
     unpadded = torch.ones(2, 150, dtype=torch.bool, device=device)
     unpadded[1, 131:] = False
@@ -39,8 +79,8 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("long boolean mask", inputs(allowed, batch=2), needs=("dense_mask",))
     yield Sample("window past a tile", inputs(), {"sliding_window": 65}, needs=("sliding_window",))
     lengths = torch.tensor([1, 65, 2, 33, 1, 64, 0, 17, 19], device=device)
-    yield Sample("nine packed sequences", inputs(length=202), bounds_of(lengths), needs=("packed",))
-    both = {**bounds_of(lengths), "sliding_window": 40}
+    yield Sample("nine packed sequences", inputs(length=202), _packed(lengths), needs=("packed",))
+    both = {**_packed(lengths), "sliding_window": 40}
     yield Sample("nine packed sequences, window", inputs(length=202), both, needs=("packed", "sliding_window"))
     yield Sample("softcap past 128 keys", inputs(), {"softcap": 2.0, "scaling": 1.0}, needs=("softcap",))
     yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
@@ -58,19 +98,19 @@ def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """
     draw = Draw(device, dtype)
     module = AttentionModule(4)
-    query, key, value = heads_of(draw, 2, 16, 4, 1027, 128)
+    query, key, value = _heads(draw, 2, 16, 4, 1027, 128)
     # A causal row averages over all keys up to its own, so its output would shrink with its position. With values that
     # grow by position and nearly uniform weights, all rows are of one magnitude. Otherwise the tolerance would be far
     # too loose for rows with many keys, and rows with few keys would exceed it by rounding alone.
     growing = torch.arange(1, 1028, device=device).sqrt().to(dtype)[:, None]
     yield Sample("a model's heads", (module, leaf(query.detach() / 2), key, leaf(value.detach() * growing), None))
     lengths = draw.integers(100, 40, low=1)
-    inputs = (module, *heads_of(draw, 1, 8, 2, int(lengths.sum()), 64), None)
-    yield Sample("40 packed sequences", inputs, bounds_of(lengths), needs=("packed",))
-    inputs = (module, *heads_of(draw, 1, 4, 1, 2053, 64), None)
+    inputs = (module, *_heads(draw, 1, 8, 2, int(lengths.sum()), 64), None)
+    yield Sample("40 packed sequences", inputs, _packed(lengths), needs=("packed",))
+    inputs = (module, *_heads(draw, 1, 4, 1, 2053, 64), None)
     yield Sample("window of 512", inputs, {"sliding_window": 512}, needs=("sliding_window",))
     if has_room(device, dtype):
-        query, key, value = heads_of(draw, 2, 4, 1, 65, 64)
+        query, key, value = _heads(draw, 2, 4, 1, 65, 64)
         yield Sample("queries past 2**31 elements", (module, far_apart(query), key, value, None))
 
 
@@ -89,7 +129,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ['sinks', 'mask and sinks', 'mask, softcap and sinks']
     """
     draw = Draw(device, dtype)
-    heads = functools.partial(heads_of, draw)
+    heads = functools.partial(_heads, draw)
     grouped, plain = AttentionModule(2), AttentionModule(1)
     yield Sample("causal, grouped heads", (grouped, *heads(2, 4, 2, 17, 32), None))
     yield Sample("values narrower than queries", (plain, *heads(3, 2, 2, 9, 192, 128), None))
@@ -113,14 +153,14 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 96), None), window, needs=("sliding_window",))
     order = Draw(device, torch.float32, seed=1).normal(5).argsort()
     lengths = torch.tensor([5, 1, 0, 3, 12], device=device)[order]
-    packed = bounds_of(lengths)
+    packed = _packed(lengths)
     yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 112), None), packed, needs=("packed",))
     both = {**packed, **window}
     needs = ("packed", "sliding_window")
     fewer = torch.tensor([3, 0, 0, 3, 4], device=device)[order]
     query, *_ = heads(1, 4, 2, 10, 32)
     _, key, value = heads(1, 4, 2, 21, 32)
-    last = bounds_of(fewer, lengths)
+    last = _packed(fewer, lengths)
     yield Sample("packed, the last queries", (grouped, query, key, value, None), last, needs=("packed",))
     yield Sample("packed, sliding window", (grouped, *heads(1, 4, 2, 21, 32), None), both, needs=needs)
     capped = {"softcap": 2.0, "scaling": 1.0}
@@ -138,5 +178,134 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # each query sees its own key
     chosen = {"indices": preferred.topk(5).indices}
     yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
-    yield from widths(device, dtype)
-    yield from combined_options(device, dtype)
+    yield from _widths(device, dtype)
+    yield from _combined_options(device, dtype)
+
+
+def _widths(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Samples of widths and of heads in groups, and keys that are the values, all with ``values_only``."""
+    draw = Draw(device, dtype, seed=5)
+
+    def of(name: str, shape: Any, *needs: str) -> Sample:
+        heads = _heads(draw, *shape)
+        return Sample(name, (AttentionModule(shape[1] // shape[2]), *heads, None), needs=needs, values_only=True)
+
+    yield of("values wider than queries", (3, 4, 2, 17, 72, 96))
+    yield of("past 64 keys", (1, 2, 1, 65, 80))
+    yield of("widths that are no multiples of 8", (2, 2, 1, 9, 36, 20), "odd_heads")
+    (query,) = _heads(draw, 1, 16, 2, 9, 96)[:1]
+    (latent,) = _heads(draw, 1, 2, 2, 9, 96)[:1]
+    yield Sample("a key that is the value", (AttentionModule(8), alone(query), latent, latent, None), values_only=True)
+    query, latent, _ = _heads(draw, 1, 16, 1, 7, 576)
+    cut = leaf(latent.detach()[..., :512])  # in the key's memory
+    yield Sample(
+        "latent heads", (AttentionModule(16), query, latent, cut, None), needs=("wide_heads",), values_only=True
+    )
+
+
+def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Samples of options, alone and combined, all with ``values_only``.
+
+    Kernels often have a code path per option and forget one option where two or three meet. Many samples repeat the
+    shape of an earlier one with other options, which finds kernels that cache something by shape alone.
+    """
+    draw = Draw(device, dtype, seed=4)
+
+    def edge(
+        name: str,
+        *needs: str,
+        mask: Tensor | None = None,
+        shape: Any = (2, 4, 2, 17),
+        widths: tuple[int, int] = (32, 32),
+        causal: bool = True,
+        **kw: Any,
+    ) -> Sample:
+        call = (AttentionModule(shape[1] // shape[2], causal), *_heads(draw, *shape, *widths), mask)
+        return Sample(name, call, kw, needs, values_only=True)
+
+    def across(name: str, *needs: str, mask: Tensor | None = None, causal: bool = True, **kw: Any) -> Sample:
+        query, *_ = _heads(draw, 2, 4, 2, 5, 32)
+        _, key, value = _heads(draw, 2, 4, 2, 12, 32)
+        return Sample(name, (AttentionModule(2, causal), query, key, value, mask), kw, needs, values_only=True)
+
+    def padded(*lengths: int) -> Tensor:
+        return torch.arange(12, device=device) < torch.tensor(lengths, device=device)[:, None]
+
+    def sinks(heads: int = 4) -> Tensor:
+        return leaf(draw.normal(heads))
+
+    yield edge("not causal at a shape seen before", is_causal=False)
+    yield edge("causal, as the call says", causal=False, is_causal=True)
+    yield edge("one key head, given scaling", shape=(2, 8, 1, 17), widths=(80, 80), scaling=0.3)
+    yield edge("groups of three", shape=(3, 6, 2, 9), widths=(112, 112))
+
+    def one_key(name: str, *needs: str, length: int, **kw: Any) -> Sample:
+        """A single key's weight is 1, so query and key get no gradient but rounding noise; they are detached."""
+        query, key, value = _heads(draw, 2, 4, 2, length, 32)
+        return Sample(
+            name, (AttentionModule(2), query.detach(), key.detach(), value, None), kw, needs, values_only=True
+        )
+
+    yield one_key("one token", length=1)
+    yield across("the last queries")
+    yield across("across, not causal", causal=False)
+
+    some = draw.normal(2, 4, 12, 12).float() > 0
+    some |= torch.eye(12, dtype=torch.bool, device=device)  # a row without any key would give NaN
+    without = some[:, :1].clone()  # with sinks, such a row is zeros
+    without[0, :, 5], without[1] = False, False
+    dense, square = ("dense_mask",), (2, 4, 2, 12)
+    yield edge("a mask for each head, given scaling", *dense, mask=some, shape=square, scaling=0.3)
+    yield edge("another mask at a shape seen before", *dense, mask=some[:, :1], shape=square)
+    yield across("a mask of fewer queries", *dense, mask=some[:, :1, -5:])
+    lowest = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~without, torch.finfo(dtype).min)
+    yield edge("an added mask, rows without keys", *dense, mask=lowest, shape=square, widths=(96, 96))
+    yield edge("mask and softcap", *dense, "softcap", mask=some[:, :1], shape=square, softcap=2.0)
+    yield edge("mask and sinks", *dense, "sinks", mask=without, shape=square, s_aux=sinks())
+    three = {"softcap": 2.0, "s_aux": sinks(), "scaling": 0.5}
+    yield edge("mask, softcap and sinks", *dense, "softcap", "sinks", mask=some, shape=square, **three)
+
+    padding, capped = ("padding_mask",), ("softcap", "softcap_by_lengths")
+    yield edge("other padding at a shape seen before", *padding, mask=padded(4, 12), shape=square, scaling=0.3)
+    yield edge("padding, not causal", *padding, mask=padded(12, 4), shape=square, is_causal=False)
+    on_the_left = padded(4, 12, 0).flip(1)  # and a sequence of padding alone
+    yield edge("padding on the left", *padding, mask=on_the_left, shape=(3, 4, 2, 12))
+    beside = (*padding, "sliding_window")
+    yield edge("padding and window", *beside, mask=padded(11, 8), shape=square, sliding_window=3)
+    yield edge("padding and softcap", *padding, *capped, mask=padded(11, 8), shape=square, softcap=2.0)
+    yield edge("padding and sinks", *padding, "sinks", mask=padded(11, 8), shape=square, s_aux=sinks())
+    left = {"mask": padded(5, 12).flip(1), "shape": (2, 8, 1, 12), "widths": (72, 72)}
+    yield edge("padding, window and softcap", *beside, *capped, sliding_window=4, softcap=2.0, **left)
+    yield edge("padding, window and sinks", *beside, "sinks", sliding_window=12, s_aux=sinks(8), **left)
+
+    window = ("sliding_window",)
+    yield edge("a window at a shape seen before, given scaling", *window, sliding_window=4, scaling=0.3)
+    yield one_key("a window of one key", *window, length=17, sliding_window=1)
+    yield edge("a window on both sides", *window, sliding_window=3, is_causal=False)
+    yield across("a window of the last queries", *window, sliding_window=4)
+    yield edge("window and softcap", *window, "softcap", sliding_window=5, softcap=2.0)
+    yield edge("window and sinks", *window, "sinks", sliding_window=5, s_aux=sinks())
+    yield edge("window, softcap and sinks", *window, "softcap", "sinks", sliding_window=5, softcap=2.0, s_aux=sinks())
+    # Some kernels take a window that hides nothing for none, which is right. What they can't take comes with it.
+    yield edge("a window as long as the sequence, softcap", *window, "softcap", sliding_window=17, softcap=2.0)
+    yield edge("a window longer than the sequence, sinks", *window, "sinks", sliding_window=100, s_aux=sinks())
+
+    bounds = _packed(torch.tensor([4, 1, 0, 9, 6, 1], device=device))
+    along, eight = (1, 4, 2, 21), (1, 16, 2, 21)
+    yield edge("packed, given scaling", "packed", shape=eight, widths=(72, 96), scaling=0.3, **bounds)
+    yield edge("packed, not causal", "packed", shape=along, is_causal=False, **bounds)
+    one = edge("packed, one sequence", "packed", shape=along, **_packed(torch.tensor([21], device=device)))
+    module, *heads, _ = one.args
+    yield replace(one, args=(module, *map(alone, heads), None))
+    yield edge("packed, softcap", "packed", *capped, shape=along, softcap=2.0, **bounds)
+    yield edge("packed, sinks", "packed", "sinks", shape=along, s_aux=sinks(), **bounds)
+    few, many = {"sliding_window": 3, **bounds}, {"sliding_window": 50, **bounds}
+    yield edge("packed, a long window", "packed", *window, shape=along, **many)
+    yield edge("packed, a window on both sides", "packed", *window, shape=along, is_causal=False, **few)
+    yield edge("packed, window and softcap", "packed", *window, *capped, shape=along, softcap=2.0, **few)
+    yield edge("packed, window and sinks", "packed", *window, "sinks", shape=eight, s_aux=sinks(16), **few)
+    yield edge("softcap alone", "softcap", softcap=1.0)
+    yield edge("softcap and sinks", "softcap", "sinks", widths=(96, 64), softcap=2.0, s_aux=sinks())
+    yield edge("sinks, not causal", "sinks", s_aux=sinks(), is_causal=False)
+    last = leaf(draw.normal(1, 4, 5, 12))
+    yield across("position bias of the last queries", "position_bias", position_bias=last)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, as_tensors, compute_dtype, leaf
-from veomni_ops.places import alone, far_apart, has_room
+from veomni_ops.places import alone
 
 UNLIMITED = (0.0, math.inf)
 
@@ -292,9 +292,6 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("a model's heads", call, {**problems.of_heads(8), **problems.states(1, 8, 64, 128)})
     packed = {"seq_idx": problems.packed([17, 1383, 651]), **problems.of_heads(2), "return_final_states": True}
     yield Sample("packed, long", problems.call(1, 2051, (2, 1), (64, 128), decay=0.02), packed)
-    if has_room(device, dtype):
-        x, *others = problems.call(2, 65, (2, 1), (32, 32))
-        yield Sample("past 2**31 elements", (far_apart(x), *others), problems.of_heads())
 
 
 # In low precision kernels round what they feed to matrix units, and transformers' own code rounds the time steps.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, leaf
-from veomni_ops.places import alone, far_apart, has_room
+from veomni_ops.places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
 
 
@@ -270,11 +270,7 @@ class _Drawn:
 
 def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        drawn = _Drawn(Draw(device, dtype), arity, whole, layout)
-        yield from drawn.shaped(shapes)
-        if shapes is _LARGE and has_room(device, dtype):
-            query, *key = drawn.heads(2, (4, 1), 65, 64)
-            yield Sample("queries past 2**31 elements", (far_apart(query), *key, *drawn.angles(2, 65, 64, 32)))
+        yield from _Drawn(Draw(device, dtype), arity, whole, layout).shaped(shapes)
 
     return samples
 

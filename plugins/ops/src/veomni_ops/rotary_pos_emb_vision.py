@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
-from veomni_ops.places import alone, far_apart, has_room
+from veomni_ops.places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
 
 
@@ -113,11 +113,6 @@ def _patches(device: torch.device, dtype: torch.dtype, whole: bool, shapes: tupl
         spread = AngleLayout.UNRELATED.spread(draw.normal(count, rotated // 2, scale=2.0).float())
         q, k = (leaf(draw.normal(count, heads, width)) for _ in range(2))
         yield Sample(f"{count} patches", (q, k, spread.cos().to(dtype), spread.sin().to(dtype)))
-    if shapes is _LARGE and has_room(device, dtype):
-        spread = AngleLayout.UNRELATED.spread(draw.normal(2, 33, 32).float())
-        q, k = (leaf(draw.normal(2, 33, 4, 64)) for _ in range(2))
-        angles = (spread.cos().to(dtype), spread.sin().to(dtype))
-        yield Sample("queries past 2**31 elements", (far_apart(q), k, *angles))
 
 
 _Shape = tuple[int, int, int]  # patches, heads, a head's width
