@@ -49,9 +49,9 @@ def test_angles_of_their_own_for_each_sequence():
         torch.testing.assert_close(mine, theirs, rtol=8e-3, atol=1e-3)
 
 
-def test_a_head_of_odd_width_is_refused_before_anything_runs():
-    x, angles = torch.randn(1, 2, 5, 12, device="cuda"), torch.zeros(1, 5, 12, device="cuda")
-    with pytest.raises(ValueError, match=r"multiples of 8; this head has 12 dimensions, 12 of them rotated"):
+def test_a_head_that_is_too_wide_is_refused_before_anything_runs():
+    x, angles = torch.randn(1, 2, 5, 520, device="cuda"), torch.zeros(1, 5, 520, device="cuda")
+    with pytest.raises(ValueError, match=r"heads of at most 512 dimensions, this head has 520"):
         spec_of("rotary_pos_emb", "full").load()(x, x, angles, angles)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Draw, Sample, leaf
+from veomni_ops.places import alone, far_apart, has_room
 
 BY_LENGTHS = "flash_attention_mask"  # what a kernel declares that takes FlashAttention's masks
 
@@ -39,9 +40,15 @@ class AttentionModule:
     from_the_first_key: bool = False
 
 
-def _heads(draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head: int) -> tuple[Tensor, ...]:
-    shapes = (q_heads, k_heads, k_heads)
-    return tuple(leaf(draw.normal(batch, length, count, head).transpose(1, 2)) for count in shapes)
+def _heads(
+    draw: Draw, batch: int, q_heads: int, k_heads: int, length: int, head: int, value_head: int | None = None
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values as projections leave them, ``[B, H, S, D]`` in the memory of ``[B, S, H, D]``.
+
+    ``value_head`` is the width of the values, ``head`` without it.
+    """
+    shapes = ((q_heads, head), (k_heads, head), (k_heads, value_head or head))
+    return tuple(leaf(draw.normal(batch, length, *shape).transpose(1, 2)) for shape in shapes)
 
 
 def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any]:
@@ -67,16 +74,17 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def inputs(mask: Tensor | None = None, batch: int = 1, length: int = 150) -> tuple[Any, ...]:
         return (grouped, *_heads(draw, batch, 4, 2, length, 32), mask)
 
-    yield Sample("past 128 keys", inputs())
+    yield Sample("past 128 keys", inputs(length=129))
     yield Sample("past 64 in a head", (grouped, *_heads(draw, 1, 2, 1, 37, 128), None))
+    yield Sample("eight groups, heads of 192", (AttentionModule(8), *_heads(draw, 1, 8, 1, 65, 192), None))
     yield Sample("not causal, past 128 keys", inputs(), {"is_causal": False})
     unpadded = torch.ones(2, 150, dtype=torch.bool, device=device)
     unpadded[1, 131:] = False
     yield Sample("long padding mask", inputs(unpadded, batch=2), needs=("padding_mask",))
     allowed = unpadded[:, None, None, :] & torch.ones(150, 150, dtype=torch.bool, device=device).tril()
     yield Sample("long boolean mask", inputs(allowed, batch=2), needs=("dense_mask",))
-    yield Sample("window past a tile", inputs(), {"sliding_window": 70}, needs=("sliding_window",))
-    lengths = torch.tensor([1, 70, 2, 33, 1, 64, 5, 17, 9], device=device)
+    yield Sample("window past a tile", inputs(), {"sliding_window": 65}, needs=("sliding_window",))
+    lengths = torch.tensor([1, 65, 2, 33, 1, 64, 0, 17, 19], device=device)
     yield Sample("nine packed sequences", inputs(length=202), _packed(lengths), needs=("packed",))
     both = {**_packed(lengths), "sliding_window": 40}
     yield Sample("nine packed sequences, window", inputs(length=202), both, needs=("packed", "sliding_window"))
@@ -107,6 +115,9 @@ def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("40 packed sequences", inputs, _packed(lengths), needs=("packed",))
     inputs = (module, *_heads(draw, 1, 4, 1, 2053, 64), None)
     yield Sample("window of 512", inputs, {"sliding_window": 512}, needs=("sliding_window",))
+    if has_room(device, dtype):
+        query, key, value = _heads(draw, 2, 4, 1, 65, 64)
+        yield Sample("queries past 2**31 elements", (module, far_apart(query), key, value, None))
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -120,41 +131,39 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         >>> sample = next(samples(torch.device("cpu"), torch.float32))
         >>> sample.name, [tuple(x.shape) for x in sample.args[1:4]]
         ('causal, grouped heads', [(2, 4, 17, 32), (2, 2, 17, 32), (2, 2, 17, 32)])
-        >>> [sample.name for sample in samples(torch.device("cpu"), torch.float32) if "sinks" in sample.needs]
-        ['sinks', 'mask and sinks', 'padding and sinks', 'window and sinks', 'packed, sinks', 'sinks, not causal']
+        >>> [sample.name for sample in samples(torch.device("cpu"), torch.float32) if "sinks" in sample.needs][:3]
+        ['sinks', 'mask and sinks', 'mask, softcap and sinks']
     """
     draw = Draw(device, dtype)
     heads = functools.partial(_heads, draw)
     grouped, plain = AttentionModule(2), AttentionModule(1)
     yield Sample("causal, grouped heads", (grouped, *heads(2, 4, 2, 17, 32), None))
-    query, key, _ = heads(2, 4, 2, 17, 64)
-    *_, narrow = heads(2, 4, 2, 17, 32)
-    yield Sample("values narrower than queries", (grouped, query, key, narrow, None))
-    yield Sample("given scaling", (plain, *heads(1, 2, 2, 9, 64), None), {"scaling": 0.25})
+    yield Sample("values narrower than queries", (plain, *heads(3, 2, 2, 9, 192, 128), None))
+    yield Sample("given scaling", (plain, *heads(1, 2, 2, 9, 80), None), {"scaling": 0.25})
     allowed = torch.ones(2, 1, 12, 12, dtype=torch.bool, device=device).tril()
     allowed[1, :, :, 8:] = False
-    yield Sample("boolean mask", (grouped, *heads(2, 4, 2, 12, 32), allowed), needs=("dense_mask",))
+    yield Sample("boolean mask", (grouped, *heads(2, 4, 2, 12, 96), allowed), needs=("dense_mask",))
     added = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
-    yield Sample("added mask", (grouped, *heads(2, 4, 2, 12, 32), added), needs=("dense_mask",))
+    yield Sample("added mask", (grouped, *heads(2, 4, 2, 12, 72), added), needs=("dense_mask",))
     not_causal = AttentionModule(1, is_causal=False)
-    yield Sample("not causal", (not_causal, *heads(2, 2, 2, 11, 32), None))
+    yield Sample("not causal", (not_causal, *heads(2, 2, 2, 11, 112), None))
     query, *_ = heads(2, 2, 2, 1, 32)
     _, key, value = heads(2, 2, 2, 6, 32)
     yield Sample("one query of many keys", (plain, query, key, value, None))
     unpadded = torch.ones(2, 12, dtype=torch.bool, device=device)
     unpadded[1, 9:] = False
-    yield Sample("padding mask", (grouped, *heads(2, 4, 2, 12, 32), unpadded), needs=("padding_mask",))
+    yield Sample("padding mask", (grouped, *heads(2, 4, 2, 12, 80), unpadded), needs=("padding_mask",))
     crossing = (not_causal, *heads(2, 2, 2, 7, 32)[:1], *heads(2, 2, 2, 12, 32)[1:], unpadded)
     yield Sample("padding mask, across", crossing, needs=("padding_mask",))
     window = {"sliding_window": 5}
-    yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 32), None), window, needs=("sliding_window",))
-    order = Draw(device, torch.float32, seed=1).normal(4).argsort()
-    lengths = torch.tensor([5, 1, 3, 12], device=device)[order]
+    yield Sample("sliding window", (grouped, *heads(2, 4, 2, 19, 96), None), window, needs=("sliding_window",))
+    order = Draw(device, torch.float32, seed=1).normal(5).argsort()
+    lengths = torch.tensor([5, 1, 0, 3, 12], device=device)[order]
     packed = _packed(lengths)
-    yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 32), None), packed, needs=("packed",))
+    yield Sample("packed sequences", (grouped, *heads(1, 4, 2, 21, 112), None), packed, needs=("packed",))
     both = {**packed, **window}
     needs = ("packed", "sliding_window")
-    fewer = torch.tensor([3, 1, 3, 3], device=device)[order]
+    fewer = torch.tensor([3, 0, 0, 3, 4], device=device)[order]
     query, *_ = heads(1, 4, 2, 10, 32)
     _, key, value = heads(1, 4, 2, 21, 32)
     last = _packed(fewer, lengths)
@@ -162,8 +171,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("packed, sliding window", (grouped, *heads(1, 4, 2, 21, 32), None), both, needs=needs)
     capped = {"softcap": 2.0, "scaling": 1.0}
     yield Sample("softcap", (grouped, *heads(2, 4, 2, 13, 32), None), capped, needs=("softcap",))
-    sinks = {"s_aux": leaf(draw.normal(4))}
-    yield Sample("sinks", (grouped, *heads(2, 4, 2, 13, 32), None), sinks, needs=("sinks",))
+    sinks = {"s_aux": leaf(draw.normal(8))}
+    yield Sample("sinks", (AttentionModule(8), *heads(2, 8, 1, 13, 32), None), sinks, needs=("sinks",))
     yield Sample("not causal, as the call says", (grouped, *heads(2, 4, 2, 11, 32), None), {"is_causal": False})
     query_sinks = {"sinks": leaf(draw.normal(2, 4, 13, 1))}
     yield Sample("query sinks", (grouped, *heads(2, 4, 2, 13, 32), None), query_sinks, needs=("query_sinks",))
@@ -175,22 +184,49 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # each query sees its own key
     chosen = {"indices": preferred.topk(5).indices}
     yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
+    yield from _widths(device, dtype)
     yield from _combined_options(device, dtype)
+
+
+def _widths(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Samples of widths and of heads in groups, and keys that are the values, all with ``values_only``."""
+    draw = Draw(device, dtype, seed=5)
+
+    def of(name: str, shape: Any, *needs: str) -> Sample:
+        heads = _heads(draw, *shape)
+        return Sample(name, (AttentionModule(shape[1] // shape[2]), *heads, None), needs=needs, values_only=True)
+
+    yield of("values wider than queries", (3, 4, 2, 17, 72, 96))
+    yield of("past 64 keys", (1, 2, 1, 65, 80))
+    yield of("widths that are no multiples of 8", (2, 2, 1, 9, 36, 20), "odd_heads")
+    (query,) = _heads(draw, 1, 16, 2, 9, 96)[:1]
+    (latent,) = _heads(draw, 1, 2, 2, 9, 96)[:1]
+    yield Sample("a key that is the value", (AttentionModule(8), alone(query), latent, latent, None), values_only=True)
+    query, latent, _ = _heads(draw, 1, 16, 1, 7, 576)
+    cut = leaf(latent.detach()[..., :512])  # in the key's memory
+    yield Sample(
+        "latent heads", (AttentionModule(16), query, latent, cut, None), needs=("wide_heads",), values_only=True
+    )
 
 
 def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Samples of options, alone and combined, all with ``values_only``.
 
-    Kernels often have a code path per option and forget one option where two meet. Many samples repeat the shape of an
-    earlier one with other options, which finds kernels that cache something by shape alone.
+    Kernels often have a code path per option and forget one option where two or three meet. Many samples repeat the
+    shape of an earlier one with other options, which finds kernels that cache something by shape alone.
     """
     draw = Draw(device, dtype, seed=4)
 
     def edge(
-        name: str, *needs: str, mask: Tensor | None = None, shape: Any = (2, 4, 2, 17), causal: bool = True, **kw: Any
+        name: str,
+        *needs: str,
+        mask: Tensor | None = None,
+        shape: Any = (2, 4, 2, 17),
+        widths: tuple[int, int] = (32, 32),
+        causal: bool = True,
+        **kw: Any,
     ) -> Sample:
-        batch, q_heads, k_heads, length = shape
-        call = (AttentionModule(q_heads // k_heads, causal), *_heads(draw, batch, q_heads, k_heads, length, 32), mask)
+        call = (AttentionModule(shape[1] // shape[2], causal), *_heads(draw, *shape, *widths), mask)
         return Sample(name, call, kw, needs, values_only=True)
 
     def across(
@@ -212,13 +248,13 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     def padded(*lengths: int) -> Tensor:
         return torch.arange(12, device=device) < torch.tensor(lengths, device=device)[:, None]
 
-    def sinks() -> Tensor:
-        return leaf(draw.normal(4))
+    def sinks(heads: int = 4) -> Tensor:
+        return leaf(draw.normal(heads))
 
     yield edge("not causal at a shape seen before", is_causal=False)
     yield edge("causal, as the call says", causal=False, is_causal=True)
-    yield edge("one key head, given scaling", shape=(2, 4, 1, 17), scaling=0.3)
-    yield edge("groups of three", shape=(1, 6, 2, 9))
+    yield edge("one key head, given scaling", shape=(2, 8, 1, 17), widths=(80, 80), scaling=0.3)
+    yield edge("groups of three", shape=(3, 6, 2, 9), widths=(112, 112))
 
     def one_key(name: str, *needs: str, length: int, **kw: Any) -> Sample:
         """A single key's weight is 1, so query and key get no gradient but rounding noise; they are detached."""
@@ -235,22 +271,31 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
 
     some = draw.normal(2, 4, 12, 12).float() > 0
     some |= torch.eye(12, dtype=torch.bool, device=device)  # a row without any key would give NaN
+    without = some[:, :1].clone()  # with sinks, such a row is zeros
+    without[0, :, 5], without[1] = False, False
     dense, square = ("dense_mask",), (2, 4, 2, 12)
     yield edge("a mask for each head, given scaling", *dense, mask=some, shape=square, scaling=0.3)
     yield edge("another mask at a shape seen before", *dense, mask=some[:, :1], shape=square)
     yield across("a mask of fewer queries", *dense, mask=some[:, :1, -5:])
+    lowest = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~without, torch.finfo(dtype).min)
+    yield edge("an added mask, rows without keys", *dense, mask=lowest, shape=square, widths=(96, 96))
     yield edge("mask and softcap", *dense, "softcap", mask=some[:, :1], shape=square, softcap=2.0)
-    yield edge("mask and sinks", *dense, "sinks", mask=some[:, :1], shape=square, s_aux=sinks())
+    yield edge("mask and sinks", *dense, "sinks", mask=without, shape=square, s_aux=sinks())
+    three = {"softcap": 2.0, "s_aux": sinks(), "scaling": 0.5}
+    yield edge("mask, softcap and sinks", *dense, "softcap", "sinks", mask=some, shape=square, **three)
 
     padding, capped = ("padding_mask",), ("softcap", "softcap_by_lengths")
     yield edge("other padding at a shape seen before", *padding, mask=padded(4, 12), shape=square, scaling=0.3)
     yield edge("padding, not causal", *padding, mask=padded(12, 4), shape=square, is_causal=False)
-    on_the_left = padded(4, 12).flip(1)
-    yield edge("padding on the left", *padding, mask=on_the_left, shape=square)
+    on_the_left = padded(4, 12, 0).flip(1)  # and a sequence of padding alone
+    yield edge("padding on the left", *padding, mask=on_the_left, shape=(3, 4, 2, 12))
     beside = (*padding, "sliding_window")
     yield edge("padding and window", *beside, mask=padded(11, 8), shape=square, sliding_window=3)
     yield edge("padding and softcap", *padding, *capped, mask=padded(11, 8), shape=square, softcap=2.0)
     yield edge("padding and sinks", *padding, "sinks", mask=padded(11, 8), shape=square, s_aux=sinks())
+    left = {"mask": padded(5, 12).flip(1), "shape": (2, 8, 1, 12), "widths": (72, 72)}
+    yield edge("padding, window and softcap", *beside, *capped, sliding_window=4, softcap=2.0, **left)
+    yield edge("padding, window and sinks", *beside, "sinks", sliding_window=12, s_aux=sinks(8), **left)
 
     window = ("sliding_window",)
     yield edge("a window at a shape seen before, given scaling", *window, sliding_window=4, scaling=0.3)
@@ -260,13 +305,27 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield across("a window of the first queries", *window, first=True, sliding_window=4)
     yield edge("window and softcap", *window, "softcap", sliding_window=5, softcap=2.0)
     yield edge("window and sinks", *window, "sinks", sliding_window=5, s_aux=sinks())
+    yield edge("window, softcap and sinks", *window, "softcap", "sinks", sliding_window=5, softcap=2.0, s_aux=sinks())
+    # Some kernels take a window that hides nothing for none, which is right. What they can't take comes with it.
+    yield edge("a window as long as the sequence, softcap", *window, "softcap", sliding_window=17, softcap=2.0)
+    yield edge("a window longer than the sequence, sinks", *window, "sinks", sliding_window=100, s_aux=sinks())
 
-    bounds = _packed(torch.tensor([4, 1, 9, 7], device=device))
-    along = (1, 4, 2, 21)
-    yield edge("packed, given scaling", "packed", shape=along, scaling=0.3, **bounds)
+    bounds = _packed(torch.tensor([4, 1, 0, 9, 6, 1], device=device))
+    along, eight = (1, 4, 2, 21), (1, 16, 2, 21)
+    yield edge("packed, given scaling", "packed", shape=eight, widths=(72, 96), scaling=0.3, **bounds)
     yield edge("packed, not causal", "packed", shape=along, is_causal=False, **bounds)
-    yield edge("packed, one sequence", "packed", shape=along, **_packed(torch.tensor([21], device=device)))
+    one = edge("packed, one sequence", "packed", shape=along, **_packed(torch.tensor([21], device=device)))
+    module, *heads, _ = one.args
+    yield replace(one, args=(module, *map(alone, heads), None))
     yield edge("packed, softcap", "packed", *capped, shape=along, softcap=2.0, **bounds)
     yield edge("packed, sinks", "packed", "sinks", shape=along, s_aux=sinks(), **bounds)
+    few, many = {"sliding_window": 3, **bounds}, {"sliding_window": 50, **bounds}
+    yield edge("packed, a long window", "packed", *window, shape=along, **many)
+    yield edge("packed, a window on both sides", "packed", *window, shape=along, is_causal=False, **few)
+    yield edge("packed, window and softcap", "packed", *window, *capped, shape=along, softcap=2.0, **few)
+    yield edge("packed, window and sinks", "packed", *window, "sinks", shape=eight, s_aux=sinks(16), **few)
     yield edge("softcap alone", "softcap", softcap=1.0)
+    yield edge("softcap and sinks", "softcap", "sinks", widths=(96, 64), softcap=2.0, s_aux=sinks())
     yield edge("sinks, not causal", "sinks", s_aux=sinks(), is_causal=False)
+    last = leaf(draw.normal(1, 4, 5, 12))
+    yield across("position bias of the last queries", "position_bias", position_bias=last)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.places import alone
 
 # "swish" is the package's other name of silu.
 ACTIVATIONS = (None, "silu", "swish")
@@ -150,8 +151,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("channels before positions", (leaf(x.detach().contiguous()), *others), silu)
     packed = problems.packed([1, 9, 1, 1, 2, 15], [29], [13, 3, 13])
     yield Sample("packed", problems.call(3, 6, 29), {**silu, "seq_idx": packed})
-    packed = problems.packed([2, 1, 4, 5])
-    yield Sample("packed, with a bias", problems.call(1, 6, 12, bias=True), {"seq_idx": packed})
+    packed = problems.packed([2, 1, 4, 5]).long()
+    yield Sample("packed, with a bias", problems.call(1, 6, 12, bias=True), {"seq_idx": packed**2})
     x, weight, _ = problems.call(2, 3 * 8, 13, width=3)
     part = slice(8, 16)
     yield Sample("a part of the channels", (leaf(x.detach()[:, part]), leaf(weight.detach()[part])))
@@ -163,31 +164,46 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _edges(problems: _Problems) -> Iterator[Sample]:
-    """Boundaries in every place, and both names of one activation."""
+    """Boundaries in every place, both names of one activation, and counts of one and just past 64."""
+    silu = {"activation": "silu"}
     for name, lengths in (
         ("a boundary at the second token", [1, 12]),
         ("a boundary at the last token", [12, 1]),
         ("every token a sequence", [1] * 13),
         ("boundaries closer than the width", [3, 2, 3, 1, 1, 2, 1]),
     ):
-        options = {"activation": "silu", "seq_idx": problems.packed(lengths)}
-        yield Sample(name, problems.call(1, 5, 13), options, values_only=True)
+        options = {**silu, "seq_idx": problems.packed(lengths)}
+        yield Sample(name, problems.call(1, 5, 13, bias=len(lengths) > 2), options, values_only=True)
+    rows = problems.packed([4, 9], [1, 5, 7], [2, 3, 2, 3, 3]).long() * 1000 + 7
+    call = problems.call(3, 8, 13, width=3, bias=True)
+    yield Sample("packed rows, numbers with gaps", call, {**silu, "seq_idx": rows}, values_only=True)
     two = {"activation": "swish", "seq_idx": problems.packed([1, 1])}
     yield Sample("two sequences of one token", problems.call(1, 5, 2, bias=True), two, values_only=True)
-    whole = {"activation": "silu", "seq_idx": problems.packed([9], [9]) + 3}
+    whole = {**silu, "seq_idx": problems.packed([9], [9]) + 3}
     yield Sample("one sequence whose number is 3", problems.call(2, 5, 9), whole, values_only=True)
+    any_width = ("any_width",)
     one = problems.call(2, 5, 9, width=1, bias=True)
-    yield Sample("one position", one, {"activation": "silu"}, needs=("any_width",), values_only=True)
-    yield Sample("large values", problems.call(2, 5, 9, scale=50.0), {"activation": "silu"}, values_only=True)
+    yield Sample("one position", one, silu, any_width, values_only=True)
+    packed = {**silu, "seq_idx": problems.packed([5, 1, 9])}
+    wide = problems.call(1, 6, 15, width=6, bias=True)
+    yield Sample("six positions, packed", wide, packed, any_width, values_only=True)
+    yield Sample("large values", problems.call(2, 5, 9, scale=50.0), silu, values_only=True)
+    x, weight, bias = problems.call(1, 1, 65, bias=True)
+    yield Sample("one channel, past 64 positions", (alone(x), weight, bias), values_only=True)
+    x, weight, _ = problems.call(1, 65, 8, width=2)
+    yield Sample("past 64 channels", (alone(x), weight), silu, values_only=True)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     problems = _Problems(device, dtype)
-    packed = problems.packed([1, 700, 255, 1, 1, 1093])
+    packed = problems.packed([1, 700, 255, 1, 1, 1091])
     yield Sample(
-        "past 2048 positions", problems.call(1, 66, 2051, bias=True), {"seq_idx": packed, "activation": "silu"}
+        "past 2048 positions", problems.call(1, 66, 2049, bias=True), {"seq_idx": packed, "activation": "silu"}
     )
-    yield Sample("past 1024 channels", problems.call(2, 1100, 67), {"activation": "silu"})
+    yield Sample("past 1024 channels", problems.call(2, 1100, 33), {"activation": "silu"})
+    packed = problems.packed([33, 32])
+    aligned = problems.call(1, 1280, 65, bias=True)
+    yield Sample("1280 channels", aligned, {"seq_idx": packed, "activation": "silu"})
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
+from veomni_ops.places import alone
 
 # A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
 WIDE_HEADS, WIDEST_HEAD = "wide_heads", 128
@@ -34,7 +35,7 @@ class DeltaRuleSamples:
         >>> sample = next(DeltaRuleSamples(per_channel=True).small(torch.device("cpu"), torch.float32))
         >>> query, key, value, g, beta = sample.args
         >>> sample.name, g.shape, beta.shape
-        ('odd sizes', torch.Size([2, 13, 3, 7]), torch.Size([2, 13, 3]))
+        ('odd sizes', torch.Size([3, 13, 3, 7]), torch.Size([3, 13, 3]))
     """
 
     per_channel: bool
@@ -42,12 +43,13 @@ class DeltaRuleSamples:
     def small(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """Of all kinds, each with its gradients; then :meth:`_edges`."""
         draw = Draw(device, dtype)
-        yield Sample("odd sizes", self._problem(draw, 2, 13, (3, 3), (7, 5)), _NORMED)
+        yield Sample("odd sizes", self._problem(draw, 3, 13, (3, 3), (7, 5)), _NORMED)
         kept = {**_NORMED, "output_final_state": True}
         yield Sample("both states", self._problem(draw, 2, 19), {"initial_state": _state(draw, 2), **kept})
-        packed = {"cu_seqlens": _bounds_at(device, 1, 9, 24), "initial_state": _state(draw, 3), **kept}
+        ends = (1, 9, 9, 12, 13, 24)
+        packed = {"cu_seqlens": _bounds_at(device, *ends), "initial_state": _state(draw, len(ends)), **kept}
         yield Sample("packed, both states", self._problem(draw, 1, 24), packed)
-        yield Sample("grouped heads", self._problem(draw, 2, 11, (2, 4), (8, 6)), _NORMED)
+        yield Sample("grouped heads", self._problem(draw, 2, 11, (1, 8), (8, 6)), _NORMED)
         yield Sample("no l2 norm", self._problem(draw, 2, 17, key_scale=0.3), {"output_final_state": True})
         yield Sample("past a chunk", self._problem(draw, 1, 67, (1, 1)), kept)
         wide = [leaf(x.detach().repeat_interleave(2, dim=1)[:, ::2]) for x in self._problem(draw, 2, 10)]
@@ -63,20 +65,31 @@ class DeltaRuleSamples:
         def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
             return Sample(name, problem, {**_NORMED, **options}, values_only=True)
 
-        for length in (1, 2, 15, 16, 33, 63, 64, 65, 129):
+        for length in (1, 2, 16, 33, 63, 64, 65, 129):
             state = _state(draw, 1)
             name = "1 token" if length == 1 else f"{length} tokens"
             yield edge(name, self._problem(draw, 1, length), initial_state=state, output_final_state=True)
         yield edge("no tokens", self._problem(draw, 2, 0), initial_state=_state(draw, 2), output_final_state=True)
-        for ends in ((64, 128), (63, 64, 65, 131), (1, 2, 3, 70), (5, 5, 40, 40)):
+        for ends in ((64, 128, 128, 129, 133, 136), (63, 64, 65, 131), (1, 2, 3, 70), (0, 5, 5, 40, 40)):
             bounds, states = _bounds_at(device, *ends), _state(draw, len(ends))
             words = f"packed at {', '.join(map(str, ends))}"
             problem = self._problem(draw, 1, ends[-1])
             yield edge(words, problem, cu_seqlens=bounds, initial_state=states, output_final_state=True)
         bounds = _bounds_at(device, 21, dtype=torch.int64)
         yield edge("one packed sequence", self._problem(draw, 1, 21), cu_seqlens=bounds)
-        yield edge("packed without states", self._problem(draw, 1, 75), cu_seqlens=_bounds_at(device, 30, 75))
+        bounds = _bounds_at(device, 30, 75)
+        yield edge("packed without states", self._problem(draw, 1, 75, decay=8.0), cu_seqlens=bounds)
         yield edge("packed, grouped heads", self._problem(draw, 1, 40, (1, 3)), cu_seqlens=_bounds_at(device, 7, 40))
+        # Models give no state and want the last one where they fill a cache, and the reverse where they go on from one.
+        ends = (5, 6, 6, 9, 12, 20)
+        bounds, states = _bounds_at(device, *ends), _state(draw, len(ends))
+        yield edge(
+            "packed, an initial state alone", self._problem(draw, 1, 20), cu_seqlens=bounds, initial_state=states
+        )
+        yield edge(
+            "packed, a final state alone", self._problem(draw, 1, 20), cu_seqlens=bounds, output_final_state=True
+        )
+        yield edge("an initial state alone", self._problem(draw, 3, 18), initial_state=_state(draw, 3))
         kept: dict[str, Any] = {"initial_state": _state(draw, 2), "output_final_state": True}
         yield edge("large decay", self._problem(draw, 2, 70, decay=30.0), **kept)
         q, k, v, g, beta = self._problem(draw, 1, 70)
@@ -89,11 +102,20 @@ class DeltaRuleSamples:
             some[:, 5::9, :, ::2] = -500.0
             some[..., 1] = 0.0
             yield edge("some channels forget at once, and one nothing", (q, k, v, leaf(some), beta), **kept)
-        yield edge("no decay", (q, k, v, leaf(torch.zeros_like(g)), beta), output_final_state=True)
+        all_or_nothing = beta.detach().clone()
+        all_or_nothing[:, ::3], all_or_nothing[:, 1::3] = 0.0, 1.0
+        kept = {"output_final_state": True}
+        yield edge("no decay", (q, k, v, leaf(torch.zeros_like(g)), leaf(all_or_nothing)), **kept)
         yield edge("beta up to 2", (q, k, v, g, leaf(beta.detach() * 2)), output_final_state=True)
         yield edge("another scale", self._problem(draw, 2, 12), scale=0.7)
-        yield edge("values narrower than keys", self._problem(draw, 2, 20, widths=(12, 3)), output_final_state=True)
+        narrow = self._problem(draw, 2, 20, widths=(12, 3))
+        yield edge("values narrower than keys", narrow, output_final_state=True, scale=0.3)
         yield edge("values wider than keys", self._problem(draw, 2, 20, widths=(4, 24)), output_final_state=True)
+        # The norm of a single number is its sign: its gradient is rounding noise, and too small to compare.
+        one = self._problem(draw, 3, 5, widths=(1, 1), key_scale=0.5)
+        yield edge("one column", one, output_final_state=True, use_qk_l2norm_in_kernel=False)
+        q, _, *others = map(alone, self._problem(draw, 1, 12))
+        yield edge("queries that are the keys", (q, q, *others), scale=0.7)
 
     def beyond_a_tile(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """Wider than a tile of a kernel, and longer than a few chunks."""
@@ -101,9 +123,10 @@ class DeltaRuleSamples:
         kept = {**_NORMED, "output_final_state": True}
         wide = self._problem(draw, 1, 35, (1, 2), (136, 144))
         yield Sample("past 128 columns", wide, kept, needs=(WIDE_HEADS,))
-        bounds, states = _bounds_at(device, 3, 131, 150, 290), _state(draw, 4, 2, 24, 40)
-        problem = self._problem(draw, 1, 290, (2, 2), (24, 40), decay=0.05)
-        yield Sample("packed, five chunks", problem, {"cu_seqlens": bounds, "initial_state": states, **kept})
+        yield Sample("128 columns", self._problem(draw, 1, 33, (1, 2), (128, 128)), kept)
+        bounds, states = _bounds_at(device, 3, 3, 324, 325, 327, 330), _state(draw, 6, 2, 24, 40)
+        problem = self._problem(draw, 1, 330, (1, 2), (24, 40), decay=0.05)
+        yield Sample("packed, six chunks", problem, {"cu_seqlens": bounds, "initial_state": states, **kept})
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """As a model has them."""

@@ -87,7 +87,7 @@ def rank_samples(device: torch.device, dtype: torch.dtype) -> Iterator[RankSampl
 
     Example:
         >>> [sample.name for sample in rank_samples(torch.device("cpu"), torch.float32) if sample.ranks == 3]
-        ['a rank without tokens', 'a rank that gets no row']
+        ['a rank without tokens', 'a rank that gets no row', 'a row of one number']
     """
     draw = Draw(device, dtype)
 
@@ -105,14 +105,28 @@ def rank_samples(device: torch.device, dtype: torch.dtype) -> Iterator[RankSampl
     yield sample("an expert twice in a row", *(draw.integers(2 * _LOCAL, tokens, 4) for tokens in (5, 4)))
     yield sample("one rank", distinct(5, 2, 1))
     yield sample("routing weights in float32", *(distinct(4, 2, 2) for _ in range(2)), weights=torch.float32)
+    # Widths, choices and tokens past what a tile has: 130 experts, of which the last are not chosen.
+    many = tuple(_of_a_rank(draw, draw.integers(110, tokens, 9), dtype, 128, 65) for tokens in (65, 129))
+    yield RankSample("65 tokens of nine choices", many)
+    few = (_of_a_rank(draw, draw.integers(3 * _LOCAL, tokens, 2), dtype, 1) for tokens in (2, 1, 3))
+    yield RankSample("a row of one number", tuple(map(_signed, few)))
     yield RankSample("hidden states with a stride", tuple(_strided(draw, distinct(4, 2, 2)) for _ in range(2)))
     yield RankSample("partial sums that cancel", tuple(_cancelling(draw) for _ in range(4)))
 
 
-def _of_a_rank(draw: Draw, index: Tensor, weights: torch.dtype) -> Sample:
+def _of_a_rank(
+    draw: Draw, index: Tensor, weights: torch.dtype, width: int = _WIDTH, local_experts: int = _LOCAL
+) -> Sample:
     routing = draw.normal(*index.shape).abs().to(weights)
-    matrices = draw.normal(_LOCAL, _WIDTH, _WIDTH, scale=_WIDTH**-0.5)
-    return Sample("", (leaf(draw.normal(len(index), _WIDTH)), index, leaf(routing), leaf(matrices)))
+    matrices = draw.normal(local_experts, width, width, scale=width**-0.5)
+    return Sample("", (leaf(draw.normal(len(index), width)), index, leaf(routing), leaf(matrices)))
+
+
+def _signed(sample: Sample) -> Sample:
+    """With routing weights below zero, and of zero."""
+    hidden, index, routing, matrices = sample.args
+    signed = routing.detach() * torch.tensor([-1.0, 0.0], device=routing.device, dtype=routing.dtype)
+    return Sample("", (hidden, index, leaf(signed), matrices))
 
 
 def _strided(draw: Draw, index: Tensor) -> Sample:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, as_tensors, compute_dtype, leaf
+from veomni_ops.places import alone
 
 UNLIMITED = (0.0, math.inf)
 
@@ -213,11 +214,11 @@ class _Problems:
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     problems = _Problems(device, dtype)
-    yield Sample("odd sizes", problems.call(2, 13, (3, 3), (5, 7)), problems.of_heads(3))
+    yield Sample("odd sizes", problems.call(3, 13, (3, 3), (5, 7)), problems.of_heads(3))
     yield Sample("both states", problems.call(2, 19), {**problems.of_heads(), **problems.states(2)})
-    packed = {"seq_idx": problems.packed([1, 8, 15], [24]), **problems.of_heads(), **problems.states(2)}
-    yield Sample("packed, both states", problems.call(2, 24), packed)
-    yield Sample("heads in groups", problems.call(1, 11, (6, 2), (4, 8)), problems.of_heads(6))
+    packed = {"seq_idx": problems.packed([1, 8, 1, 5, 9], [24], [23, 1]), **problems.of_heads(), **problems.states(3)}
+    yield Sample("packed, both states", problems.call(3, 24), packed)
+    yield Sample("heads in groups", problems.call(1, 11, (8, 1), (4, 8)), problems.of_heads(8))
     yield Sample("time steps as they come", _positive(problems.call(1, 17)), {"return_final_states": True})
     limited = {**problems.of_heads(), "dt_limit": (0.3, 0.6)}
     yield Sample("time steps at their limits", problems.call(2, 12), limited)
@@ -246,31 +247,43 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
         batch = call[0].shape[0]
         return Sample(name, call, {**problems.of_heads(), **problems.states(batch), **options}, values_only=True)
 
-    for length in (1, 2, 15, 16, 33, 63, 64, 65, 129):
+    for length in (1, 2, 16, 33, 63, 64, 65, 129):
         yield edge("1 token" if length == 1 else f"{length} tokens", problems.call(1, length))
     yield edge("no tokens", problems.call(2, 0))
-    for lengths in ([64, 64], [63, 1, 1, 66], [1, 1, 1, 67], [30, 45], [1] * 20):
+    for lengths in ([64, 64, 1, 2, 3], [63, 1, 1, 66], [1, 1, 1, 67], [1] * 20):
         call = problems.call(1, sum(lengths))
         yield edge(f"packed, of {', '.join(map(str, lengths))}", call, seq_idx=problems.packed(lengths))
     numbers = problems.packed([21]).long() + 3
     yield edge("one sequence whose number is 3", problems.call(1, 21), seq_idx=numbers)
-    yield edge("sequences whose numbers fall", problems.call(1, 40), seq_idx=7 - problems.packed([7, 20, 13]))
+    numbers = torch.tensor([7, 0, 7, 900, 5, 0], device=problems.device)  # int64; some come back
+    order = numbers[problems.packed([7, 20, 1, 6, 2, 4]).long()]
+    yield edge("sequences whose numbers fall", problems.call(1, 40), seq_idx=order)
+    yield edge("packed, initial states alone", problems.call(1, 40), seq_idx=order, return_final_states=False)
+    yield edge("packed, final states alone", problems.call(1, 40), seq_idx=order, initial_states=None)
+    yield edge("initial states alone", problems.call(3, 9), return_final_states=False)
     yield edge("large decay", problems.call(2, 70, decay=30.0))
     x, dt, A, B, C = problems.call(1, 70)
     sudden = dt.detach().clone()
     sudden[:, 5::9] = 800.0  # nearly everything is forgotten here, and what comes after is as exact as ever
     yield edge("forgets at once", (x, leaf(sudden), A, B, C), dt_limit=(0.0, 200.0))
-    yield edge("no decay", (x, dt, leaf(torch.zeros_like(A)), B, C))
-    yield edge("time steps of one size", problems.call(1, 20), dt_limit=(0.25, 0.25))
+    yield edge("no decay", (x, dt, leaf(torch.zeros_like(A)), B, C), dt_bias=None)
+    yield edge("time steps of one size", problems.call(1, 20), dt_limit=(0.25, 0.25), D=None)
     yield edge("without D and a bias", problems.call(2, 20), D=None, dt_bias=None)
+    states = problems.states(3, width=1, state=1)["initial_states"]
+    yield edge("one column", problems.call(3, 5, widths=(1, 1)), initial_states=states)
+    x, dt, A, B, _ = problems.call(1, 12)
+    x, dt, B = map(alone, (x, dt, B))
+    yield edge("reads what it writes", (x, dt, A, B, B))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     problems = _Problems(device, dtype)
     call = problems.call(1, 35, (2, 1), (136, 144))
     yield Sample("past 128 columns", call, {**problems.of_heads(), **problems.states(1, 2, 136, 144)})
-    packed = {"seq_idx": problems.packed([3, 128, 19, 140]), **problems.of_heads(4), "return_final_states": True}
-    yield Sample("packed, five chunks", problems.call(1, 290, (4, 2), (24, 40), decay=0.05), packed)
+    call = problems.call(1, 33, (2, 1), (128, 128))
+    yield Sample("128 columns", call, {**problems.of_heads(), "return_final_states": True})
+    packed = {"seq_idx": problems.packed([3, 321, 1, 2, 3]), **problems.of_heads(4), "return_final_states": True}
+    yield Sample("packed, six chunks", problems.call(1, 330, (4, 2), (24, 40), decay=0.05), packed)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

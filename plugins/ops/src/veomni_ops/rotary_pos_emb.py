@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, leaf
+from veomni_ops.places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
 
 
@@ -193,36 +194,53 @@ def _first_half(angles: Tensor) -> Tensor:
     return angles[..., : angles.shape[-1] // 2]
 
 
-_Shape = tuple[
-    str, int, tuple[int, int], int, int
-]  # a name, the batch, query and key heads, the length, a head's width
-_SMALL: tuple[_Shape, ...] = (
-    ("grouped heads, transposed", 2, (4, 2), 7, 64),
-    ("one key head", 1, (3, 1), 33, 128),
-    ("one position", 3, (2, 2), 1, 32),
+class _Shape(NamedTuple):
+    """``rotated`` counts for variants that rotate a part of a head's ``width`` dimensions; the others rotate all."""
+
+    name: str
+    batch: int
+    heads: tuple[int, int]
+    length: int
+    width: int
+    rotated: int
+
+
+_SMALL = (
+    _Shape("grouped heads, transposed", 2, (4, 2), 7, 64, 16),
+    _Shape("one key head", 1, (8, 1), 33, 80, 32),
+    _Shape("one position", 3, (2, 2), 1, 32, 24),
 )
-_BEYOND_A_TILE: tuple[_Shape, ...] = (
-    ("past 128 positions", 2, (3, 1), 150, 64),
-    ("past 32 heads", 1, (40, 8), 9, 32),
-    ("wide heads", 1, (2, 2), 5, 256),
+# Checked for values and gradients alone.
+_EDGES = (
+    _Shape("past 64 positions", 1, (2, 1), 65, 96, 24),
+    _Shape("groups of eight", 3, (16, 2), 3, 72, 48),
+    _Shape("one pair", 1, (2, 1), 4, 2, 2),
+    _Shape("pairs that fill no vector", 2, (3, 1), 5, 22, 6),
 )
-_LARGE: tuple[_Shape, ...] = (
-    ("a model's heads", 2, (32, 8), 4099, 128),
-    ("past 65535 positions", 1, (2, 1), 65_539, 64),
+_BEYOND_A_TILE = (
+    _Shape("past 128 positions", 2, (3, 1), 193, 64, 40),
+    _Shape("past 32 heads", 1, (64, 8), 9, 112, 56),
+    _Shape("wide heads", 1, (2, 2), 5, 256, 192),
+)
+_LARGE = (
+    _Shape("a model's heads", 2, (32, 8), 4099, 128, 64),
+    _Shape("past 65535 positions", 1, (2, 1), 65_539, 64, 32),
 )
 
 
 class _Drawn:
     """Draws heads and angles for one variant's samples.
 
-    ``arity`` is the number of tensors to rotate, and ``share`` the rotated share of a head's dimensions.
+    ``arity`` is the number of tensors to rotate, and ``whole`` whether all of a head's dimensions are rotated.
     """
 
-    def __init__(self, draw: Draw, arity: int, share: float, layout: AngleLayout) -> None:
-        self._draw, self._arity, self._share, self._layout = draw, arity, share, layout
+    def __init__(self, draw: Draw, arity: int, whole: bool, layout: AngleLayout) -> None:
+        self._draw, self._arity, self._whole, self._layout = draw, arity, whole, layout
 
-    def angles(self, batch: int, length: int, head: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        drawn = self._draw.normal(batch, length, int(head * self._share) // 2, scale=2.0)
+    def angles(
+        self, batch: int, length: int, head: int, rotated: int, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        drawn = self._draw.normal(batch, length, (head if self._whole else rotated) // 2, scale=2.0)
         spread = self._layout.spread(drawn.float())
         return spread.cos().to(dtype or self._draw.dtype), spread.sin().to(dtype or self._draw.dtype)
 
@@ -230,63 +248,80 @@ class _Drawn:
         both = (leaf(self._draw.normal(batch, length, count, head).transpose(1, 2)) for count in counts[: self._arity])
         return tuple(both)
 
-    def shaped(self, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:
-        for name, batch, counts, length, head in shapes:
-            yield Sample(name, (*self.heads(batch, counts, length, head), *self.angles(batch, length, head)))
+    def shaped(self, shapes: tuple[_Shape, ...], values_only: bool = False) -> Iterator[Sample]:
+        for name, *shape, rotated in shapes:
+            batch, _, length, head = shape
+            call = (*self.heads(*shape), *self.angles(batch, length, head, rotated))
+            yield Sample(name, call, values_only=values_only)
+
+    def edges(self) -> Iterator[Sample]:
+        """With ``values_only``: widths and counts, and arguments of kinds that models seldom pass."""
+        yield from self.shaped(_EDGES, values_only=True)
+        angles = tuple(map(leaf, self.angles(2, 5, 48, 32)))  # as of trained frequencies: they still get no gradient
+        yield Sample("angles that want gradients", (*self.heads(2, (4, 2), 5, 48), *angles), values_only=True)
+        heads = (leaf(x.detach().transpose(1, 2)) for x in self.heads(3, (4, 2), 9, 32))
+        angles = self.angles(1, 9, 32, 8, torch.float32)
+        call = (*heads, *angles)
+        yield Sample("sequence before heads, shared angles", call, {"unsqueeze_dim": 2}, values_only=True)
+        row = [alone(x) for x in self.heads(1, (2, 2), 5, 48)]
+        queries = row[:1] * len(row)  # gradients of both uses add up
+        yield Sample("queries that are the keys", (*queries, *self.angles(1, 5, 48, 24)), values_only=True)
 
 
-def _shaped(shapes: tuple[_Shape, ...], arity: int, share: float, layout: AngleLayout) -> SampleMaker:
+def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        yield from _Drawn(Draw(device, dtype), arity, share, layout).shaped(shapes)
+        yield from _Drawn(Draw(device, dtype), arity, whole, layout).shaped(shapes)
 
     return samples
 
 
-def _samples(arity: int, share: float, layout: AngleLayout) -> SampleMaker:
+def _samples(arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
-        drawn = _Drawn(draw, arity, share, layout)
+        drawn = _Drawn(draw, arity, whole, layout)
         heads, angles = drawn.heads, drawn.angles
         yield from drawn.shaped(_SMALL)
-        yield Sample("angles shared by the batch", (*heads(2, (2, 2), 5, 32), *angles(1, 5, 32)))
-        yield Sample("angles in float32", (*heads(2, (4, 2), 5, 64), *angles(2, 5, 64, torch.float32)))
+        yield Sample("angles shared by the batch", (*heads(2, (2, 2), 5, 32), *angles(1, 5, 32, 16)))
+        yield Sample("angles in float32", (*heads(2, (4, 2), 5, 64), *angles(2, 5, 64, 32, torch.float32)))
         tensors = (leaf(draw.normal(2, 9, count, 64)) for count in (4, 2)[:arity])
-        yield Sample("sequence before heads", (*tensors, *angles(2, 9, 64)), {"unsqueeze_dim": 2})
+        yield Sample("sequence before heads", (*tensors, *angles(2, 9, 64, 16)), {"unsqueeze_dim": 2})
         tensors = (leaf(draw.normal(2, count, 5, 64)) for count in (4, 1)[:arity])
-        yield Sample("contiguous", (*tensors, *angles(2, 5, 64)))
+        yield Sample("contiguous", (*tensors, *angles(2, 5, 64, 48)))
+        yield from drawn.edges()
 
     return samples
 
 
-_REFERENCES: tuple[tuple[Callable[..., Any], AngleLayout, float], ...] = (
-    (full, AngleLayout.HALVES, 1.0),
-    (partial, AngleLayout.HALVES, 0.5),
-    (sign_flipped, AngleLayout.HALVES, 1.0),
-    (half_width, AngleLayout.ONCE, 1.0),
-    (pairwise, AngleLayout.NEIGHBOURS, 1.0),
-    (pairwise_partial, AngleLayout.NEIGHBOURS, 0.5),
-    (interleaved, AngleLayout.UNRELATED, 1.0),
-    (interleaved_partial, AngleLayout.UNRELATED, 0.5),
-    (deinterleaved, AngleLayout.UNRELATED, 1.0),
-    (single, AngleLayout.HALVES, 1.0),
-    (single_tail, AngleLayout.ONCE, 0.5),
+# A reference, the layout of its angles, and whether it rotates all dimensions of a head.
+_REFERENCES: tuple[tuple[Callable[..., Any], AngleLayout, bool], ...] = (
+    (full, AngleLayout.HALVES, True),
+    (partial, AngleLayout.HALVES, False),
+    (sign_flipped, AngleLayout.HALVES, True),
+    (half_width, AngleLayout.ONCE, True),
+    (pairwise, AngleLayout.NEIGHBOURS, True),
+    (pairwise_partial, AngleLayout.NEIGHBOURS, False),
+    (interleaved, AngleLayout.UNRELATED, True),
+    (interleaved_partial, AngleLayout.UNRELATED, False),
+    (deinterleaved, AngleLayout.UNRELATED, True),
+    (single, AngleLayout.HALVES, True),
+    (single_tail, AngleLayout.ONCE, False),
 )
 LAYOUTS = {reference.__name__: layout for reference, layout, _ in _REFERENCES}
 
 
-def _contract(reference: Callable[..., Any], layout: AngleLayout, share: float) -> Contract:
+def _contract(reference: Callable[..., Any], layout: AngleLayout, whole: bool) -> Contract:
     arity = len(signature(reference).parameters) - 3
     return Contract(
         op_name="rotary_pos_emb",
         variant=reference.__name__,
         reference=reference,
-        samples=_samples(arity, share, layout),
+        samples=_samples(arity, whole, layout),
         values=VALUES,
         gradients=VALUES,
-        beyond_a_tile=_shaped(_BEYOND_A_TILE, arity, share, layout),
-        large=_shaped(_LARGE, arity, share, layout),
+        beyond_a_tile=_shaped(_BEYOND_A_TILE, arity, whole, layout),
+        large=_shaped(_LARGE, arity, whole, layout),
         rows=("q", "k", "x", "cos", "sin"),
     )
 
 
-CONTRACTS = {reference.__name__: _contract(reference, layout, share) for reference, layout, share in _REFERENCES}
+CONTRACTS = {reference.__name__: _contract(reference, layout, whole) for reference, layout, whole in _REFERENCES}

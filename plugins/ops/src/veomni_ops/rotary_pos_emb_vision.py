@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
+from veomni_ops.places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
 
 
@@ -54,7 +55,7 @@ def pairwise(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`full` in the first ``R`` dimensions (MiniMax-M3-VL); the others pass through unchanged.
 
-    Takes and returns what :func:`full` does, with ``R < D``.
+    Takes and returns what :func:`full` does, with ``R`` of at most ``D``.
 
     Example:
         >>> q = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
@@ -72,11 +73,15 @@ def _wide(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
     return turned(x.to(wide), cos.unsqueeze(-2).to(wide), sin.unsqueeze(-2).to(wide), turn).to(x.dtype)
 
 
-def _samples(device: torch.device, dtype: torch.dtype, share: float) -> Iterator[Sample]:
+# How many of a head's dimensions are rotated, by its width, where a part of them is (78 of 80: MiniMax-M3-VL).
+_PARTS = {2: 2, 32: 24, 64: 16, 72: 48, 80: 78, 96: 40, 112: 56, 128: 96}
+
+
+def _samples(device: torch.device, dtype: torch.dtype, whole: bool) -> Iterator[Sample]:
     draw = Draw(device, dtype)
 
     def angles(*shape: int, angle_dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
-        pairs = int(shape[-1] * share) // 2
+        pairs = (shape[-1] if whole else _PARTS[shape[-1]]) // 2
         spread = AngleLayout.UNRELATED.spread(draw.normal(*shape[:-1], pairs, scale=2.0).float())
         return spread.cos().to(angle_dtype), spread.sin().to(angle_dtype)
 
@@ -88,38 +93,47 @@ def _samples(device: torch.device, dtype: torch.dtype, share: float) -> Iterator
     yield Sample("cut out of one tensor", (leaf(q), leaf(k), *angles(13, 64)))
     yield Sample("one patch", (heads(1, 2, 32), heads(1, 2, 32), *angles(1, 32)))
     yield Sample("angles shared by a batch", (heads(2, 5, 4, 64), heads(2, 5, 4, 64), *angles(5, 64)))
-    yield Sample("a batch", (heads(2, 5, 4, 72), heads(2, 5, 4, 72), *angles(2, 5, 72)))
+    yield Sample("a batch", (heads(3, 5, 4, 72), heads(3, 5, 4, 72), *angles(3, 5, 72)))
     wide = angles(9, 64, angle_dtype=torch.float32)
     yield Sample("angles in float32", (heads(9, 4, 64), heads(9, 4, 64), *wide))
+    yield Sample("five dimensions", (*(heads(2, 3, 5, 4, 96) for _ in "qk"), *angles(5, 96)), values_only=True)
+    yield Sample("past 64 patches", (*(heads(65, 2, 112) for _ in "qk"), *angles(65, 112)), values_only=True)
+    yield Sample("one pair", (*(heads(3, 7, 2) for _ in "qk"), *angles(3, 2)), values_only=True)
+    wanting = tuple(map(leaf, angles(1, 5, 64)))  # as of trained frequencies: they still get no gradient
+    rows = (alone(heads(1, 5, 4, 64)) for _ in "qk")
+    yield Sample("angles that want gradients", (*rows, *wanting), values_only=True)
+    both = heads(2, 5, 4, 32)  # gradients of both uses add up
+    yield Sample("queries that are the keys", (both, both, *angles(2, 5, 32)), values_only=True)
 
 
-def _patches(device: torch.device, dtype: torch.dtype, share: float, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:
+def _patches(device: torch.device, dtype: torch.dtype, whole: bool, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     for count, heads, width in shapes:
-        spread = AngleLayout.UNRELATED.spread(draw.normal(count, int(width * share) // 2, scale=2.0).float())
+        rotated = width if whole else _PARTS[width]
+        spread = AngleLayout.UNRELATED.spread(draw.normal(count, rotated // 2, scale=2.0).float())
         q, k = (leaf(draw.normal(count, heads, width)) for _ in range(2))
         yield Sample(f"{count} patches", (q, k, spread.cos().to(dtype), spread.sin().to(dtype)))
 
 
 _Shape = tuple[int, int, int]  # patches, heads, a head's width
-_BEYOND_A_TILE: tuple[_Shape, ...] = ((1031, 3, 80), (9, 40, 128))
+_BEYOND_A_TILE: tuple[_Shape, ...] = ((1025, 3, 80), (9, 40, 128))
 _LARGE: tuple[_Shape, ...] = ((65_539, 16, 80),)
 
 
-def _contract(reference: Callable[..., tuple[Tensor, Tensor]], share: float = 1.0) -> Contract:
+def _contract(reference: Callable[..., tuple[Tensor, Tensor]], whole: bool = True) -> Contract:
     return Contract(
         op_name="rotary_pos_emb_vision",
         variant=reference.__name__,
         reference=reference,
-        samples=functools.partial(_samples, share=share),
+        samples=functools.partial(_samples, whole=whole),
         values=VALUES,
         gradients=VALUES,
-        beyond_a_tile=functools.partial(_patches, share=share, shapes=_BEYOND_A_TILE),
-        large=functools.partial(_patches, share=share, shapes=_LARGE),
+        beyond_a_tile=functools.partial(_patches, whole=whole, shapes=_BEYOND_A_TILE),
+        large=functools.partial(_patches, whole=whole, shapes=_LARGE),
         rows=("q", "k", "cos", "sin"),
     )
 
 
 CONTRACTS = {
-    contract.variant: contract for contract in (_contract(full), _contract(partial, share=0.5), _contract(pairwise))
+    contract.variant: contract for contract in (_contract(full), _contract(partial, whole=False), _contract(pairwise))
 }

@@ -3,7 +3,8 @@
 Backward is the same kernel with the opposite rotation (``conjugate``). QuACK takes one cos/sin table
 ``[positions, pairs]`` with one entry per rotated pair of dimensions, where transformers stores each entry twice, and
 for each sequence an offset into that table. Angles that differ by sequence, ``cos[B, S, R]``, become a table of
-``B * S`` positions with the offsets ``0, S, 2S, ...``.
+``B * S`` positions with the offsets ``0, S, 2S, ...``. It takes heads and rotary widths in multiples of 8. Of others, a
+copy of the rotated dimensions is filled up with pairs of zeros.
 
 Shapes: B batch, S sequence length, H heads (Hq of queries, Hk of keys), D head width, R rotary width, P = pairs.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from quack.rotary import apply_rotary
 from torch import Tensor
+from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_quack.alignment import operator, readable
@@ -25,6 +27,7 @@ check_target()
 
 Pick = Callable[[Tensor], Tensor]
 _UNIT = 8  # QuACK needs the head width and the rotary width to be multiples of this many values
+_PAIRS = _UNIT // 2
 _WIDEST_HEAD = 512
 
 
@@ -59,9 +62,8 @@ def _rotation(
         unchanged. ``cos`` and ``sin`` get no gradient.
 
         Raises:
-            ValueError: the head width or the rotary width is no multiple of 8; the head is wider than 512; ``cos``
-                covers only a part of the head where the variant rotates all of it; ``unsqueeze_dim`` is neither 1
-                nor 2.
+            ValueError: the head is wider than 512; ``cos`` covers only a part of the head where the variant rotates
+                all of it; ``unsqueeze_dim`` is neither 1 nor 2.
         """
         angles = _Angles(pick(cos), pick(sin), neighbours, backwards, whole)
         return angles.turn(q, unsqueeze_dim), angles.turn(k, unsqueeze_dim)
@@ -90,8 +92,10 @@ class _Angles:
 
     def __init__(self, cos: Tensor, sin: Tensor, neighbours: bool, backwards: bool, whole: bool) -> None:
         batch, length, self.pairs = cos.shape
+        self.filling = -self.pairs % _PAIRS
         # A copy that alignment requires is made here, once: q, k and both backward calls share the table.
-        self.cos, self.sin = (readable(angles.detach().reshape(batch * length, self.pairs)) for angles in (cos, sin))
+        tables = (angles.detach().reshape(batch * length, self.pairs) for angles in (cos, sin))
+        self.cos, self.sin = (readable(F.pad(table, (0, self.filling)) if self.filling else table) for table in tables)
         # [B]: the table row of each sequence's first position. None if all sequences share one table.
         self.starts = length * torch.arange(batch, dtype=torch.int32, device=cos.device) if batch > 1 else None
         self.neighbours, self.backwards, self.whole = neighbours, backwards, whole
@@ -99,10 +103,9 @@ class _Angles:
     def turn(self, x: Tensor, unsqueeze_dim: int) -> Tensor:
         """``x`` rotated, in the layout that ``unsqueeze_dim`` states."""
         width, turned = x.shape[-1], 2 * self.pairs
-        if width % _UNIT or turned % _UNIT or width > _WIDEST_HEAD:
+        if width > _WIDEST_HEAD:
             raise ValueError(
-                f"quack needs heads of at most {_WIDEST_HEAD} dimensions, and head and rotary widths that are "
-                f"multiples of {_UNIT}; this head has {width} dimensions, {turned} of them rotated. Choose another "
+                f"quack needs heads of at most {_WIDEST_HEAD} dimensions, this head has {width}. Choose another "
                 "rotary_pos_emb kernel."
             )
         if self.whole and turned != width:
@@ -111,6 +114,18 @@ class _Angles:
             raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
         if not x.numel():  # QuACK refuses a table without positions
             return x.clone()
+        if self.filling or width % _UNIT:
+            return torch.cat((self._filled(x[..., :turned], unsqueeze_dim), x[..., turned:]), dim=-1)
+        return self._turn(x, unsqueeze_dim)
+
+    def _filled(self, x: Tensor, unsqueeze_dim: int) -> Tensor:
+        """``x``, all of which is rotated, with pairs of zeros beside its own."""
+        if self.neighbours:
+            return self._turn(F.pad(x, (0, 2 * self.filling)), unsqueeze_dim)[..., : x.shape[-1]]
+        halves = F.pad(x.unflatten(-1, (2, self.pairs)), (0, self.filling)).flatten(-2)
+        return self._turn(halves, unsqueeze_dim).unflatten(-1, (2, -1))[..., : self.pairs].flatten(-2)
+
+    def _turn(self, x: Tensor, unsqueeze_dim: int) -> Tensor:
         heads_first = unsqueeze_dim == 1
         # QuACK reads [B, S, H, D]; the transpose is a view.
         by_position = x.transpose(1, 2) if heads_first else x

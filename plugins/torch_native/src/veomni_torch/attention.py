@@ -6,12 +6,10 @@ transformers' function silently ignores arguments that it doesn't implement; thi
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -78,7 +76,7 @@ def sdpa(
     on_cpu = query.device.type == "cpu"
     if on_cpu:
         query, key, value = (_rows_apart(each) for each in (query, key, value))
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    output = _attended(module, query, key, value, attention_mask, **options)
     if on_cpu:
         output = output + _zeros_or_nan(query, key).to(output.dtype)
     return output, None
@@ -127,8 +125,7 @@ def _on_a_gpu(
         mask = _readable_mask(mask, query.dtype)
         if mask.requires_grad:
             key, value, mask = _whole_rows(key, value, mask)
-    with _backends(query, key, value, mask):
-        output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+    output = _attended(module, query, key, value, mask, **options)
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_readable)
     return output
@@ -147,14 +144,33 @@ def _whole_rows(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
     return key, value, pad(mask, (0, missing), value=float("-inf"))
 
 
-def _backends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
-    """Only the math backend if the mask alone requires a gradient, else all backends.
+def _attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """transformers' function, or torch's unfused code for an added mask that fused kernels compute wrongly.
 
-    In that case torch's fused backends (2.11) save nothing for backward, and raise.
+    Where the mask alone requires a gradient, those of GPUs (2.11) save nothing for backward, and raise. Where it gives
+    the lowest number to all keys of a query, the mean of the values is wanted: those of GPUs (2.11) were off by half,
+    and that of CPUs (2.13) gave gradients as many times too large as there are keys.
     """
-    if mask is not None and mask.requires_grad and not any(each.requires_grad for each in (query, key, value)):
-        return sdpa_kernel(SDPBackend.MATH)
-    return nullcontext()
+    if mask is None or not mask.is_floating_point() or not mask.numel():
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]  # type: ignore[no-any-return]
+    alone = mask.requires_grad and not any(each.requires_grad for each in (query, key, value))
+    if not alone and not _may_hide_all_keys(mask):
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]  # type: ignore[no-any-return]
+    query, key, value = (cast_as_autocast(each) for each in (query, key, value))
+    mask = _readable_mask(mask, query.dtype)
+    # Not by `sdpa_kernel`, which switches the kernels of all threads.
+    output, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, options.get("dropout", 0.0), scale=options.get("scaling"), enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous()
+
+
+def _may_hide_all_keys(mask: Tensor) -> bool:
+    """Whether a row of an added mask has the lowest numbers alone. A graph that is recorded can't depend on it."""
+    recorded = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if recorded or mask.is_meta:
+        return True
+    return bool((mask.detach().amax(dim=-1) <= torch.finfo(mask.dtype).min / 2).any())
 
 
 def _readable(heads: Tensor) -> Tensor:
