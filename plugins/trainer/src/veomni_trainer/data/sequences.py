@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from veomni_core.kernels import IGNORED
-from veomni_trainer.data.packing import Pieces, pack
+from veomni_trainer.data.packing import Indices, Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 
 Sequence = dict[str, Tensor]
+
+_BLOCK = 2**12  # so many documents' masks are summed at once
 
 
 class Sequences(Dataset[Sequence]):
@@ -24,6 +26,11 @@ class Sequences(Dataset[Sequence]):
         self._store, self._length = store, length
 
     def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def learned(self) -> Indices:
+        """``[sequences]``: how many labels are learned of each. A sequence's first token is the label of none."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Sequence:
@@ -52,6 +59,10 @@ class JoinedText(Sequences):
     def __len__(self) -> int:
         return len(self._store.ids) // self._length
 
+    @property
+    def learned(self) -> Indices:
+        return np.full(len(self), self._length - 1, np.int64)
+
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(index * self._length, self._length)
         return {"input_ids": ids, "labels": labels}
@@ -66,6 +77,10 @@ class SingleDocuments(Sequences):
 
     def __len__(self) -> int:
         return len(self._pieces.starts)
+
+    @property
+    def learned(self) -> Indices:
+        return learned_in(self._store, self._pieces)
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
@@ -92,6 +107,11 @@ class PackedDocuments(Sequences):
     def __len__(self) -> int:
         return len(self._packs)
 
+    @property
+    def learned(self) -> Indices:
+        pieces = learned_in(self._store, self._pieces)[self._packs.order]
+        return np.add.reduceat(pieces, np.append(0, self._packs.ends[:-1])) if len(self) else pieces
+
     def _sequence(self, index: int) -> Sequence:
         ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))
         positions, at = torch.zeros(self._length, dtype=torch.long), 0
@@ -116,6 +136,8 @@ class Counts:
         left_over: how many at the end are too few for one more sequence.
         truncated: how many documents were cut off.
         fill_rate: of packed sequences, the part that is not padding.
+        learned: how many labels are learned.
+        learned_whole: how many would be, if no document were cut off.
     """
 
     tokens: int
@@ -123,6 +145,8 @@ class Counts:
     left_over: int = 0
     truncated: int = 0
     fill_rate: float | None = None
+    learned: int = 0
+    learned_whole: int = 0
 
     def describe(self) -> str:
         """``6 tokens, 3 sequences, 0 tokens left over``."""
@@ -131,6 +155,8 @@ class Counts:
             words.append(f"{self.fill_rate:.1%} full")
         if self.truncated:
             words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
+        if self.learned < self.learned_whole:
+            words.append(f"{self.learned:,} of {self.learned_whole:,} learned tokens left")
         if self.left_over:
             words.append(f"{self.left_over:,} tokens left over")
         return ", ".join(words)
@@ -151,6 +177,23 @@ def arrange(store: TokenStore, length: int, packing: bool, padding: int, seed: i
         counts = replace(counts, left_over=len(store.ids) % length)
     else:
         sequences = SingleDocuments(store, length)
+    learned = int(sequences.learned.sum())
+    whole = learned
     if store.learned is not None:
         counts = replace(counts, truncated=int((store.ends - store.starts > length).sum()))
-    return sequences, replace(counts, sequences=len(sequences))
+        whole = int(learned_in(store, Pieces(store.starts, store.ends - store.starts)).sum())
+    return sequences, replace(counts, sequences=len(sequences), learned=learned, learned_whole=whole)
+
+
+def learned_in(store: TokenStore, pieces: Pieces) -> Indices:
+    """``[pieces]``: how many labels are learned of each. Its first token is the label of none."""
+    if store.learned is None:
+        return np.maximum(pieces.lengths - 1, 0)
+    counts = np.zeros(len(pieces.starts), np.int64)
+    for block in range(0, len(counts), _BLOCK):
+        starts, lengths = (each[block : block + _BLOCK] for each in (pieces.starts, pieces.lengths))
+        first, last = int(starts[0]), int(starts[-1] + lengths[-1])
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(store.learned[first:last], dtype=np.int64)])
+        ends = starts + lengths - first
+        counts[block : block + _BLOCK] = before[ends] - before[np.minimum(starts + 1 - first, ends)]
+    return counts

@@ -72,13 +72,14 @@ def train(
     if (resume or resume_from) and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
+    from veomni_core.jobs.jobfile import at_home
     from veomni_core.planning.locked_plans import frozen_job
     from veomni_trainer.job.load import load_job
     from veomni_trainer.setup.postponed import postpone_bitsandbytes
 
     loaded = load_job(job, changes or ())
     postpone_bitsandbytes(loaded)
-    start, locked = resume_from or resume, frozen_job(job)
+    start, locked = at_home(resume_from) if resume_from else resume, frozen_job(job)
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
@@ -122,5 +123,5 @@ def export(
 
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
-    export_checkpoint(checkpoint, folder, trust_remote_code, merge)
-    print(f"{checkpoint} -> {folder}")
+    said = export_checkpoint(checkpoint, folder, trust_remote_code, merge)
+    print(f"{checkpoint} -> {folder}: {said}")
