@@ -96,7 +96,9 @@ class _SourceReader:
                 "it, and choose files by data.pattern"
             )
         if source.separator is not None and file.format not in ("csv", "tsv"):
-            raise JobFileError(f"{self._reading.key}: {path} is {file.format}, and data.separator is for CSV. Remove it")
+            raise JobFileError(
+                f"{self._reading.key}: {path} is {file.format}, and data.separator is for CSV. Remove it"
+            )
         if source.columns is not None and file.format == TEXT:
             raise JobFileError(
                 f"{self._reading.key}: {path} is text, and data.columns is for tables. Remove it, or write data.format"

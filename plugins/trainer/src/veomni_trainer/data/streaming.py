@@ -34,9 +34,7 @@ class Stream(IterableDataset[Sequence]):
         ends: how many of the documents read so far are learned to end with which token, as of :class:`Reading`.
     """
 
-    def __init__(
-        self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: dict[str, int] | None = None
-    ) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: dict[str, int] | None = None) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self.ends: dict[str, int] = {} if ends is None else ends
         self._batch_size = self._ranks_per_batch = 1

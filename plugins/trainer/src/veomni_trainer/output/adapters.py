@@ -106,7 +106,7 @@ def merge_adapter(adapted: Any, checkpoint: Path, folder: Path) -> None:
 
 
 def _untie(model: Any, keys: list[str]) -> None:
-    """Give the output projection a weight of its own if the adapter with the weights ``keys`` changes what it shares."""
+    """Give the output projection a weight of its own if the adapter with the weights ``keys`` changes a shared one."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not embedding.weight:
         return

@@ -81,7 +81,10 @@ def _compared(folder: Path, sample: Sample | None, trust: bool) -> str:
         size = sum(parameter.nbytes for parameter in model.parameters())
         if torch.cuda.is_available() and size < 0.8 * torch.cuda.mem_get_info()[0]:
             model.to("cuda")
-        difference, most = sample.difference(logits_of(model, sample.ids, sample.autocast)), sample.tolerance(here.dtype)
+        difference, most = (
+            sample.difference(logits_of(model, sample.ids, sample.autocast)),
+            sample.tolerance(here.dtype),
+        )
     except VeOmniError:
         raise
     except Exception as error:  # whatever a wrong folder leads to

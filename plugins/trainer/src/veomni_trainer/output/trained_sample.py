@@ -1,4 +1,4 @@
-"""What the trained model computes for a few tokens, kept in each checkpoint: all that is exported is compared with it."""
+"""What the trained model computes for a few tokens, kept in each checkpoint: exports are compared with it."""
 
 from __future__ import annotations
 

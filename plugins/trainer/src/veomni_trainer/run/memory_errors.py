@@ -26,7 +26,9 @@ def naming_lack_of_memory(two_runs: bool) -> Iterator[None]:
         if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
             raise
         said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        shared = "Two runs share the memory: --compare eager-after trains one after the other. Or l" if two_runs else "L"
+        shared = (
+            "Two runs share the memory: --compare eager-after trains one after the other. Or l" if two_runs else "L"
+        )
         raise HostError(
             f"out of memory: {said}. {shared}ower train.batch_size or data.sequence_length (and raise "
             "train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
