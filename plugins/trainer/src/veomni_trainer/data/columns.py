@@ -64,7 +64,7 @@ def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
 
 
 def check_unread(row: Row, columns: Columns) -> None:
-    """Raise BadLine if ``row`` holds something beside the ``columns`` that are read, without which it is another one."""
+    """Raise BadLine if ``row`` means something else without a value beside the ``columns`` that are read."""
     for name in unread_that_matter(columns, row):
         value = row[name]
         if name in _NOT_TEXT and value:

@@ -16,16 +16,18 @@ from transformers.models.auto.modeling_auto import (
 from veomni_core.errors import ConfigError
 from veomni_core.random_states import random_states_kept
 from veomni_trainer.setup.document_gradients import sees_later_tokens
-from veomni_transformers.losses.causal import CausalLosses
+from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
+from veomni_transformers.losses.language_models import language_models
+from veomni_transformers.proving import probe
 
-_TOKENS = 8
+_TOKENS, _ROUNDING = 8, 1e-3
 
 
 def check_causal(skeleton: Any) -> None:
     """Raise ConfigError unless ``skeleton``, on the meta device, is a causal language model.
 
-    Its loss is proven to be that of the next token, or transformers lists its class among causal models. Where the
-    config says whether it is a decoder, a small copy is run.
+    transformers lists its class among causal models, or its own loss is proven to be the next tokens'. Where the config
+    says whether it is a decoder, a small copy is run.
     """
     config, kind = skeleton.config, type(skeleton).__name__
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -47,12 +49,25 @@ def check_causal(skeleton: Any) -> None:
 def _why_not_causal(model: Any, listed: tuple[str | None, ...]) -> str:
     if model.config.is_encoder_decoder:
         return "it reads a question by an encoder, and answers by a decoder"
-    sites = [site for site in CausalLosses().find(model, "") if not site.path]
-    if not sites:
+    found = next((each for each in language_models(model) if not each.path), None)
+    if found is None:
         return "it has no output projection to words, or takes no labels"
-    if sites[0].variant is None and hasattr(transformers, type(model).__name__) and type(model).__name__ not in listed:
-        return sites[0].evidence
-    return ""
+    if type(model).__name__ in listed:
+        return ""
+    missed, why_not = probe.attempt(lambda: _missed_loss(model, found.head))
+    if why_not:  # of code that comes with a model, nobody knows more
+        return f"its loss can't be compared: {why_not}" if hasattr(transformers, type(model).__name__) else ""
+    return "" if missed < _ROUNDING else "its loss is not that of the next token"
+
+
+def _missed_loss(model: Any, head: Any) -> float:
+    """How far the loss of the model's own code is from the next tokens' cross entropy, over random hidden states."""
+    with probe.seeded():
+        twin, _ = head_twin(model, head, probe.random(2, _TOKENS, decoder_width(model, head)))
+        labels = torch.randint(VOCABULARY, (2, _TOKENS))
+        output: Any = twin.forward(input_ids=labels, labels=labels)
+        wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return abs(float(output.loss) / float(wanted) - 1)
 
 
 def _copies_its_input(config: Any) -> bool:
