@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from small_tokenizers import CHATML, MARKED, STRICT, byte_level, saved
 from transformers import PreTrainedTokenizerBase
@@ -288,13 +287,3 @@ def test_rows_of_pairs_refuse_what_is_not_used(
 ) -> None:
     with pytest.raises(JobFileError, match=says):
         read_rows(Source(files=[str(jsonl(row))]), load_tokenizer(chat_tokenizer), DPO)
-
-
-def test_a_long_document_costs_no_more_than_a_block(monkeypatch: pytest.MonkeyPatch, jsonl: Write) -> None:
-    from veomni_trainer.data import sequences
-
-    rows = [{"prompt": "p" * (n % 5), "completion": "c" * (1 + n % 7)} for n in range(40)]
-    data = DataSection(files=str(jsonl(*rows)), sequence_length=8, cache=False)
-    whole = read_corpus(data, load_tokenizer("bytes")).training
-    monkeypatch.setattr(sequences, "_BLOCK", 3)
-    assert np.array_equal(read_corpus(data, load_tokenizer("bytes")).training.learned, whole.learned)  # type: ignore[union-attr]

@@ -33,8 +33,8 @@ def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
         Unreadable: there are none, or they can be read in several ways.
     """
     tools = "tools" if may_have_more or "tools" in columns else None
-    chats = [name for name, holds in columns.items() if holds == TURNS] or _of(columns, _MESSAGES, LIST)
-    ways = [Columns(messages=name, tools=tools) for name in chats]
+    chats = [name for name, holds in columns.items() if holds == TURNS]
+    ways = [Columns(messages=name, tools=tools) for name in chats or _of(columns, _MESSAGES, LIST)]
     if not chats and columns.get("prompt") == TEXT:
         ways += [Columns(prompt="prompt", completion=name) for name in _of(columns, _COMPLETIONS, TEXT)]
     if not chats and "text" in columns:

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from veomni_core.kernels import IGNORED
+from veomni_trainer.data.documents import Mask
 from veomni_trainer.data.packing import Indices, Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 
 Sequence = dict[str, Tensor]
-
-_BLOCK = 2**12  # so many documents' masks are summed at once
 
 
 class Sequences(Dataset[Sequence]):
@@ -28,9 +27,8 @@ class Sequences(Dataset[Sequence]):
     def __len__(self) -> int:
         raise NotImplementedError
 
-    @property
-    def learned(self) -> Indices:
-        """``[sequences]``: how many labels are learned of each. A sequence's first token is the label of none."""
+    def learned(self, chosen: Mask | None = None) -> int:
+        """How many labels are learned of all sequences, or of those in the mask ``chosen`` ``[sequences]``."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Sequence:
@@ -59,9 +57,8 @@ class JoinedText(Sequences):
     def __len__(self) -> int:
         return len(self._store.ids) // self._length
 
-    @property
-    def learned(self) -> Indices:
-        return np.full(len(self), self._length - 1, np.int64)
+    def learned(self, chosen: Mask | None = None) -> int:
+        return (len(self) if chosen is None else int(chosen.sum())) * (self._length - 1)
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(index * self._length, self._length)
@@ -78,9 +75,9 @@ class SingleDocuments(Sequences):
     def __len__(self) -> int:
         return len(self._pieces.starts)
 
-    @property
-    def learned(self) -> Indices:
-        return learned_in(self._store, self._pieces)
+    def learned(self, chosen: Mask | None = None) -> int:
+        labels = learned_in(self._store, self._pieces)
+        return int(labels.sum() if chosen is None else labels[chosen].sum())
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
@@ -107,10 +104,11 @@ class PackedDocuments(Sequences):
     def __len__(self) -> int:
         return len(self._packs)
 
-    @property
-    def learned(self) -> Indices:
-        pieces = learned_in(self._store, self._pieces)[self._packs.order]
-        return np.add.reduceat(pieces, np.append(0, self._packs.ends[:-1])) if len(self) else pieces
+    def learned(self, chosen: Mask | None = None) -> int:
+        labels = learned_in(self._store, self._pieces)
+        if chosen is None:
+            return int(labels.sum())
+        return sum(int(labels[self._packs[index]].sum()) for index in np.flatnonzero(chosen))
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))
@@ -177,10 +175,10 @@ def arrange(store: TokenStore, length: int, packing: bool, padding: int, seed: i
         counts = replace(counts, left_over=len(store.ids) % length)
     else:
         sequences = SingleDocuments(store, length)
-    learned = int(sequences.learned.sum())
-    whole = learned
+    whole = learned = sequences.learned()
     if store.learned is not None:
         counts = replace(counts, truncated=int((store.ends - store.starts > length).sum()))
+    if counts.truncated:
         whole = int(learned_in(store, Pieces(store.starts, store.ends - store.starts)).sum())
     return sequences, replace(counts, sequences=len(sequences), learned=learned, learned_whole=whole)
 
@@ -189,11 +187,7 @@ def learned_in(store: TokenStore, pieces: Pieces) -> Indices:
     """``[pieces]``: how many labels are learned of each. Its first token is the label of none."""
     if store.learned is None:
         return np.maximum(pieces.lengths - 1, 0)
-    counts = np.zeros(len(pieces.starts), np.int64)
-    for block in range(0, len(counts), _BLOCK):
-        starts, lengths = (each[block : block + _BLOCK] for each in (pieces.starts, pieces.lengths))
-        first, last = int(starts[0]), int(starts[-1] + lengths[-1])
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(store.learned[first:last], dtype=np.int64)])
-        ends = starts + lengths - first
-        counts[block : block + _BLOCK] = before[ends] - before[np.minimum(starts + 1 - first, ends)]
+    learned, counts = np.asarray(store.learned), np.zeros(len(pieces.starts), np.int64)
+    for number, (start, length) in enumerate(zip(pieces.starts, pieces.lengths, strict=True)):
+        counts[number] = np.count_nonzero(learned[start + 1 : start + length])
     return counts

@@ -74,6 +74,11 @@ def _copies_its_input(config: Any) -> bool:
     """Whether one random layer of the model lets a position see later ones."""
     small = copy.deepcopy(config)
     small.get_text_config().num_hidden_layers = 1
-    with random_states_kept():
+
+    def copies() -> bool:
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
         return sees_later_tokens(model, torch.randint(config.get_text_config().vocab_size, (1, _TOKENS)))
+
+    with random_states_kept():
+        seen, why_not = probe.attempt(copies)
+    return bool(seen) and not why_not
