@@ -118,11 +118,14 @@ def _ending(folder: Path, sample: Sample | None, trust: bool) -> str:
         for each in (generation.eos_token_id, config.get("eos_token_id")):
             known += each if isinstance(each, list) else [each] if isinstance(each, int) else []
     ends = [*dict.fromkeys([*learned, *known])]
+    some = f" ({without / total:.0%} of the documents end without one)" if without else ""
+    said = f"it ends at {', '.join(_names(folder, ends, trust))}{some}; "
+    if ends == known:
+        return said
     generation.eos_token_id = config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     generation.save_pretrained(folder)
     (folder / _CONFIGS[0]).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    some = f" ({without / total:.0%} of the documents end without one)" if without else ""
-    return f"it ends at {', '.join(_names(folder, ends, trust))}{some}; "
+    return said
 
 
 def _names(folder: Path, ids: list[int], trust: bool) -> list[str]:
