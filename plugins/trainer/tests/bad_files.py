@@ -229,8 +229,8 @@ BAD_FILES = {
     ),
     "a turn with a weight": BadFile(
         "a.jsonl",
-        _lines({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}),
-        ", line 1: turn 1 has a weight, which is not read; leave the turn or the chat out" + _SKIP,
+        _lines({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}),
+        ", line 1: turn 1 has weight: 2, which is neither true nor false; leave the key or the turn out" + _SKIP,
     ),
     "a call with broken arguments": BadFile(
         "a.jsonl",

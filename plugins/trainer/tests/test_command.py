@@ -219,9 +219,11 @@ def test_export_writes_a_runs_last_weights(
 ) -> None:
     train(moe_data, "train.steps=2", "train.save_every=1", "train.export=true")
     result = CliRunner().invoke(build_app(), ["export", str(run), str(tmp_path / "out")])
-    assert (result.exit_code, result.stdout) == (0, f"{run / 'checkpoint-2'} -> {tmp_path / 'out'}\n")
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (run / "checkpoint-2" / name).read_bytes()
+    start = f"{run / 'checkpoint-2'} -> {tmp_path / 'out'}: it ends at 256; the same logits as the trained model's, to "
+    assert result.exit_code == 0 and result.stdout.startswith(start)
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (run / "checkpoint-2" / weights).read_bytes()
+    for name in (weights, "config.json", "generation_config.json"):
         assert (run / "model" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     again = CliRunner().invoke(build_app(), ["export", str(run / "checkpoint-1"), str(tmp_path / "out")])
     assert isinstance(again.exception, ConfigError) and "exists; name a folder that doesn't" in str(again.exception)

@@ -209,7 +209,7 @@ def test_all_tables_have_the_columns_of_the_first(tmp_path: Path) -> None:
 
 
 def test_the_only_column_of_texts_is_the_text(tmp_path: Path) -> None:
-    path = _as_jsonl(tmp_path / "a.jsonl", [{"id": 1, "body": "a text", "tags": []}])
+    path = _as_jsonl(tmp_path / "a.jsonl", [{"body": "a text"}])
     documents, reading = _read(path)
     assert _texts(documents) == ["a text"]
     assert reading.columns == "text in column 'body'"

@@ -85,6 +85,7 @@ def test_a_run_writes_everything_it_should(
         "learning_rate",
         "step_seconds",
         "tokens_per_second",
+        "learned_tokens",
         "peak_memory_bytes",
     }
     assert rows[0]["learning_rate"] == 0.0

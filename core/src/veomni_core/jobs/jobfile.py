@@ -149,8 +149,8 @@ def shown(value: Any) -> str:
 
 
 def at_home(name: str | Path) -> Path:
-    """The path ``name``, with ``~`` replaced by the home directory; unchanged if it names nobody's."""
-    return Path(os.path.expanduser(name))  # Path.expanduser raises a RuntimeError there
+    """The path ``name`` with ``~`` and ``$VARIABLE`` replaced; each stays where there is no such home or variable."""
+    return Path(os.path.expandvars(os.path.expanduser(name)))  # Path.expanduser raises a RuntimeError there
 
 
 def beside_job(name: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ def build_foundation_model(
     distributed_config: Any = None,
     quantization_config: Any = None,
     config_kwargs: Mapping[str, Any] | None = None,
+    resize_embeddings: bool = False,
     trust_remote_code: bool = False,
     agree: bool = True,
     group: Any = None,
@@ -76,6 +78,8 @@ def build_foundation_model(
         quantization_config: how transformers quantizes the weights while it loads them, such as its
             ``BitsAndBytesConfig``. Needs ``weights_path``. The plan is that of the model whose weights are whole.
         config_kwargs: keys of the model's config to override.
+        resize_embeddings: whether weights with another ``vocab_size`` in their ``config.json`` than the model's are
+            loaded with that, and their embeddings then resized. New rows are drawn around the mean of the old ones.
         trust_remote_code: whether code that is shipped with a model may run.
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
         group: the process group whose ranks build this model; all ranks without it.
@@ -133,6 +137,8 @@ def build_foundation_model(
             "quantization_config quantizes weights that are loaded onto one device: it needs weights_path, and no "
             "distributed_config"
         )
+    if resize_embeddings and (sharding is not None or quantization_config is not None):
+        raise ConfigError("resize_embeddings needs whole weights: no distributed_config, and no quantization_config")
     if sharding is not None:
         refuse_device(made_on)
         refuse_world(sharding)
@@ -163,7 +169,8 @@ def build_foundation_model(
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if weights_path is not None:
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
-        model = _load_weights(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
+        load = _load_resized if resize_embeddings else _load_weights
+        model = load(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
         transpose(model, turned)
     elif sharding is not None:
         model = random_sharded_model(type(skeleton), config, dtype, sharding)
@@ -177,6 +184,20 @@ def build_foundation_model(
     else:  # sharded or quantized since; the ranks have agreed above, before the weights were read
         apply_plan(model, plan, ops.registry, **options, agree=False)
     return model
+
+
+def load_as_trained(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
+
+    ``AutoModelForCausalLM`` may take another one: of a model of text and images, the part for text alone.
+
+    Raises:
+        CheckpointError: the weights are missing, damaged, or not all that the model has.
+    """
+    check_weights(path)
+    config = load_model_config(str(path), trust_remote_code=trust_remote_code)
+    device = torch.device("cpu")
+    return _load_weights(_model_class(config), config, path, "auto", device, trust_remote_code, {})  # type: ignore[no-any-return]
 
 
 def build_skeleton(
@@ -279,11 +300,22 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
         raise
 
 
+def _load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> Any:
+    """The weights in ``path`` with the number of embeddings that they have, resized to that of ``config``."""
+    stored = copy.deepcopy(config)
+    words = load_model_config(str(path), trust_remote_code=others[2]).get_text_config().vocab_size
+    stored.get_text_config().vocab_size = words
+    model = _load_weights(model_class, stored, path, *others)
+    if words != config.get_text_config().vocab_size:
+        model.resize_token_embeddings(config.get_text_config().vocab_size)
+    return model
+
+
 def _load_weights(
     model_class: Any,
     config: Any,
     path: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     device: torch.device,
     trust: bool,
     given: Mapping[str, Any],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jinja2
@@ -10,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from veomni_trainer.data.documents import Example, Span
-from veomni_trainer.data.messages import ASSISTANT, Message, read_messages, read_tools
+from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_messages, read_tools
 from veomni_trainer.data.reading import BadLine, Unreadable
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -18,6 +20,7 @@ _WHAT_TO_DO = (
     "Write {% generation %}...{% endgeneration %} around what the assistant says, in a template of your own "
     "(data.chat_template), or data.loss_on: all"
 )
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 Tools = list[dict[str, Any]] | None
 
@@ -27,10 +30,21 @@ class Chats:
 
     A template with ``{% generation %}`` says itself what the assistant's words are. Of another one, a turn is what
     rendering adds to the turns before it and to the generation prompt, if the whole chat is rendered with just that.
+    A turn that its row excludes from training is not learned.
+
+    Args:
+        tokenizer: whose template renders them.
+        loss_on: what is learned.
+        left_out: is called with what the template leaves out of a turn that isn't learned.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: Literal["assistant", "all"]) -> None:
-        self._tokenizer, self._loss_on = tokenizer, loss_on
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        loss_on: Literal["assistant", "all"],
+        left_out: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self._tokenizer, self._loss_on, self._left_out = tokenizer, loss_on, left_out
 
     def example(self, chat: Any, tools: Any = None) -> Example:
         """One row's chat, rendered.
@@ -45,13 +59,20 @@ class Chats:
         except ValueError as error:  # it has several, and none that is the default
             raise Unreadable(f"the tokenizer's chat template can't be chosen: {error}") from None
         if self._loss_on == "all":
-            return Example(self._render(messages, read), ends=False)
-        if _GENERATION.search(template):
-            text, spans = self._marked(template, messages, read)
+            if unlearned := [number for number, each in enumerate(messages, start=1) if each.excluded]:
+                raise BadLine(f"turn {unlearned[0]} is not to be trained on, and data.loss_on: all learns every turn")
+            text = self._render(messages, read)
+            learned = [text]
         else:
-            text, spans = self._compared(messages, read)
-        _check_said(messages, [text[start:end] for start, end in spans])
-        return Example(text, tuple(spans), ends=False)
+            by_marks = _GENERATION.search(template)
+            text, spans = self._marked(template, messages, read) if by_marks else self._compared(messages, read)
+            spans = _without_excluded(messages, spans)
+            learned = [text[start:end] for start, end in spans]
+        check_characters(text, "the chat")
+        _check_said(messages, learned)
+        for what in _not_rendered(messages, read, text):
+            self._left_out(what)
+        return Example(text, None if self._loss_on == "all" else tuple(spans), ends=False)
 
     def _marked(self, template: str, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The rendered chat, and the spans of its generation blocks.
@@ -108,15 +129,67 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None
 
 
+def _without_excluded(messages: list[Message], spans: list[Span]) -> list[Span]:
+    """The spans of the assistant's turns, without those that are not to be trained on."""
+    turns = [message for message in messages if message["role"] == ASSISTANT]
+    if not any(turn.excluded for turn in turns):
+        return spans
+    if len(spans) != len(turns):
+        raise Unreadable("has turns that are not to be trained on, and its chat template doesn't mark each turn once")
+    return [span for span, turn in zip(spans, turns, strict=True) if not turn.excluded]
+
+
 def _check_said(messages: list[Message], learned: list[str]) -> None:
-    """Raise Unreadable unless what the assistant says is learned, whichever way it was found."""
+    """Raise Unreadable unless what the assistant says, calls and thinks is learned, whichever way it was found.
+
+    Templates may leave out thoughts that come before the user's last turn.
+    """
+    last_asked = max((n for n, each in enumerate(messages, start=1) if each["role"] == "user"), default=0)
     for number, message in enumerate(messages, start=1):
-        words = message["content"].rpartition("</think>")[2].strip()  # templates leave earlier thoughts out
-        if message["role"] == ASSISTANT and not any(words in each for each in learned):
-            raise Unreadable(
-                f"the chat template doesn't render, or doesn't mark, what the assistant says in turn {number}; correct "
-                "the template, or write data.loss_on: all"
-            )
+        if message["role"] != ASSISTANT or message.excluded:
+            continue
+        said = {"says": [message["content"].rpartition("</think>")[2]], "calls (tool_calls)": [*_called(message)]}
+        if number > last_asked:
+            said |= {f"thinks ({key})": [message[key]] for key in _THOUGHTS if isinstance(message.get(key), str)}
+        for what, texts in said.items():
+            if not all(any(_has(each, words) for each in learned) for words in texts):
+                raise Unreadable(
+                    f"the chat template doesn't render, or doesn't mark, what the assistant {what} in turn {number}; "
+                    "correct the template, or write data.chat_template: one that does"
+                )
+
+
+def _not_rendered(messages: list[Message], tools: Tools, text: str) -> Iterator[str]:
+    """What the text of a chat lacks of its turns and tools, beside what is learned."""
+    for message in messages:
+        for key, value in message.items():
+            if isinstance(value, str) and key != "role" and not _has(text, value.rpartition("</think>")[2]):
+                yield key if message["role"] == ASSISTANT else f"{key} of {message['role']}"
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and not _has(text, str(function.get("name", ""))):
+            yield "tools"
+
+
+def _called(message: Message) -> Iterator[str]:
+    """The names of the functions that a turn calls, and the texts among their arguments."""
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        yield str(function.get("name", ""))
+        yield from _texts(function.get("arguments"))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)
+
+
+def _has(text: str, words: str) -> bool:
+    """Whether ``text`` holds ``words`` as they are, or as JSON writes them."""
+    words = words.strip()
+    return words in text or any(json.dumps(words, ensure_ascii=each)[1:-1] in text for each in (True, False))
 
 
 def _refusal(error: Exception) -> Exception:

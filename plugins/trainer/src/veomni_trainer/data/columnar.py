@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 
 from veomni_trainer.data.reading import BadLine, Unreadable
-from veomni_trainer.data.tables import LIST, OTHER, TEXT, Row
+from veomni_trainer.data.tables import LIST, OTHER, TEXT, TURN, TURNS, Row
 
 _ROWS = 1000  # of a batch
 
@@ -140,7 +140,10 @@ def _kind(arrow_type: Any) -> str:
         return _kind(arrow_type.value_type)
     if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_string_view(arrow_type):
         return TEXT
-    return LIST if types.is_list(arrow_type) or types.is_large_list(arrow_type) else OTHER
+    if not (types.is_list(arrow_type) or types.is_large_list(arrow_type)):
+        return OTHER
+    each = arrow_type.value_type
+    return TURNS if types.is_struct(each) and any(each.get_field_index(key) >= 0 for key in TURN) else LIST
 
 
 def _first_line(error: Exception) -> str:

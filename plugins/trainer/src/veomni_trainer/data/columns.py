@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from veomni_core.commands import shown
 from veomni_trainer.data.chat import Chats
 from veomni_trainer.data.documents import Example
+from veomni_trainer.data.messages import check_characters
 from veomni_trainer.data.reading import BadLine, Unreadable
-from veomni_trainer.data.tables import LIST, TEXT, Row
+from veomni_trainer.data.tables import LIST, TEXT, TURNS, Row
 from veomni_trainer.job.source_keys import Columns
 
 _MESSAGES = ("messages", "conversations")
 _COMPLETIONS = ("completion", "response", "output", "answer")
 
+_NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
+
 ReadRow = Callable[[Row], Example | None]
 
 
 def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
-    """The columns with usual names.
+    """The columns that hold what is learned, where they can be read in one way.
+
+    Turns of a chat come before texts beside them, which mostly hold the same again.
 
     Args:
         columns: those of the table, with what each holds.
@@ -28,13 +33,14 @@ def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
         Unreadable: there are none, or they can be read in several ways.
     """
     tools = "tools" if may_have_more or "tools" in columns else None
-    ways = [Columns(messages=name, tools=tools) for name in _of(columns, _MESSAGES, LIST)]
-    if columns.get("prompt") == TEXT:
+    chats = [name for name, holds in columns.items() if holds == TURNS]
+    ways = [Columns(messages=name, tools=tools) for name in chats or _of(columns, _MESSAGES, LIST)]
+    if not chats and columns.get("prompt") == TEXT:
         ways += [Columns(prompt="prompt", completion=name) for name in _of(columns, _COMPLETIONS, TEXT)]
-    ways += [Columns(text="text")] if "text" in columns else []
-    strings = [name for name, holds in columns.items() if holds == TEXT]
-    if not ways and len(strings) == 1:
-        ways = [Columns(text=strings[0])]
+    if not chats and "text" in columns:
+        ways += [Columns(text="text")]
+    if not ways and [*columns.values()] == [TEXT]:
+        ways = [Columns(text=name) for name in columns]
     if len(ways) == 1:
         return ways[0]
     listed = ", ".join(f"{name} ({holds})" for name, holds in columns.items())
@@ -48,6 +54,25 @@ def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
 def names_of(columns: Columns) -> list[str]:
     """The names of the columns that are read."""
     return [name for name in columns.model_dump().values() if name is not None]
+
+
+def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
+    """The columns beside those that are read which say what a row is about, or what it is worth."""
+    of_pairs = ("label", "input") if columns.prompt is not None else ()
+    read = names_of(columns)
+    return [name for name in (*_NOT_TEXT, *of_pairs) if name in there and name not in read]
+
+
+def check_unread(row: Row, columns: Columns) -> None:
+    """Raise BadLine if ``row`` means something else without a value beside the ``columns`` that are read."""
+    for name in unread_that_matter(columns, row):
+        value = row[name]
+        if name in _NOT_TEXT and value:
+            raise BadLine(f"column {name!r} is not empty, and only text is trained on")
+        if name == "label" and isinstance(value, (bool, int)) and not value:
+            raise BadLine("column 'label' says that the completion is not wanted, and all completions are learned")
+        if name == "input" and value:
+            raise BadLine("column 'input' belongs to the prompt and is not read; join it to the column of the prompt")
 
 
 def check_columns(names: Collection[str], there: Mapping[str, str]) -> None:
@@ -103,8 +128,5 @@ def _text(row: Row, name: str) -> str:
     value = _value(row, name)
     if not isinstance(value, str):
         raise BadLine(f"column {name!r} must be text, got {shown(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadLine(f"column {name!r} holds half a character (a lone surrogate)") from None
+    check_characters(value, f"column {name!r}")
     return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
+from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.data.files import find_files
 from veomni_trainer.data.mixing import WeightedOrder
 from veomni_trainer.data.read import read_documents
@@ -28,6 +30,8 @@ from veomni_trainer.job.source_keys import Source
 Rows = Dataset[Sequence]
 _Mask = NDArray[np.bool_]
 
+_FIRST = 64  # sequences of a stream that are looked at
+
 
 @dataclass(frozen=True)
 class ReadSource:
@@ -41,6 +45,7 @@ class ReadSource:
         training: how many sequences are trained on.
         validation: how many are validated on.
         epochs: how often a training goes through it, on average over all seeds; ``None`` where nothing is drawn.
+        learned: how many labels of the training sequences are learned, and how many of those for validation.
     """
 
     key: str
@@ -50,6 +55,7 @@ class ReadSource:
     training: int
     validation: int
     epochs: float | None = None
+    learned: tuple[int, int] = (0, 0)
 
     def describe(self) -> str:
         """Its part of the line for the terminal."""
@@ -115,7 +121,17 @@ class Corpus:
         else:
             stream = " a stream, tokenized while the model trains" if isinstance(self.training, Stream) else ""
             lines = [f"data:{stream}", *(f"  {source.key}: {source.describe()}" for source in self.read)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        details = [f"  {line}" for source in self.read for line in source.reading.details()]
+        return "\n".join([*lines, *details, *self.notes])
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """How many documents that are trained on are learned to end with which token; ``-1``: with none of its own."""
+        readings = [source.reading.ends for source in self.read if source.training]
+        totals: Counter[int] = Counter()
+        for ends in [*readings, *([self.training.ends] if isinstance(self.training, Stream) else ())]:
+            totals.update({int(token): count for token, count in ends.items()})
+        return dict(totals)
 
 
 def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpus:
@@ -127,6 +143,12 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
         JobFileError: there is nothing to read, a file is unreadable, or there are fewer tokens than one sequence.
         HostError: tokens can't be stored.
     """
+    corpus = _read(data, tokenizer, seed)
+    _check_learned(corpus, data)
+    return corpus
+
+
+def _read(data: DataSection, tokenizer: Tokenizer, seed: int) -> Corpus:
     reader = _Reader(data, tokenizer, seed)
     if data.streaming:
         for key, source in data.training_sources.items():
@@ -139,8 +161,9 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
     for key, source in data.validation_source.items():
         rows, what = reader.read(key, source)
         validation[key] = rows
-        read.append(replace(what, training=0, validation=what.training))
-    return Corpus(training, validation, tuple(read), tokenizer.end, reader.notes)
+        read.append(replace(what, training=0, validation=what.training, learned=what.learned[::-1]))
+    notes = (*reader.notes, *_warnings(read, data.sequence_length))
+    return Corpus(training, validation, tuple(read), tokenizer.end, notes)
 
 
 def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows], list[ReadSource]]:
@@ -155,7 +178,13 @@ def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows]
             parts.append(_some(rows, ~mask))
             validation[key] = _some(rows, mask)
             held_out = int(mask.sum())
-            what = replace(what, training=len(rows) - held_out, validation=held_out)
+            learned = rows.learned(mask)
+            what = replace(
+                what,
+                training=len(rows) - held_out,
+                validation=held_out,
+                learned=(what.counts.learned - learned, learned),
+            )
         else:
             parts.append(rows)
         read.append(what)
@@ -171,7 +200,7 @@ class _Reader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(self._cache.notes) if self._cache else ()
+        return tuple(f"note: {note}" for note in self._cache.notes) if self._cache else ()
 
     def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
         """The sequences of ``source``, all of them counted as training."""
@@ -182,7 +211,9 @@ class _Reader:
                 f"{key}: {counts.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
                 "(data.sequence_length)"
             )
-        return sequences, ReadSource(key, replace(store.reading, key=key), counts, source.weight, len(sequences), 0)
+        reading = replace(store.reading, key=key)
+        learned = counts.learned, 0
+        return sequences, ReadSource(key, reading, counts, source.weight, len(sequences), 0, learned=learned)
 
     def _store(self, key: str, source: Source) -> TokenStore:
         tokenizer, reading = self._tokenizer, Reading(key)
@@ -193,6 +224,35 @@ class _Reader:
         files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
         facts = source.model_dump(exclude={"files", "weight"})
         return self._cache.get(key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write)
+
+
+def _check_learned(corpus: Corpus, data: DataSection) -> None:
+    """Raise JobFileError where nothing is left to learn; warn in the corpus' notes where half of it is cut off."""
+    for number, kind in enumerate(("to train on", "to validate on")):
+        sources = [source for source in corpus.read if (source.training, source.validation)[number]]
+        if sources and not sum(source.learned[number] for source in sources):
+            counts = "; ".join(f"{source.key}: {source.counts.describe()}" for source in sources)
+            raise JobFileError(
+                f"data.sequence_length: {data.sequence_length} tokens hold nothing that is learned, {kind}: documents "
+                f"are cut off before it, or hold nothing to learn ({counts}). Raise data.sequence_length, or write "
+                "data.loss_on: all"
+            )
+    stream = corpus.training if isinstance(corpus.training, Stream) else None
+    if stream and not any(learned_labels(each["labels"]) for each in stream.first(_FIRST)):
+        raise JobFileError(
+            f"data.sequence_length: the first {_FIRST} sequences of the stream hold nothing that is learned in "
+            f"{data.sequence_length} tokens. Raise data.sequence_length, or write data.loss_on: all"
+        )
+
+
+def _warnings(read: Iterable[ReadSource], length: int) -> Iterator[str]:
+    for source in read:
+        left, whole = source.counts.learned, source.counts.learned_whole
+        if 0 < left <= whole / 2:
+            yield (
+                f"warning: {source.key}: {1 - left / whole:.0%} of the tokens that would be learned "
+                f"({whole - left:,} of {whole:,}) lie past data.sequence_length {length:,}, and are not trained on"
+            )
 
 
 def _cache_folder(data: DataSection) -> Path:

@@ -81,7 +81,9 @@ def find_files(source: Source, reading: Reading) -> list[FoundFile]:
         path = Path(entry)
         named = path.is_file() or is_saved_dataset(path)
         for each in [path] if named else _search(entry, source.pattern, reading.key):
-            if each.resolve() in found:
+            if not named and _is_hidden(each, path):
+                reading.skip_file(each, "hidden")
+            elif each.resolve() in found:
                 reading.skip_file(each, "named twice")
             else:
                 found[each.resolve()] = FoundFile(each, entry, named, source.format or format_of(each))
@@ -137,6 +139,12 @@ def _search(entry: str, pattern: str, key: str) -> list[Path]:
             raise JobFileError(f"{key}: no file matches {entry!r}")
         return paths
     raise JobFileError(f"{key}: there is no file or folder {entry}.{_nearest(Path(entry))}")
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """Whether ``path`` lies in a hidden folder of ``folder``, or is hidden: editors keep copies there."""
+    below = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
+    return any(part.startswith(".") for part in below)
 
 
 def _sorted_files(paths: Iterable[Path]) -> list[Path]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from veomni_core.commands import shown
 from veomni_core.errors import did_you_mean
 from veomni_trainer.data.reading import BadLine
 
-Message: TypeAlias = dict[str, Any]
+
+class Message(dict[str, Any]):
+    """A turn as chat templates take it; ``excluded``: whether its row says that it is not to be trained on."""
+
+    excluded = False
+
 
 ASSISTANT = "assistant"
+_EXCLUDING = ("train", "training", "loss", "weight")  # false, or 0, on a turn: it is not to be trained on
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -27,15 +33,27 @@ def read_messages(value: Any, learned: bool = True) -> list[Message]:
     """The turns as chat templates take them; ``value`` may be JSON text, as in a CSV file.
 
     Raises:
-        BadLine: they are no turns, or there is none of the assistant's in a chat to be ``learned`` from.
+        BadLine: they are no turns; there is none of the assistant's in a chat to be ``learned`` from; or some turns of
+            what can only be learned whole are not to be trained on.
     """
     turns = _parsed(value, "the chat")
     if not turns:
         raise BadLine("a chat without turns")
     messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
-    if learned and not any(message["role"] == ASSISTANT for message in messages):
+    taught = [message for message in messages if message["role"] == ASSISTANT]
+    if learned and not taught:
         raise BadLine("a chat without a turn of the assistant")
+    if learned and all(message.excluded for message in taught):
+        raise BadLine("a chat of which no turn is to be trained on")
     return messages
+
+
+def check_characters(text: str, what: str) -> None:
+    """Raise BadLine if ``text`` holds half a character, which no tokenizer takes and JSON can write."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadLine(f"{what} holds half a character (a lone surrogate)") from None
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -76,13 +94,16 @@ def _message(turn: Any, where: str) -> Message:
         raise BadLine(f"{where} has neither role nor from; its keys are {', '.join(map(str, turn)) or 'none'}")
     if not isinstance(role, str) or role not in roles:
         raise BadLine(f"{where} has the role {role!r}. {did_you_mean(str(role), roles)}")
-    if turn.pop("weight", 1) != 1:
-        raise BadLine(f"{where} has a weight, which is not read; leave the turn or the chat out")
+    marks = {key: turn.pop(key) for key in _EXCLUDING if key in turn}
+    if unread := [f"{key}: {value!r}" for key, value in marks.items() if value not in (0, 1)]:
+        raise BadLine(f"{where} has {unread[0]}, which is neither true nor false; leave the key or the turn out")
     calls = _tool_calls(turn.pop("tool_calls", []), where)
     text = _content(content, where)
     if roles[role] == ASSISTANT and not text and not calls:
         raise BadLine(f"{where} is an empty turn of the assistant")
-    return {**turn, "role": roles[role], "content": text, **({"tool_calls": calls} if calls else {})}
+    message = Message({**turn, "role": roles[role], "content": text, **({"tool_calls": calls} if calls else {})})
+    message.excluded = not all(marks.values())
+    return message
 
 
 def _content(content: Any, where: str) -> str:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.columns import ReadRow, check_columns, describe, find_columns, names_of, row_reader
+from veomni_trainer.data.columns import (
+    ReadRow,
+    check_columns,
+    check_unread,
+    describe,
+    find_columns,
+    names_of,
+    row_reader,
+    unread_that_matter,
+)
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.files import DATASET, TEXT, FoundFile, find_files, other_kind
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
@@ -30,7 +39,9 @@ def read_documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> It
         JobFileError: there is nothing to read, a file is unreadable, or a line is and ``bad_lines`` is ``stop``.
     """
     for batch in _batches(_SourceReader(source, tokenizer, reading).examples()):
-        yield from tokenizer.encode(batch)
+        for document in tokenizer.encode(batch):
+            reading.count_end(tokenizer.end_of(document))
+            yield document
 
 
 def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
@@ -84,6 +95,10 @@ class _SourceReader:
                 f"{self._reading.key}: {path} is {file.format}, and data.split is for folders of save_to_disk. Remove "
                 "it, and choose files by data.pattern"
             )
+        if source.separator is not None and file.format not in ("csv", "tsv"):
+            raise JobFileError(
+                f"{self._reading.key}: {path} is {file.format}, and data.separator is for CSV. Remove it"
+            )
         if source.columns is not None and file.format == TEXT:
             raise JobFileError(
                 f"{self._reading.key}: {path} is text, and data.columns is for tables. Remove it, or write data.format"
@@ -110,17 +125,19 @@ class _SourceReader:
                 raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
 
     def _table(self, file: FoundFile, file_format: str) -> Iterator[Example]:
-        table = open_table(file.path, file_format, self._source.split)
+        table = open_table(file.path, file_format, self._source)
         there = table.columns()
         read_row = self._row_reader(there, table.has_schema) if there else None
-        wanted = names_of(self._columns) if self._columns else []
+        columns = self._columns
+        wanted = [*names_of(columns), *unread_that_matter(columns, there)] if columns else []
         number = 0
         for number, row in table.rows(wanted):
             try:
                 if isinstance(row, BadLine):
                     raise row
-                if read_row is None:
+                if read_row is None or columns is None:
                     raise BadLine("an object without columns")
+                check_unread(row, columns)
                 example = read_row(row)
             except BadLine as problem:
                 self._bad_line(f"{file.path}, {table.unit} {number}: {problem}")
@@ -130,6 +147,7 @@ class _SourceReader:
                 if example is None:
                     self._reading.empty_rows += 1
                 else:
+                    self._reading.show(example)
                     yield self._counted(example)
         if number:
             self._reading.read_file(file_format)
@@ -142,6 +160,7 @@ class _SourceReader:
         if self._columns is None:
             self._columns = written or find_columns(there, may_have_more=not has_schema)
             self._reading.columns = describe(self._columns, loss_on)
+            self._reading.unused = [name for name in there if name not in names_of(self._columns)]
         if has_schema:  # tools are left out where a chat has none, unless the job names their column
             needed = names_of(written or self._columns.model_copy(update={"tools": None}))
             check_columns(needed, there)
@@ -157,7 +176,7 @@ class _SourceReader:
                 f"holds chats (in column {self._columns.messages!r}), and the tokenizer has no chat template. Write "
                 "data.chat_template, or a data.tokenizer that has one"
             )
-        return row_reader(self._columns, loss_on, Chats(self._tokenizer.chats, loss_on))
+        return row_reader(self._columns, loss_on, Chats(self._tokenizer.chats, loss_on, self._reading.not_rendered))
 
     def _counted(self, example: Example) -> Example:
         self._reading.documents += 1
@@ -177,19 +196,20 @@ class _SourceReader:
         self._reading.skip_file(file.path, reason)
 
 
-def open_table(path: Path, file_format: str, split: str | None) -> Table:
+def open_table(path: Path, file_format: str, source: Source) -> Table:
     """The table in a file of that format, or in a saved dataset. pyarrow is imported only for its own formats."""
     if file_format == "jsonl":
         return JsonLinesTable(path)
     if file_format == "json":
         return JsonTable(path)
     if file_format in ("csv", "tsv"):
-        return CsvTable(path, "," if file_format == "csv" else "\t")
+        usual = "," if file_format == "csv" else "\t"
+        return CsvTable(path, source.separator or usual, is_written=source.separator is not None)
 
     from veomni_trainer.data.columnar import ArrowTable, ParquetTable, SavedDataset
 
     if file_format == DATASET:
-        return SavedDataset(path, split)
+        return SavedDataset(path, source.split)
     return ParquetTable(path) if file_format == "parquet" else ArrowTable(path)
 
 

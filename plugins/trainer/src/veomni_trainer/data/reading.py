@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from veomni_trainer.data.documents import Example
+
 _SHOWN = 3
 _KEPT = 10
+_LONGEST = 70  # characters of a sample
 
 
 class BadLine(Exception):
@@ -28,6 +31,10 @@ class Reading:
         documents: how many were read; of text files, one each.
         files: how many files were read, by format.
         columns: what of a table was read, in words; empty for text files.
+        unused: the names of the columns of the first table that are not read.
+        sample: the first row, shortened; what is learned of it comes after an arrow, if not all is.
+        ends: how many documents are learned to end with which token, by its id; ``-1``: with none.
+        left_unrendered: how often a chat template left something of a turn out, by what it is.
         skipped: the paths of files that were left out, by reason.
         empty_rows: how many rows were left out since their text is empty.
         bad_lines: how many lines were left out since they can't be read.
@@ -38,6 +45,10 @@ class Reading:
     documents: int = 0
     files: dict[str, int] = field(default_factory=dict)
     columns: str = ""
+    unused: list[str] = field(default_factory=list)
+    sample: str = ""
+    ends: dict[str, int] = field(default_factory=dict)
+    left_unrendered: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     empty_rows: int = 0
     bad_lines: int = 0
@@ -56,6 +67,32 @@ class Reading:
         self.bad_lines += 1
         if len(self.first_bad_lines) < _KEPT:
             self.first_bad_lines.append(problem)
+
+    def show(self, example: Example) -> None:
+        """Keep the first example, for the user to see how rows are read."""
+        if not self.sample:
+            start = example.learned[0][0] if example.learned else 0
+            before = f"{_shortened(example.text[:start])} -> " if start else ""
+            end = example.learned[0][1] if example.learned else len(example.text)
+            self.sample = f"{before}{_shortened(example.text[start:end])}"
+
+    def count_end(self, token: int | None) -> None:
+        """Count the token with which a document is learned to end."""
+        key = str(-1 if token is None else token)  # text, as in JSON
+        self.ends[key] = self.ends.get(key, 0) + 1
+
+    def not_rendered(self, what: str) -> None:
+        """Count something of a turn that the chat template left out."""
+        self.left_unrendered[what] = self.left_unrendered.get(what, 0) + 1
+
+    def details(self) -> list[str]:
+        """A line each for the first row, for columns that are not read, and for what the chat template left out."""
+        left = ", ".join(f"{what} ({count:,} turns)" for what, count in self.left_unrendered.items())
+        return [
+            *([f"first row: {self.sample}"] if self.sample else ()),
+            *([f"columns that are not read: {', '.join(self.unused)}"] if self.unused else ()),
+            *([f"not in the chat template's text: {left}"] if left else ()),
+        ]
 
     def describe(self) -> str:
         """``674 files; left out: 2 not UTF-8 text (a.bin, ...), 1 empty (b.txt)``."""
@@ -80,6 +117,10 @@ class Reading:
             more = ["..."] if self.bad_lines > len(first) else []
             files.append(f"{self.bad_lines:,} bad lines ({'; '.join([*first, *more])})")
         return [f"left out: {', '.join(files)}"] if files else []
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]}...{text[-17:]}")
 
 
 def _some(paths: list[str]) -> str:

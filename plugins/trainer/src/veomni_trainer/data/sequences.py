@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from veomni_core.kernels import IGNORED
-from veomni_trainer.data.packing import Pieces, pack
+from veomni_trainer.data.documents import Mask
+from veomni_trainer.data.packing import Indices, Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 
 Sequence = dict[str, Tensor]
@@ -24,6 +25,10 @@ class Sequences(Dataset[Sequence]):
         self._store, self._length = store, length
 
     def __len__(self) -> int:
+        raise NotImplementedError
+
+    def learned(self, chosen: Mask | None = None) -> int:
+        """How many labels are learned of all sequences, or of those in the mask ``chosen`` ``[sequences]``."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Sequence:
@@ -52,6 +57,9 @@ class JoinedText(Sequences):
     def __len__(self) -> int:
         return len(self._store.ids) // self._length
 
+    def learned(self, chosen: Mask | None = None) -> int:
+        return (len(self) if chosen is None else int(chosen.sum())) * (self._length - 1)
+
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(index * self._length, self._length)
         return {"input_ids": ids, "labels": labels}
@@ -66,6 +74,10 @@ class SingleDocuments(Sequences):
 
     def __len__(self) -> int:
         return len(self._pieces.starts)
+
+    def learned(self, chosen: Mask | None = None) -> int:
+        labels = learned_in(self._store, self._pieces)
+        return int(labels.sum() if chosen is None else labels[chosen].sum())
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
@@ -92,6 +104,12 @@ class PackedDocuments(Sequences):
     def __len__(self) -> int:
         return len(self._packs)
 
+    def learned(self, chosen: Mask | None = None) -> int:
+        labels = learned_in(self._store, self._pieces)
+        if chosen is None:
+            return int(labels.sum())
+        return sum(int(labels[self._packs[index]].sum()) for index in np.flatnonzero(chosen))
+
     def _sequence(self, index: int) -> Sequence:
         ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))
         positions, at = torch.zeros(self._length, dtype=torch.long), 0
@@ -116,6 +134,8 @@ class Counts:
         left_over: how many at the end are too few for one more sequence.
         truncated: how many documents were cut off.
         fill_rate: of packed sequences, the part that is not padding.
+        learned: how many labels are learned.
+        learned_whole: how many would be, if no document were cut off.
     """
 
     tokens: int
@@ -123,6 +143,8 @@ class Counts:
     left_over: int = 0
     truncated: int = 0
     fill_rate: float | None = None
+    learned: int = 0
+    learned_whole: int = 0
 
     def describe(self) -> str:
         """``6 tokens, 3 sequences, 0 tokens left over``."""
@@ -131,6 +153,8 @@ class Counts:
             words.append(f"{self.fill_rate:.1%} full")
         if self.truncated:
             words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
+        if self.learned < self.learned_whole:
+            words.append(f"{self.learned:,} of {self.learned_whole:,} learned tokens left")
         if self.left_over:
             words.append(f"{self.left_over:,} tokens left over")
         return ", ".join(words)
@@ -151,6 +175,19 @@ def arrange(store: TokenStore, length: int, packing: bool, padding: int, seed: i
         counts = replace(counts, left_over=len(store.ids) % length)
     else:
         sequences = SingleDocuments(store, length)
+    whole = learned = sequences.learned()
     if store.learned is not None:
         counts = replace(counts, truncated=int((store.ends - store.starts > length).sum()))
-    return sequences, replace(counts, sequences=len(sequences))
+    if counts.truncated:
+        whole = int(learned_in(store, Pieces(store.starts, store.ends - store.starts)).sum())
+    return sequences, replace(counts, sequences=len(sequences), learned=learned, learned_whole=whole)
+
+
+def learned_in(store: TokenStore, pieces: Pieces) -> Indices:
+    """``[pieces]``: how many labels are learned of each. Its first token is the label of none."""
+    if store.learned is None:
+        return np.maximum(pieces.lengths - 1, 0)
+    learned, counts = np.asarray(store.learned), np.zeros(len(pieces.starts), np.int64)
+    for number, (start, length) in enumerate(zip(pieces.starts, pieces.lengths, strict=True)):
+        counts[number] = np.count_nonzero(learned[start + 1 : start + length])
+    return counts

@@ -31,15 +31,17 @@ class Stream(IterableDataset[Sequence]):
         data: the section, with the sources.
         tokenizer: that of the job.
         seed: of the order.
+        ends: how many of the documents read so far are learned to end with which token, as of :class:`Reading`.
     """
 
-    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: dict[str, int] | None = None) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
+        self.ends: dict[str, int] = {} if ends is None else ends
         self._batch_size = self._ranks_per_batch = 1
 
     def in_batches(self, batch_size: int, ranks_per_batch: int) -> Stream:
         """The same stream, in which each batch comes once for each of the neighbouring ranks that train on it."""
-        stream = Stream(self._data, self._tokenizer, self._seed)
+        stream = Stream(self._data, self._tokenizer, self._seed, self.ends)
         stream._batch_size, stream._ranks_per_batch = batch_size, ranks_per_batch
         return stream
 
@@ -94,4 +96,4 @@ class Stream(IterableDataset[Sequence]):
 
     def _passes(self, key: str, source: Source) -> Iterator[Document]:
         for _ in count():
-            yield from read_documents(source, self._tokenizer, Reading(key))
+            yield from read_documents(source, self._tokenizer, Reading(key, ends=self.ends))

@@ -14,7 +14,8 @@ from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.text import read_lines, read_text
 
 Row: TypeAlias = Mapping[str, Any]
-TEXT, LIST, OTHER = "text", "list", "other"  # what a column holds
+TEXT, TURNS, LIST, OTHER = "text", "turns", "list", "other"  # what a column holds
+TURN = ("role", "from")  # a list of mappings with one of these keys holds the turns of a chat
 
 _LARGEST_FIELD = 2**31 - 1
 
@@ -28,7 +29,7 @@ class Table(Protocol):
     """Whether all rows have the same columns."""
 
     def columns(self) -> dict[str, str]:
-        """The names of its columns, and what each holds: ``text``, ``list`` or ``other``.
+        """The names of its columns, and what each holds: ``text``, ``turns``, ``list`` or ``other``.
 
         Without a schema they are those of the first good row.
 
@@ -102,12 +103,20 @@ class JsonTable:
 
 
 class CsvTable:
-    """Comma- or tab-separated values under a header. Every value is text: ``007`` stays ``007``."""
+    """Values under a header, separated by one character. Every value is text: ``007`` stays ``007``.
+
+    A quoted value may hold line breaks, but not between tabs: there a quotation mark is more often part of a text.
+
+    Args:
+        path: the file.
+        delimiter: the character between two values.
+        is_written: whether the job names the character.
+    """
 
     unit, has_schema = "line", True
 
-    def __init__(self, path: Path, delimiter: str) -> None:
-        self._path, self._delimiter = path, delimiter
+    def __init__(self, path: Path, delimiter: str, is_written: bool = False) -> None:
+        self._path, self._delimiter, self._is_written = path, delimiter, is_written
 
     def columns(self) -> dict[str, str]:
         return dict.fromkeys(next(self._records())[1], TEXT)
@@ -129,21 +138,47 @@ class CsvTable:
         A record is numbered by its last line.
         """
         csv.field_size_limit(_LARGEST_FIELD)  # of the process; by default fields above 128 KiB are errors
-        reader = csv.reader(self._lines(), delimiter=self._delimiter, strict=True)
+        records = self._single_lines() if self._delimiter == "\t" else self._quoted_lines()
         is_header = True
+        for number, values in records:
+            if is_header and number == 1 and values == ["sep=", ""]:
+                continue  # as spreadsheets write it
+            if is_header:
+                _check_header(values)
+                self._check_delimiter(values)
+                is_header = False
+            yield number, values
+        if is_header:
+            raise Unreadable("has no header; its first line names the columns")
+
+    def _quoted_lines(self) -> Iterator[tuple[int, list[str] | BadLine]]:
+        reader = csv.reader(self._lines(), delimiter=self._delimiter, strict=True)
         while True:
             try:
                 values: list[str] | BadLine = next(reader)
             except StopIteration:
-                if is_header:
-                    raise Unreadable("has no header; its first line names the columns") from None
                 return
             except csv.Error as error:
-                values = BadLine(f"not {'CSV' if self._delimiter == ',' else 'TSV'}: {error}")
-            if is_header:
-                _check_header(values)
-                is_header = False
+                values = BadLine(f"not CSV: {error}")
             yield reader.line_num, values
+
+    def _single_lines(self) -> Iterator[tuple[int, list[str] | BadLine]]:
+        for number, line in enumerate(self._lines(), start=1):
+            try:
+                yield number, next(csv.reader([line], delimiter="\t", strict=True))
+            except csv.Error:
+                what = "a value begins with a quotation mark that doesn't close it in this line; double the marks"
+                yield number, BadLine(f'not TSV: {what}, as """Hi"" she said", or write JSON lines')
+
+    def _check_delimiter(self, header: Any) -> None:
+        """Refuse to take a table with another delimiter for one of a single column."""
+        others = [each for each in ";|\t," if each in header[0]] if len(header) == 1 and not self._is_written else ()
+        if others or header[0].startswith("sep="):
+            looks = header[0].removeprefix("sep=")[:1] if header[0].startswith("sep=") else others[0]
+            raise Unreadable(
+                f"has one column, {header[0]!r}. Its values seem to be separated by {looks!r}: write data.separator: "
+                f"{looks!r}, or the character that separates them"
+            )
 
     def _lines(self) -> Iterator[str]:
         """The lines, as ``csv`` wants them. A line in another encoding ends what it can read."""
@@ -164,7 +199,14 @@ def _check_header(names: list[str] | BadLine) -> None:
 
 
 def _columns_of(row: Row) -> dict[str, str]:
-    return {name: TEXT if isinstance(v, str) else LIST if isinstance(v, list) else OTHER for name, v in row.items()}
+    return {name: _kind(value) for name, value in row.items()}
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, list):
+        return TEXT if isinstance(value, str) else OTHER
+    turns = value and all(isinstance(each, dict) and any(key in each for key in TURN) for each in value)
+    return TURNS if turns else LIST
 
 
 def _parse_object(line: str) -> Row | BadLine:

@@ -35,6 +35,7 @@ def read_text(path: Path) -> str:
             data = stream.read()
     except OSError as error:
         raise Unreadable(f"is unreadable: {error.strerror or error}") from None
+    data = data.removeprefix(_BYTE_ORDER_MARK)
     if not data:
         raise Unreadable("is empty")
     try:

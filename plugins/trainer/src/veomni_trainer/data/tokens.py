@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ _USUAL_ENDS = (
     "[EOS]",
     "[SEP]",
 )
+_AFTER_END = 3  # so many tokens of white space may follow the end of a turn
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (_FILE, _CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -52,6 +53,10 @@ class Tokenizer(Protocol):
         """The documents of ``examples``, in their order."""
         ...
 
+    def end_of(self, document: Document) -> int | None:
+        """The token of its own that ``document`` is learned to end with; ``None`` if it just stops."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write its files into ``folder``, so that it is loaded from there with the model's weights."""
         ...
@@ -70,6 +75,9 @@ class ByteTokenizer:
     def encode(self, examples: Sequence[Example]) -> list[Document]:
         return [self._encode(example) for example in examples]
 
+    def end_of(self, document: Document) -> int | None:
+        return _end_in(document, {self.end})
+
     def save(self, folder: Path) -> None:
         """Write nothing."""
 
@@ -85,7 +93,7 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers."""
+    """A tokenizer of transformers. A text begins with the tokens that it puts there, as in generation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int) -> None:
         self._tokenizer, self.end = tokenizer, end
@@ -94,6 +102,8 @@ class PretrainedTokenizer:
         self.has_offsets = tokenizer.is_fast
         self.chats = tokenizer if tokenizer.chat_template else None
         self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        self._beginning = np.asarray(_beginning(tokenizer), self._dtype)
+        self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), end}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -120,8 +130,14 @@ class PretrainedTokenizer:
             learned = None
             if example.learned is not None:
                 learned = _in_spans(np.asarray(encoded["offset_mapping"][number]).reshape(-1, 2), example.learned)
+            if example.ends and len(self._beginning):
+                ids = np.append(self._beginning, ids)
+                learned = None if learned is None else np.append(np.zeros(len(self._beginning), np.bool_), learned)
             documents.append(_document(ids, learned, self.end if example.ends else None))
         return documents
+
+    def end_of(self, document: Document) -> int | None:
+        return _end_in(document, self._special)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
@@ -134,7 +150,7 @@ def load_tokenizer(
 
     Args:
         name: ``bytes``, a folder that ``AutoTokenizer`` loads, or a ``tokenizer.json``.
-        end_of_document: the token that ends a document; by default one with a usual name, or else the end of sequence.
+        end_of_document: the token that ends a document; by default its end of sequence, or else one with a usual name.
         chat_template: the path of a Jinja file, in place of the tokenizer's own template.
         trust_remote_code: whether code that comes with the tokenizer may run.
 
@@ -199,12 +215,27 @@ def _end_of_document(tokenizer: PreTrainedTokenizerBase, name: str, wanted: str 
                 f"data.end_of_document: {name} has no token {wanted!r}. {did_you_mean(wanted, _USUAL_ENDS)}"
             )
         return vocabulary[wanted]
-    for token in (*_USUAL_ENDS, tokenizer.eos_token):
+    for token in (tokenizer.eos_token, *_USUAL_ENDS):
         if token in vocabulary:
             return vocabulary[token]
     raise JobFileError(
         f"data.end_of_document: name the token of {name} that ends a document; it has none of the usual ones"
     )
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that the tokenizer puts before a text, such as ``<s>``. Those after it are :attr:`Tokenizer.end`'s."""
+    alone: Any = tokenizer("a", add_special_tokens=False, return_attention_mask=False)
+    whole: Any = tokenizer("a", return_attention_mask=False)
+    ids, inside = whole["input_ids"], alone["input_ids"]
+    starts = (at for at in range(len(ids)) if ids[at : at + len(inside)] == inside)
+    return ids[: next(starts, 0)]
+
+
+def _end_in(document: Document, ends: Collection[int]) -> int | None:
+    """The last token that is learned and among ``ends``; templates write no more than white space after it."""
+    ids = document.ids if document.learned is None else document.ids[document.learned]
+    return next((int(token) for token in ids[: -_AFTER_END - 2 : -1] if token in ends), None)
 
 
 def _document(ids: Tokens, learned: Mask | None, end: int | None) -> Document:

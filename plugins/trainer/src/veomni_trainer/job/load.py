@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.commands import at_home, beside_job, load_yaml
+from veomni_core.errors import JobFileError
 from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems
@@ -44,7 +46,7 @@ def dump_job(job: Job) -> str:
 
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
-    train: dict[str, Any] = {"output_dir": str(at_home(job.train.output_dir).absolute())}
+    train: dict[str, Any] = {"output_dir": _written_to(job.train.output_dir, "train.output_dir")}
     if job.train.grpo is not None:
         rewards = [_file_beside(reference, folder) for reference in job.train.grpo.rewards]
         train["grpo"] = job.train.grpo.model_copy(update={"reward": rewards})
@@ -57,6 +59,18 @@ def _with_absolute_paths(job: Job, folder: Path) -> Job:
             "train": job.train.model_copy(update=train),
         }
     )
+
+
+def _written_to(name: str, key: str) -> str:
+    """The absolute path of a folder that may be made.
+
+    Raises:
+        JobFileError: it names a variable that is not set: nobody wants a folder of that name.
+    """
+    path = at_home(name).absolute()
+    if unset := re.search(r"\$\{?\w+\}?", str(path)):
+        raise JobFileError(f"{key}: {name} names {unset[0]}, and there is no such variable of the environment")
+    return str(path)
 
 
 def _file_beside(reference: str, folder: Path) -> str:
@@ -80,7 +94,7 @@ def _beside(data: DataSection, folder: Path) -> DataSection:
         if (value := getattr(data, key)) is not None
     }
     if isinstance(data.cache, str):
-        paths["cache"] = str(at_home(data.cache).absolute())
+        paths["cache"] = _written_to(data.cache, "data.cache")
     if data.sources is not None:
         paths["sources"] = [each.model_copy(update={"files": all_found(each.files)}) for each in data.sources]
     return data.model_copy(update=paths)

@@ -33,6 +33,7 @@ _APPLIED, _COMPARED, _CONTINUED, _REFUSED = OnResume
 KEYS: Mapping[str, OnResume] = {
     "model.config": _COMPARED,  # the checkpoint's weights must fit
     "model.weights": _CONTINUED,
+    "model.resize_embeddings": _COMPARED,  # the checkpoint's weights must fit
     "model.dtype": _REFUSED,
     "model.ops_implementation": _COMPARED,  # the plan
     "model.trust_remote_code": _APPLIED,

@@ -48,6 +48,20 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _embeddings_can_be_resized(self) -> Self:
+        if self.model.resize_embeddings:
+            if self.model.weights is None:
+                raise ValueError(
+                    "model.resize_embeddings is for weights; a new model has as many as its tokenizer needs"
+                )
+            if self.lora or self.train.is_sharded or self.train.fsdp:
+                raise ValueError(
+                    "model.resize_embeddings: an adapter would leave new embeddings as they are drawn, and a sharded "
+                    "model is not resized; train the weights once without, export them, and name the export"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_have_weights(self) -> Self:
         train = self.train
         if self.lora is None:

@@ -62,6 +62,8 @@ class ReadingKeys(Section):
     """Which files of a folder are read."""
     format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] | None = None
     """What the files are; by default their suffix says it. ``dataset``: a folder of ``datasets``' ``save_to_disk``."""
+    separator: str | None = Field(default=None, min_length=1, max_length=1)
+    """The character between two values of a CSV file; by default a comma, and in a TSV file a tab."""
     split: str | None = None
     """The split of a saved ``DatasetDict``."""
     columns: Columns | None = None

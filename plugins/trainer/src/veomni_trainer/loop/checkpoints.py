@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import write_manifest
-from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded
+from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded, reason
+from veomni_trainer.output.trained_sample import Sample, logits_of, write_sample
 
 PLAN, JOB, SEQUENCES = "plan.json", "job.yaml", "sequences.json"
 
@@ -31,12 +33,16 @@ class Origin:
     Attributes:
         job: the job, as YAML.
         sequences: their fingerprint.
+        sample: the tokens whose logits each checkpoint keeps; without the logits.
+        ends: how many documents were learned to end with which token, as of now.
     """
 
     plan: Plan
     tokenizer: Tokenizer
     job: str
     sequences: str
+    sample: Sample
+    ends: Callable[[], Mapping[int, int]]
 
 
 class CheckpointCallback(TrainerCallback):
@@ -58,8 +64,9 @@ class CheckpointCallback(TrainerCallback):
         if self._validates and (last or (validate_every and step % validate_every == 0)):
             control.should_evaluate = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **parts: Any) -> None:
         processes = PartialState()
+        sample = self._sampled(parts["model"])
         processes.wait_for_everyone()
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
@@ -67,11 +74,22 @@ class CheckpointCallback(TrainerCallback):
             write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
             write_whole(written / SEQUENCES, self._origin.sequences)
             write_whole(written / JOB, self._origin.job)
+            write_sample(written, sample)
             write_manifest(written)
             write_whole(written / PLAN, self._origin.plan.to_json())  # last: what has a plan is complete
             publish_folder(written, self._folder.path / written.name)
             self._folder.drop_checkpoints(self._train.keep_checkpoints)
         processes.wait_for_everyone()
+
+    def _sampled(self, model: Any) -> Sample:
+        """The sample with the logits of ``model``. All ranks call this, before one of them writes."""
+        sample = replace(self._origin.sample, ends=self._origin.ends())
+        if sample.why_not:
+            return sample
+        try:
+            return replace(sample, logits=logits_of(model, sample.ids))
+        except Exception as error:  # of a model that takes more than tokens; a checkpoint is worth more than the sample
+            return replace(sample, why_not=f"the model can't run on tokens alone ({reason(error)})")
 
 
 def _kernels(plan: Plan, other: Plan) -> Plan:

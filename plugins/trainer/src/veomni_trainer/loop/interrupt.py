@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -38,6 +39,8 @@ class InterruptCallback(TrainerCallback):
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if os.environ.get("RANK", "0") == "0":  # not by print, which may be what was interrupted
+            os.write(2, b"\nInterrupted: ends after this step, with a checkpoint. Again: stops at once, without one.\n")
 
     def _requested_anywhere(self, args: TrainingArguments) -> bool:
         """Whether any process received a signal: all processes must stop after the same step."""

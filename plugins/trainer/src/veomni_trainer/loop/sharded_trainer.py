@@ -24,7 +24,12 @@ class ShardedTrainer(Trainer):
     """A ``Trainer`` of the job's ``train`` section. Where that section shards nothing, it is ``Trainer``.
 
     transformers 5.23 clips gradients over several device meshes by itself, and doesn't save what it could resume.
+
+    Attributes:
+        learned_tokens: how many labels the step learns, over all ranks; ``None`` where the method counts otherwise.
     """
+
+    learned_tokens: torch.Tensor | None = None
 
     def __init__(self, train: TrainSection, *args: Any, **kwargs: Any) -> None:
         self._train = train
@@ -51,6 +56,9 @@ class ShardedTrainer(Trainer):
         """
         if not batch_samples:
             return None
+        labels = sum(learned_labels(batch["labels"]) for batch in batch_samples)
+        mean: torch.Tensor = self.accelerator.reduce(torch.as_tensor(labels, device=device).float(), "mean")
+        self.learned_tokens = mean * (self.args.world_size // self._train.ranks_per_batch)
         if not self.model_accepts_loss_kwargs:
             if any((batch["labels"] == IGNORED).any() for batch in batch_samples):
                 raise ConfigError(
@@ -59,8 +67,6 @@ class ShardedTrainer(Trainer):
                     "texts without packing, or data.loss_on: all"
                 )
             return None
-        labels = sum(learned_labels(batch["labels"]) for batch in batch_samples)
-        mean: torch.Tensor = self.accelerator.reduce(torch.as_tensor(labels, device=device).float(), "mean")
         return mean.clamp_min(1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

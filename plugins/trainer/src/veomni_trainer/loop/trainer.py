@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.loop.accumulation import weight_of_aux_loss
 from veomni_trainer.loop.bad_steps import BadSteps
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.device import wait_for
@@ -50,9 +51,10 @@ class JobTrainer(ResumingTrainer):
         callbacks: list[TrainerCallback],
         train: TrainSection,
         loads: ExpertLoads | None = None,
+        norms: Collection[nn.Module] = (),
         **more: Any,
     ) -> None:
-        self._clock, self._loads, self._corpus = StepClock(), loads, corpus
+        self._clock, self._loads, self._corpus, self._norms = StepClock(), loads, corpus, norms
         self.bad_steps = BadSteps(train, self._loss_scale)
         super().__init__(
             train,
@@ -97,6 +99,12 @@ class JobTrainer(ResumingTrainer):
             divide(super().create_optimizer(model), trained, self._train.parameter_groups)
         assert self.optimizer is not None
         return self.optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Without the weights of norms that were found by what they compute: ``Trainer`` goes by their names."""
+        norms = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
+        undecayed = {name for name, parameter in model.named_parameters() if id(parameter) in norms}
+        return [name for name in super().get_decay_parameter_names(model) if name not in undecayed]
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         shared, seed = self._train.ranks_per_batch, self.args.data_seed or 0
@@ -196,6 +204,10 @@ class JobTrainer(ResumingTrainer):
             )
         if model.training and (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
             self._aux_loss = aux_loss.detach()
+            if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+                # A mean of its own in each micro-step, whose tokens' losses are divided by the step's tokens already.
+                share = 1 / self.current_gradient_accumulation_steps
+                loss = loss + (share - 1) * weight_of_aux_loss(loss, aux_loss, self.model) * aux_loss
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -211,6 +223,8 @@ class JobTrainer(ResumingTrainer):
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
         row |= self.curves()
+        if self.learned_tokens is not None:
+            row["learned_tokens"] = int(self.learned_tokens)
         row |= {"bad": self.bad_steps.problem} if self.bad_steps.problem else {}
         row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}

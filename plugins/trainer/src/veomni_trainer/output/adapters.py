@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from veomni_core.errors import CheckpointError
+from veomni_transformers.build import load_as_trained
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (ADAPTER_CONFIG, "adapter_model.safetensors")
@@ -36,15 +38,33 @@ def copy_adapter(checkpoint: Path, folder: Path) -> None:
     copy_tokenizer(folder, checkpoint)
 
 
-def merge_adapter(checkpoint: Path, folder: Path, trust_remote_code: bool) -> None:
-    """Write the weights under the adapter, with the adapter added to them, to ``folder``.
+def load_adapter(adapted: Any, checkpoint: Path) -> None:
+    """Give the adapter of ``adapted`` the weights in ``checkpoint``, each of which must have its place, and fill all.
 
-    The weights are read anew, as they were published, also where training held them quantized.
+    Raises:
+        CheckpointError: it is damaged, or another adapter's.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    try:
+        result: Any = set_peft_model_state_dict(adapted, load_peft_weights(str(checkpoint), device="cpu"))
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint}: its adapter can't be read: {error}") from error
+    missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
+    if wrong := sorted([*missing, *result.unexpected_keys]):
+        raise CheckpointError(f"{checkpoint}: its adapter does not fit the job's at {wrong[0]}")
+
+
+def adapted_model(checkpoint: Path, trust_remote_code: bool) -> Any:
+    """The adapter in ``checkpoint`` over the weights under it, as PEFT's model of the class that was trained.
+
+    The weights are read anew, as they were published, also where training held them quantized. An output projection
+    that was tied to the embeddings has a weight of its own if the adapter changes one of the two.
 
     Raises:
         CheckpointError: the adapter or the weights under it are missing or damaged.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, get_peft_model
 
     if not (checkpoint / _ADAPTER[1]).is_file():  # PEFT would read a pickle in its place
         raise CheckpointError(f"{checkpoint} has no {_ADAPTER[1]}, so its adapter is not complete. Restore the file")
@@ -60,14 +80,41 @@ def merge_adapter(checkpoint: Path, folder: Path, trust_remote_code: bool) -> No
             f"write where they are into base_model_name_or_path of {checkpoint / ADAPTER_CONFIG}"
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            base, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
-        )
-        merged = PeftModel.from_pretrained(model, checkpoint).merge_and_unload(safe_merge=True)
+        model = load_as_trained(base, trust_remote_code)
+        with safe_open(checkpoint / _ADAPTER[1], "pt") as weights:
+            _untie(model, [*weights.keys()])
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(str(checkpoint)))  # type: ignore[arg-type]
+        load_adapter(adapted, checkpoint)
     except Exception as error:  # of files, headers, shapes, and of what the adapter's config says
+        raise CheckpointError(f"{checkpoint} can't be put over {base}: {error}") from error
+    return adapted
+
+
+def merge_adapter(adapted: Any, checkpoint: Path, folder: Path) -> None:
+    """Write the weights under the adapter, with the adapter added to them, to ``folder``.
+
+    Raises:
+        CheckpointError: the two can't be added.
+    """
+    base = Path(str(adapted.peft_config["default"].base_model_name_or_path))
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except Exception as error:  # of whatever the adapter's config says
         raise CheckpointError(f"{checkpoint} can't be merged into {base}: {error}") from error
     merged.save_pretrained(folder)
     copy_tokenizer(folder, checkpoint, base)
+
+
+def _untie(model: Any, keys: list[str]) -> None:
+    """Give the output projection a weight of its own if the adapter with the weights ``keys`` changes a shared one."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is not embedding.weight:
+        return
+    tied = [name for name, module in model.named_modules() if module in (embedding, head)]
+    if any(f".{name}." in key for name in tied for key in keys):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def copy_tokenizer(folder: Path, *sources: Path) -> None:

@@ -8,18 +8,21 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
-from veomni_trainer.output.adapters import copy_adapter, is_adapter, merge_adapter
+from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.files import publish_folder
 from veomni_trainer.output.shards import is_sharded, reason
-from veomni_transformers.build import build_skeleton, check_weights
+from veomni_trainer.output.trained_sample import Sample, logits_of, read_sample
+from veomni_transformers.build import build_skeleton, check_weights, load_as_trained
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")
 _CONFIGS = ("config.json", "generation_config.json")
@@ -28,17 +31,21 @@ _TOKENIZER = "tokenizer_config.json"  # every tokenizer that a checkpoint holds 
 
 def export_checkpoint(
     checkpoint: Path, folder: Path, trust_remote_code: bool = False, merges_adapter: bool = False
-) -> None:
+) -> str:
     """Write the weights of ``checkpoint`` to ``folder``, which appears whole or not at all.
 
     Their config and tokenizer are written too. Of an adapter, the adapter alone; or with ``merges_adapter``, the
     weights under it with the adapter added. Shards are joined region by region from memory-mapped files, and written
-    layer by layer.
+    layer by layer. What was written is loaded, and must compute for a few tokens what the trained model computed.
+
+    Returns:
+        How far its logits are from the trained model's, and at which tokens it ends, as a sentence.
 
     Raises:
         ConfigError: ``folder`` exists, there is no adapter to merge, or the model comes with code and
             ``trust_remote_code`` is false.
-        CheckpointError: ``checkpoint`` holds no weights that can be exported, or they are damaged.
+        CheckpointError: ``checkpoint`` holds no weights that can be exported, they are damaged, or what was written
+            computes something else than what was trained.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that doesn't, for the exported weights")
@@ -47,15 +54,85 @@ def export_checkpoint(
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         staging.mkdir(parents=True)
+        sample = read_sample(checkpoint)
         if merges_adapter:
-            merge_adapter(checkpoint, staging, trust_remote_code)
+            adapted = adapted_model(checkpoint, trust_remote_code)
+            if sample and sample.logits is None:
+                sample = replace(sample, logits=logits_of(adapted, sample.ids, sample.autocast), why_not="")
+            merge_adapter(adapted, checkpoint, staging)
         elif is_adapter(checkpoint):
             copy_adapter(checkpoint, staging)
         else:
             _write(checkpoint, staging, trust_remote_code)
+        said = _ending(staging, sample, trust_remote_code) + _compared(staging, sample, trust_remote_code)
         publish_folder(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    return said
+
+
+def _compared(folder: Path, sample: Sample | None, trust: bool) -> str:
+    """Load what is in ``folder``, and compare it with the trained model; how far it is from that, in words."""
+    if sample is None or sample.logits is None:
+        return f"not compared with the trained model: {sample.why_not if sample else 'its checkpoint has no sample'}"
+    try:
+        model = adapted_model(folder, trust) if is_adapter(folder) else load_as_trained(folder, trust)
+        here = next(model.parameters())
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        if torch.cuda.is_available() and size < 0.8 * torch.cuda.mem_get_info()[0]:
+            model.to("cuda")
+        difference, most = (
+            sample.difference(logits_of(model, sample.ids, sample.autocast)),
+            sample.tolerance(here.dtype),
+        )
+    except VeOmniError:
+        raise
+    except Exception as error:  # whatever a wrong folder leads to
+        raise CheckpointError(f"the exported weights can't be loaded: {reason(error)}. Nothing was written") from error
+    if not difference <= most:  # a NaN is no smaller
+        raise CheckpointError(
+            f"the exported weights compute other logits than the trained model: they differ by {difference:.2g} of "
+            f"their size, where rounding makes {most:g} at most. Nothing was written; the checkpoint is whole"
+        )
+    return f"the same logits as the trained model's, to {difference:.1g} of their size"
+
+
+def _ending(folder: Path, sample: Sample | None, trust: bool) -> str:
+    """Let the model in ``folder`` end at the tokens that it learned to end with, beside those of the weights before."""
+    counts = dict(sample.ends) if sample else {}
+    total, without = sum(counts.values()), counts.pop(-1, 0)
+    learned = sorted((token for token in counts if counts[token] >= total / 100), key=lambda token: -counts[token])
+    if sample is None or not total:
+        return ""
+    if not learned:
+        return "no document that it learned ends with a token of its own, so it may not stop; "
+    if not (folder / _CONFIGS[0]).is_file():
+        return f"generate with eos_token_id={learned}; "
+    config = json.loads((folder / _CONFIGS[0]).read_text(encoding="utf-8"))
+    if (folder / _CONFIGS[1]).is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    else:
+        generation = GenerationConfig.from_dict({"eos_token_id": config.get("eos_token_id")})
+    known: list[int] = []
+    if not sample.is_new:
+        for each in (generation.eos_token_id, config.get("eos_token_id")):
+            known += each if isinstance(each, list) else [each] if isinstance(each, int) else []
+    ends = [*dict.fromkeys([*learned, *known])]
+    some = f" ({without / total:.0%} of the documents end without one)" if without else ""
+    said = f"it ends at {', '.join(_names(folder, ends, trust))}{some}; "
+    if ends == known:
+        return said
+    generation.eos_token_id = config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    generation.save_pretrained(folder)
+    (folder / _CONFIGS[0]).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return said
+
+
+def _names(folder: Path, ids: list[int], trust: bool) -> list[str]:
+    if not (folder / _TOKENIZER).exists():
+        return [str(each) for each in ids]
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    return [str(each) for each in tokenizer.convert_ids_to_tokens(ids)]
 
 
 def _write(checkpoint: Path, folder: Path, trust: bool) -> None:

@@ -77,6 +77,7 @@ def figures(rows: list[Row]) -> Row:
         return {}
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     bad = bad_steps(rows)
+    learned = [row["learned_tokens"] for row in warm if "learned_tokens" in row]
     return {
         "steps": train[-1]["step"],
         "first_loss": train[0]["loss"],
@@ -86,5 +87,6 @@ def figures(rows: list[Row]) -> Row:
         "step_seconds": statistics.median(row["step_seconds"] for row in warm),
         "step_seconds_quartiles": quartiles([row["step_seconds"] for row in warm]),
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in warm),
+        **({"learned_tokens": statistics.median(learned)} if learned else {}),
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in train),
     }

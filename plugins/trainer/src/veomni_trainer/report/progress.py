@@ -58,14 +58,16 @@ class Progress:
 
 
 def describe(row: Row) -> str:
-    """One row as text: ``loss 2.1034  5,301 tok/s  1.32 GB``; and what was measured of experts.
+    """One row as text: ``loss 2.1034  learned 512  5,301 tok/s  1.32 GB``; and what was measured of experts.
 
     ``experts 1.42x  ranks 1.10x  sent 0.52 GB``: the busiest expert and rank have so many times the mean of rows, and
     ranks sent each other so much.
     """
     if "loss" not in row:
         return f"validation loss {row['validation_loss']:.4f}"
-    text = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  {gigabytes(row['peak_memory_bytes'])}"
+    learned = f"  learned {row['learned_tokens']:,}" if "learned_tokens" in row else ""
+    speed = f"{row['tokens_per_second']:,.0f} tok/s"
+    text = f"loss {row['loss']:.4f}{learned}  {speed}  {gigabytes(row['peak_memory_bytes'])}"
     for key, name in (("expert_load", "experts"), ("rank_load", "ranks")):
         text += f"  {name} {row[key]:.2f}x" if key in row else ""
     return text + (f"  sent {gigabytes(row['dispatch_bytes'])}" if "dispatch_bytes" in row else "")

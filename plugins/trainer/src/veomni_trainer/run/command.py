@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from veomni_core.commands import Changes, Frozen, JobPath, fit, frozen_job, print_json
+from veomni_core.commands import Changes, Frozen, JobPath, at_home, fit, frozen_job, print_json
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
@@ -75,7 +75,7 @@ def train(
 
     loaded = load_job(job, changes or ())
     postpone_bitsandbytes(loaded)
-    start, locked = resume_from or resume, frozen_job(job)
+    start, locked = at_home(resume_from) if resume_from else resume, frozen_job(job)
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
@@ -119,5 +119,5 @@ def export(
 
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
-    export_checkpoint(checkpoint, folder, trust_remote_code, merge)
-    print(f"{checkpoint} -> {folder}")
+    said = export_checkpoint(checkpoint, folder, trust_remote_code, merge)
+    print(f"{checkpoint} -> {folder}: {said}")

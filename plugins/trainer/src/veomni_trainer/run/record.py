@@ -64,7 +64,9 @@ class RunRecord(TrainerCallback):
         if self._begun:
             what = (str(error).strip().splitlines() or [""])[0]
             with suppress(OSError):  # a full disk may be the error itself
-                write_report(self._folder, RunEnding("failed", f"{type(error).__name__}: {what}"))
+                stopped = isinstance(error, KeyboardInterrupt)
+                ending = RunEnding("interrupted") if stopped else RunEnding("failed", f"{type(error).__name__}: {what}")
+                write_report(self._folder, ending)
 
     def _begin(self) -> None:
         self._folder.path.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from veomni_trainer.report.write import describe_run, write_report
 from veomni_trainer.run.check import check_frozen
 from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
+from veomni_trainer.run.memory_errors import naming_lack_of_memory
 from veomni_trainer.run.start import prepare
 from veomni_trainer.run.starting_point import completion, starting_point
 from veomni_trainer.run.training import Ending, fit
@@ -101,8 +102,14 @@ class _Run:
     def run(self) -> bool:
         """Train, compare and report; returns whether an interrupt ended the job early."""
         job, folder = self.job, self.folder
-        with naming_lost_processes(job.train.timeout):
-            ending, eager_code = self._train()
+        try:
+            with naming_lost_processes(job.train.timeout), naming_lack_of_memory(self.compare == EAGER):
+                ending, eager_code = self._train()
+        except KeyboardInterrupt:
+            saved = folder.checkpoints()
+            again = f"Go on from {saved[-1][1].name} with --resume." if saved else "There is no checkpoint."
+            print_once(f"\nStopped at once. {again}")
+            return True
         _let_go()
         stopped = ending.interrupted or bool(ending.bad_step)
         if self.compare and eager_code is None and not stopped:
@@ -152,8 +159,9 @@ class _Run:
             if job.train.export and not stopped:
                 shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
                 merges = job.train.export == "merged"
-                export_checkpoint(folder.last_checkpoint()[1], folder.exported, job.model.trust_remote_code, merges)
-                print(f"weights: {folder.exported}", flush=True)
+                last = folder.last_checkpoint()[1]
+                said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
+                print(f"weights: {folder.exported}: {said}", flush=True)
             write_report(folder, RunEnding(state, ending.bad_step))
         print_once(describe_run(folder))
 

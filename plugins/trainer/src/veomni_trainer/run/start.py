@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from veomni_core import Binding, Registry, binding_of
@@ -15,7 +16,8 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
-from veomni_trainer.data.rows import check_lengths, read_rows
+from veomni_trainer.data.rows import check_lengths, prompt_ids, read_rows
+from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.method_packages import require_trl
@@ -26,6 +28,7 @@ from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.console import print_once
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
@@ -84,8 +87,7 @@ def prepare(
     ops = ops_config(job, registry)
     tokenizer = job_tokenizer(job)
     check_settings(job)
-    if job.train.is_sharded or job.train.parameter_groups or job.lora:
-        check_model(job, tokenizer)
+    check_model(job, tokenizer)
     if job.train.is_sharded:
         check_started(job.train)
     corpus = read_data(job, tokenizer)
@@ -126,8 +128,27 @@ def prepare(
         print_once(f"plan change accepted: {change}")
     if point.checkpoint:
         print_once(describe_resumption(job, folder, point))
-    origin = Origin(binding.plan, tokenizer, dump_job(job), sequences)
+    origin = Origin(
+        binding.plan, tokenizer, dump_job(job), sequences, _sample(job, corpus, inputs), lambda: corpus.ends
+    )
     return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin, inputs)
+
+
+def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
+    """The tokens that each checkpoint's logits are kept for."""
+    first: Any = next(iter(corpus.training.first(1))) if isinstance(corpus.training, Stream) else corpus.training[0]
+    if job.train.learns_from_rows:
+        assert inputs is not None
+        ids = torch.tensor(prompt_ids(first, inputs.tokenizer))
+    else:
+        ids = first["input_ids"]
+    quantized = job.lora is not None and job.lora.quantization
+    return Sample(
+        sample_ids(ids, job.train.sp_size),
+        why_not="training held the weights under the adapter quantized" if quantized else "",
+        autocast=conditions(job).autocast,
+        is_new=job.model.weights is None,
+    )
 
 
 def check_settings(job: Job) -> None:

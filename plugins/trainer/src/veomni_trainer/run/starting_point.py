@@ -7,13 +7,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.resuming import OnResume, changed_keys, refuse_changes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.output.manifest import damage
+from veomni_trainer.output.manifest import damage, total_bytes
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
+from veomni_trainer.run.console import is_main_process
 from veomni_trainer.setup.adapter import check_resumed
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"
@@ -97,16 +101,27 @@ def describe_resumption(job: Job, folder: RunFolder, point: StartingPoint) -> st
 
 
 def _refuse_damage(folder: RunFolder, step: int, checkpoint: Path) -> None:
-    problems = damage(checkpoint) or _unreadable(checkpoint)
+    problems = _damage(checkpoint) or _unreadable(checkpoint)
     if not problems:
         return
-    older = [path for each, path in folder.checkpoints() if each < step and not damage(path)]
+    older = [path for each, path in folder.checkpoints() if each < step and not damage(path, reads=False)]
     instead = (
         f"Go on from the one before it with --resume={older[-1]}"
         if older
         else f"{folder.path} holds no older one. Start again with --overwrite, or restore the file"
     )
     raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. {instead}")
+
+
+def _damage(checkpoint: Path) -> list[str]:
+    """As :func:`damage`; of several processes, the first one reads the files."""
+    if not is_main_process():
+        return damage(checkpoint, reads=False)
+    columns = (TextColumn("checking {task.description}"), BarColumn(bar_width=None), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(checkpoint.name, total=total_bytes(checkpoint))
+        return damage(checkpoint, on_read=lambda count: bar.advance(task, count))
 
 
 def _unreadable(checkpoint: Path) -> list[str]:

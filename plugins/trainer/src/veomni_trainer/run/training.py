@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from veomni_core.errors import HostError
@@ -26,6 +25,8 @@ from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
 from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
+
+_NORMS = ("rms_norm", "rms_norm_gated")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
         turns: the turns that it takes with the other run of a comparison.
 
     Raises:
-        HostError: the memory or the disk isn't enough.
+        HostError: the disk isn't enough.
         ConformanceError: in a step of ``train.shadow`` a site's kernel and its own code differ, on some process.
     """
     train, folder, binding, arguments, point = (
@@ -81,13 +82,6 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
                 turns.on_lost = interrupt.request
         with progress.running(), interrupt.listening(), _kernels_in_fused_heads(start):
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)
-    except torch.OutOfMemoryError as error:
-        record.end_with(error)
-        shared = "Two runs share the memory: --compare eager-after trains one after the other. Or l" if turns else "L"
-        raise HostError(
-            f"out of memory: {str(error).splitlines()[0]} {shared}ower train.batch_size or data.sequence_length (and "
-            "raise train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
-        ) from error
     except (OSError, RuntimeError, SafetensorError) as error:
         record.end_with(error)
         if not (why := write_failure(error)):
@@ -107,7 +101,9 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
 
 def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads | None) -> JobTrainer:
     train = start.job.train
-    given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads
+    ops = (op for op in start.binding.plan.ops if op.op_name in _NORMS)
+    norms = [start.base.get_submodule(each.site.path) for op in ops for each in op.sites if each.site.variant]
+    given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms
     if start.inputs is None:
         return JobTrainer(*given)
     from veomni_trainer.loop.trl_trainers import TRAINERS

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
 from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.schema import Job
-from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter
+from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
 from veomni_trainer.setup.precision import precision_of
 
 if TYPE_CHECKING:
@@ -125,17 +124,9 @@ def check_resumed(job: Job, checkpoint: Path) -> None:
 
 
 def _load(adapted: PeftModel, checkpoint: Path) -> None:
-    from peft import load_peft_weights, set_peft_model_state_dict
-
     config: Any = adapted.peft_config["default"]
     _check_same(config, checkpoint)
-    try:
-        result: Any = set_peft_model_state_dict(adapted, load_peft_weights(str(checkpoint), device="cpu"))
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{checkpoint}: its adapter can't be read: {error}") from error
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    if wrong := sorted([*trained.intersection(result.missing_keys), *result.unexpected_keys]):
-        raise CheckpointError(f"{checkpoint}: its adapter does not fit the job's at {wrong[0]}")
+    load_adapter(adapted, checkpoint)
 
 
 def _config(lora: LoraSection) -> LoraConfig:

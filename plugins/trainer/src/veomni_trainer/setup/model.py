@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import JobConditions, OpsConfig, Plan, Registry, build_foundation_model
@@ -17,6 +18,7 @@ from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
+from veomni_trainer.setup.causal_models import check_causal
 from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
 from veomni_transformers.build import build_skeleton as unbound_skeleton
@@ -77,13 +79,13 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
     """Check, without weights or processes, that the job's model fits its data and its sizes.
 
     Raises:
-        ConfigError: as :func:`model_config`, and where the job's sizes can't shard the model.
+        ConfigError: as :func:`model_config`, where the model is no causal language model, and where the job's sizes
+            can't shard it.
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
-    if not job.train.is_sharded and not job.train.parameter_groups and not job.lora:
-        return
     skeleton: Any = unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code)
+    check_causal(skeleton)
     if job.train.is_sharded:
         check_sharding(job.train, skeleton)
     if job.lora:
@@ -121,9 +123,27 @@ def build_model(
     """
     try:
         weights = job.model.weights if job.lora else checkpoint or job.model.weights
-        return _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify, check_plan=check_plan)
+        model = _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify, check_plan=check_plan)
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{checkpoint or job.model.weights} does not fit this model: {reason(error)}") from error
+    if weights is not None:
+        _refuse_not_finite(model, weights)
+    return model
+
+
+def _refuse_not_finite(model: PreTrainedModel, weights: Path | str) -> None:
+    """Raise CheckpointError if this rank's part of a weight holds NaN or an infinity: no setting would mend that."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if part.is_floating_point() and part.element_size() > 1:  # torch can't say it of 8 bits
+            found[name] = torch.isfinite(part.detach()).all()
+    if bad := [name for name, finite in found.items() if not finite]:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise CheckpointError(
+            f"{weights}: {bad[0]}{more} holds values that are not finite, so every loss would be nan. Copy or download "
+            "the weights again, or use earlier ones"
+        )
 
 
 def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrainedModel:
@@ -156,6 +176,7 @@ def _build(
         device=under.device,
         distributed_config=under.distributed_config if device != "meta" else None,
         quantization_config=quantization_config(job) if device != "meta" else None,
+        resize_embeddings=job.model.resize_embeddings and weights is not None,
         trust_remote_code=job.model.trust_remote_code,
         verify=verify,
         check_plan=check_plan,
@@ -176,10 +197,16 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
     text_config = config.get_text_config()
     if isinstance(source, dict) and "vocab_size" not in source and job.model.weights is None:
         text_config.vocab_size = padded_vocabulary(tokenizer.vocab_size)
+    if text_config.vocab_size < tokenizer.vocab_size and job.model.resize_embeddings:
+        text_config.vocab_size = padded_vocabulary(tokenizer.vocab_size)
     if text_config.vocab_size < tokenizer.vocab_size:
+        counts = f"is {text_config.vocab_size}, but data.tokenizer has {tokenizer.vocab_size} tokens"
         raise ConfigError(
-            f"model.config.vocab_size is {text_config.vocab_size}, but data.tokenizer has {tokenizer.vocab_size} "
-            "tokens; raise it, or leave it out"
+            f"model.config.vocab_size {counts}; raise it, or leave it out"
+            if job.model.weights is None
+            else f"vocab_size of {job.model.weights} {counts}. Write model.resize_embeddings: true to give the weights "
+            "more embeddings, which are drawn around the mean of theirs and trained, or name the tokenizer that the "
+            "weights were trained with"
         )
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and job.data.sequence_length > longest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,14 @@ def _module_of(where: str, reference: str) -> Any:
 
 def _checked(function: Callable[..., Any], reference: str, name: str) -> Reward:
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        values = function(prompts=prompts, completions=completions, **columns)
+        try:
+            values = function(prompts=prompts, completions=completions, **columns)
+        except Exception as error:  # of the user's function
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise JobFileError(
+                f"{_KEY}: {reference} raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename}), for "
+                f"{len(completions)} completions, the first of them {completions[0]!r}"
+            ) from error
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             found = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
             raise JobFileError(

@@ -37,6 +37,13 @@ def first_module_that_sees_others(
     return path, model.get_submodule(path)
 
 
+def sees_later_tokens(model: PreTrainedModel, ids: Tensor) -> bool:
+    """Whether the output of ``model`` for the first half of ``ids`` ``[1, S]`` depends on the second."""
+    embedded, outputs = _run(model, {"input_ids": ids})
+    half = ids.shape[1] // 2
+    return embedded is not None and bool(outputs) and _sees_beyond(outputs[-1][1], embedded, slice(0, half))
+
+
 def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Tensor | None, list[tuple[str, Tensor]]]:
     """The embedded tokens as a leaf, and each module's output ``[1, S, ...]`` in the order in which modules return."""
     paths = {module: path for path, module in model.named_modules()}
@@ -62,14 +69,17 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Tensor | None,
 
 def _sees_others(output: Tensor, embedded: Tensor, lengths: Sequence[int]) -> bool:
     """Whether the first or the last document's part of ``output`` depends on ``embedded`` outside of it."""
+    documents = (slice(0, lengths[0]), slice(sum(lengths[:-1]), sum(lengths)))
+    return any(_sees_beyond(output, embedded, document) for document in documents)
+
+
+def _sees_beyond(output: Tensor, embedded: Tensor, part: slice) -> bool:
+    """Whether ``output`` at the positions ``part`` depends on ``embedded`` outside of them."""
+    upstream = torch.zeros_like(output)
     generator = torch.Generator().manual_seed(_SEED)
-    upstream = torch.randn(output.shape, generator=generator).to(output)
-    for document in (slice(0, lengths[0]), slice(sum(lengths[:-1]), sum(lengths))):
-        of_it = torch.zeros_like(upstream)
-        of_it[:, document] = upstream[:, document]
-        (gradient,) = torch.autograd.grad(output, embedded, of_it, retain_graph=True, allow_unused=True)
-        if gradient is not None:
-            gradient[:, document] = 0.0
-            if bool(gradient.ne(0).any()):  # a NaN is none either
-                return True
-    return False
+    upstream[:, part] = torch.randn(output.shape, generator=generator).to(output)[:, part]
+    (gradient,) = torch.autograd.grad(output, embedded, upstream, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return False
+    gradient[:, part] = 0.0
+    return bool(gradient.ne(0).any())  # a NaN is none either

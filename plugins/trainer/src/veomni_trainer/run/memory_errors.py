@@ -1,0 +1,35 @@
+"""Turns what torch and Python raise where memory is not enough into an error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from veomni_core.errors import HostError
+
+_SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # torch's RuntimeError of a CPU
+
+
+@contextmanager
+def naming_lack_of_memory(two_runs: bool) -> Iterator[None]:
+    """Name the keys that lower the memory; ``two_runs``: whether two runs share it.
+
+    Raises:
+        HostError: the memory of the device, or of the machine, isn't enough.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_cpu = isinstance(error, MemoryError) or any(sign in str(error) for sign in _SIGNS)
+        if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        shared = (
+            "Two runs share the memory: --compare eager-after trains one after the other. Or l" if two_runs else "L"
+        )
+        raise HostError(
+            f"out of memory: {said}. {shared}ower train.batch_size or data.sequence_length (and raise "
+            "train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
+        ) from error

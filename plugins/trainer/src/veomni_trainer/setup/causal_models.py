@@ -1,0 +1,84 @@
+"""Whether a model learns what the job's methods teach: at each position the next token, from those before it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from veomni_core.errors import ConfigError
+from veomni_core.random_states import random_states_kept
+from veomni_trainer.setup.document_gradients import sees_later_tokens
+from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
+from veomni_transformers.losses.language_models import language_models
+from veomni_transformers.proving import probe
+
+_TOKENS, _ROUNDING = 8, 1e-3
+
+
+def check_causal(skeleton: Any) -> None:
+    """Raise ConfigError unless ``skeleton``, on the meta device, is a causal language model.
+
+    transformers lists its class among causal models, or its own loss is proven to be the next tokens'. Where the config
+    says whether it is a decoder, a small copy is run.
+    """
+    config, kind = skeleton.config, type(skeleton).__name__
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    listed = (causal, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type))
+    what_to_do = "Classifiers, reward models and models that fill in masked words can't be trained yet"
+    if causal and causal != kind:
+        what_to_do = f"If the weights have such a head, write architectures: [{causal}] into their config. {what_to_do}"
+    if why := _why_not_causal(skeleton, listed):
+        raise ConfigError(
+            f"model: {kind} is no causal language model, and train.method teaches the next token: {why}. {what_to_do}"
+        )
+    if getattr(config, "is_decoder", None) is False and _copies_its_input(config):
+        raise ConfigError(
+            f"model: {kind} sees the tokens that come after a position, so it would learn to copy its input instead of "
+            "the next token. Write is_decoder: true into its config (model.config)"
+        )
+
+
+def _why_not_causal(model: Any, listed: tuple[str | None, ...]) -> str:
+    if model.config.is_encoder_decoder:
+        return "it reads a question by an encoder, and answers by a decoder"
+    found = next((each for each in language_models(model) if not each.path), None)
+    if found is None:
+        return "it has no output projection to words, or takes no labels"
+    if type(model).__name__ in listed:
+        return ""
+    missed, why_not = probe.attempt(lambda: _missed_loss(model, found.head))
+    if why_not:  # of code that comes with a model, nobody knows more
+        return f"its loss can't be compared: {why_not}" if hasattr(transformers, type(model).__name__) else ""
+    return "" if missed < _ROUNDING else "its loss is not that of the next token"
+
+
+def _missed_loss(model: Any, head: Any) -> float:
+    """How far the loss of the model's own code is from the next tokens' cross entropy, over random hidden states."""
+    with probe.seeded():
+        twin, _ = head_twin(model, head, probe.random(2, _TOKENS, decoder_width(model, head)))
+        labels = torch.randint(VOCABULARY, (2, _TOKENS))
+        output: Any = twin.forward(input_ids=labels, labels=labels)
+        wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return abs(float(output.loss) / float(wanted) - 1)
+
+
+def _copies_its_input(config: Any) -> bool:
+    """Whether one random layer of the model lets a position see later ones."""
+    small = copy.deepcopy(config)
+    small.get_text_config().num_hidden_layers = 1
+
+    def copies() -> bool:
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        return sees_later_tokens(model, torch.randint(config.get_text_config().vocab_size, (1, _TOKENS)))
+
+    with random_states_kept():
+        seen, why_not = probe.attempt(copies)
+    return bool(seen) and not why_not
