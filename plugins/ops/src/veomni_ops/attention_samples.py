@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Draw, Sample, leaf
-from veomni_ops.places import alone, far_apart, has_room
+from veomni_ops.memory_places import alone, far_apart, has_room
 
 BY_LENGTHS = "flash_attention_mask"  # what a kernel declares that takes FlashAttention's masks
 

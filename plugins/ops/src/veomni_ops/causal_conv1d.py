@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
-from veomni_ops.places import alone
+from veomni_ops.memory_places import alone
 
 # "swish" is the package's other name of silu.
 ACTIVATIONS = (None, "silu", "swish")

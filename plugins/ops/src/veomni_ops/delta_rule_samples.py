@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
-from veomni_ops.places import alone
+from veomni_ops.memory_places import alone
 
 # A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
 WIDE_HEADS, WIDEST_HEAD = "wide_heads", 128

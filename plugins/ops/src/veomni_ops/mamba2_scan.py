@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, as_tensors, compute_dtype, leaf
-from veomni_ops.places import alone
+from veomni_ops.memory_places import alone
 
 UNLIMITED = (0.0, math.inf)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
-from veomni_ops.places import alone
+from veomni_ops.memory_places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
 
 
