@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from planned_norms import vouching
 from veomni_core import KernelSpec
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
@@ -55,4 +56,4 @@ def counting_registry(*names: str, ops: tuple[str, ...] = ()) -> Registry:
         if op.name != "attention" and (not ops or op.name in ops)
     ]
     record = PluginRecord("counting", "veomni-counting", "1.0", __name__, kernels=tuple(specs))
-    return build_registry([*definitions(), record], {})
+    return vouching(build_registry([*definitions(), record], {}), *specs, distribution="veomni-counting")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from models import build
+from planned_norms import registry as registry_of
 from veomni_core import KernelSpec, OpsConfig, Plan, apply_plan, bind, make_plan
-from veomni_core.discovery.discover import definitions
-from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError
 from veomni_ops import rms_norm
 
@@ -28,7 +27,7 @@ def _kernels(monkeypatch):
 
 def config(value="acme", factory="acme_inference:norm"):
     spec = KernelSpec("acme", "rms_norm", "standard", factory, backward=False, preference=90)
-    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1.2", "p", kernels=(spec,))], {})
+    registry = registry_of(spec)
     return OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": value}, registry, environ={})
 
 

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from models import build, step
+from planned_norms import registry as registry_of
 from veomni_core import Hardware, HardwareRequirement, KernelSpec, bind, build_foundation_model, make_plan
-from veomni_core.discovery.discover import definitions
-from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConfigError, HostError
 from veomni_core.planning.config import OpsConfig
 from veomni_ops.rms_norm import standard
 
 AUTO = {"preset": "auto"}
 GPU = KernelSpec("gpu", "rms_norm", "standard", f"{__name__}:gpu_norm", hardware=HardwareRequirement("cuda"))
-REGISTRY = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1", "p", kernels=(GPU,))], {})
+REGISTRY = registry_of(GPU)
 fails = True
 
 
@@ -172,7 +171,7 @@ def test_to_torch_an_amd_gpu_is_called_cuda(monkeypatch):
 def test_of_alternative_devices_the_planned_one_is_named():
     either = HardwareRequirement("npu") | HardwareRequirement("cuda")
     spec = KernelSpec("gpu", "rms_norm", "standard", f"{__name__}:gpu_norm", hardware=either)
-    registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
+    registry = registry_of(spec)
     model = build("llama")
     binding = bind(model, AUTO, registry=registry, device="cuda")
     assert "runs on cuda, and the model's parameters are on cpu" in binding.receipt.to_dict()["misplaced"]

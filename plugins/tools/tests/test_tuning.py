@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
 from tuned_kernels import CountingClock
 
 from models import build
+from planned_norms import vouching
 from veomni_conformance.ledger import Certificate, record
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
@@ -56,7 +57,7 @@ def norm(name, preference=50, dtypes=("float32",)):
 
 def registry_of(*kernels, known=None):
     known = definitions() if known is None else known
-    return build_registry([*known, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {})
+    return vouching(build_registry([*known, PluginRecord("p", "veomni-p", "1.2", "p", kernels=kernels)], {}), *kernels)
 
 
 def norms_and(*other_rules):

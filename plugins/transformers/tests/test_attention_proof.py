@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 from models import FAMILIES, assert_same_bits, build, step, tokens
+from planned_norms import vouching
 from veomni_core import KernelSpec, bind
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
@@ -59,7 +60,8 @@ def registry(**of_sdpa):
     features = of_sdpa.pop("features", ("dense_mask", "dropout", "odd_heads", "position_bias", "sdpa_mask"))
     factory = "transformers.integrations.sdpa_attention:sdpa_attention_forward"
     specs = (KernelSpec("sdpa", "attention", "standard", factory, features=features, **of_sdpa),)
-    return build_registry([*definitions(), PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)], {})
+    record = PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)
+    return vouching(build_registry([*definitions(), record], {}), *specs, distribution="veomni-one")
 
 
 def bind_attention(model, asked="auto", **of_sdpa):

@@ -50,6 +50,9 @@ class _Place:
     site: Site | None = field(compare=False)  # the first site with these properties
 
 
+_Against = Mapping[KernelSpec, tuple[tuple[str, ...], ...]]
+
+
 class Selection:
     """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
 
@@ -179,24 +182,18 @@ class Selection:
         sizes, kind = tuple(sorted(site.sizes.items())), self.times.kind(site, dtypes) if self.times else None
         return _Place(site.variant or "", dtypes, site.needs, refuses, sizes, site.own, kind, site)
 
-    def _why_not_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
-        """The reasons why ``spec`` can't run at ``place``, as phrases; empty if it can."""
+    def _against(self, spec: KernelSpec, place: _Place, by_auto: bool = False) -> tuple[tuple[str, ...], ...]:
+        """Why ``spec`` can't run at ``place``; and why it may not, for what was found of it here. Both as phrases."""
         unmet, failures = self._unmet_at(spec, place), self.failures(spec, place.dtypes)
         # A kernel that can't run here anyway needs no check.
         unverified = () if unmet else self.unverified(spec, place.dtypes)
+        if by_auto and not (unmet or unverified or failures):
+            why = self.unvouched(spec, place.dtypes) or self._unloadable.get(spec, "")
+            unverified = (why,) if why else ()
         # Nobody waits for a kernel that `auto` never takes; naming it gives the reason at each site.
         checks = (*failures, *(unverified if spec.preference > 0 else ()))
         self.passed_by.update(dict.fromkeys(f"{spec} {why}" for why in checks))
-        return (*unmet, *unverified, *failures)
-
-    def _why_not_by_auto(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
-        """The same, for ``auto``."""
-        reasons = self._why_not_at(spec, place)
-        if not reasons and (why := self.unvouched(spec, place.dtypes) or self._unloadable.get(spec, "")):
-            if spec.preference > 0:
-                self.passed_by[f"{spec} {why}"] = None
-            return (why,)
-        return reasons
+        return unmet, (*unverified, *failures)
 
     def _unmet_at(self, spec: KernelSpec, place: _Place) -> tuple[str, ...]:
         reasons = list(self.why_not(spec))
@@ -230,7 +227,8 @@ class Selection:
             if spec is None:
                 why_not: tuple[str, ...] = (self._not_covered(op_name, place.variant, entry.name),)
             else:
-                why_not = (*_options_refused(spec, entry), *self._why_not_at(spec, place))
+                unmet, found = self._against(spec, place)
+                why_not = (*_options_refused(spec, entry), *unmet, *found)
             if spec is not None and not why_not:
                 chosen = spec.configured(op_name, dict(entry.options))
                 return Verdict(chosen, _after(passed_over, "as asked"), as_asked=True)
@@ -251,8 +249,10 @@ class Selection:
 
     def _best_known(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
         specs = self._registry.kernels(op_name, place.variant)
-        usable = [spec for spec in specs if not self._why_not_by_auto(spec, place)]
-        passed_over = [*passed_over, *self._unchecked_alone(op_name, place)] if usable else passed_over
+        against = {spec: self._against(spec, place, by_auto=True) for spec in specs}
+        usable = [spec for spec, reasons in against.items() if not any(reasons)]
+        if usable:
+            passed_over = [*passed_over, *self._unchecked_alone(against, place)]
         by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
         times = self._profile.get(op_name, {})
         measured = [(times[name], name) for name in by_name if name in times]
@@ -266,14 +266,14 @@ class Selection:
             if found.kernel is not None:
                 return Verdict(by_name[found.kernel], _after(passed_over, found.reason), as_asked=False)
             unmeasured = f"; {found.reason}" if found.reason and usable else ""
-        ranked = self._highest(op_name, place, usable)
+        ranked = self._highest(place, usable, against)
         return replace(ranked, reason=_after(passed_over, f"{ranked.reason}{unmeasured}"))
 
-    def _highest(self, op_name: str, place: _Place, usable: list[KernelSpec]) -> Verdict:
+    def _highest(self, place: _Place, usable: list[KernelSpec], against: _Against) -> Verdict:
         """What the kernels' declared preferences say."""
         preferred = [spec for spec in usable if spec.preference > 0]
         if not preferred:
-            return Verdict(None, self._why_none(op_name, place), as_asked=False)
+            return Verdict(None, _why_none(place, against), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
         if best.preference <= _PLAIN and _FUNCTION.fullmatch(place.own):
             reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
@@ -281,23 +281,11 @@ class Selection:
         reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
         return Verdict(best, reason, as_asked=False)
 
-    def _unchecked_alone(self, op_name: str, place: _Place) -> Iterator[str]:
-        """The kernels that nothing but how they were found to be here keeps from ``place``."""
-        for spec in self._registry.kernels(op_name, place.variant):
-            why = self.failures(spec, place.dtypes)
-            if not why and spec.preference > 0:
-                why = self.unverified(spec, place.dtypes) or self._why_not_by_auto(spec, place)
-            if why and not self._unmet_at(spec, place):
-                yield f"{spec.name} {' and '.join(why)}"
-
-    def _why_none(self, op_name: str, place: _Place) -> str:
-        specs = self._registry.kernels(op_name, place.variant)
-        if not specs:
-            return f"no kernel for {place.variant} is installed"
-        not_preferred = ("is not preferred to the model's own code",)
-        return "; ".join(
-            f"{spec.name} {' and '.join(self._why_not_by_auto(spec, place) or not_preferred)}" for spec in specs
-        )
+    def _unchecked_alone(self, against: _Against, place: _Place) -> Iterator[str]:
+        """The kernels that nothing but what was found of them here keeps from ``place``."""
+        for spec, (unmet, found) in against.items():
+            if found and not unmet and (spec.preference > 0 or self.failures(spec, place.dtypes)):
+                yield f"{spec.name} {' and '.join(found)}"
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
         covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})
@@ -331,6 +319,15 @@ def not_certified(
     return (
         f"has not passed veomni verify in {', '.join(missing)} here{elsewhere}, and {reason} "
         f"({evidence.how_to_check(spec, plugin)})"
+    )
+
+
+def _why_none(place: _Place, against: _Against) -> str:
+    if not against:
+        return f"no kernel for {place.variant} is installed"
+    not_preferred = ("is not preferred to the model's own code",)
+    return "; ".join(
+        f"{spec.name} {' and '.join((*unmet, *found) or not_preferred)}" for spec, (unmet, found) in against.items()
     )
 
 
