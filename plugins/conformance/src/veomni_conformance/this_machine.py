@@ -15,7 +15,7 @@ from veomni_core.discovery.registry import PluginRecord
 from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, changed_overrides
 
 CERTIFICATES = "veomni_certificates.json"  # of a plugin's package; no part of what was checked
-_COMPILERS = ("torch", "triton", "nvidia-cutlass-dsl", PYTHON_NATIVE)  # they matter to every kernel
+_COMPILERS = ("torch", "triton", PYTHON_NATIVE)  # they matter to every kernel
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
