@@ -11,7 +11,7 @@ from models import build
 from veomni_core import OpsConfig, find_sites, plan_sites
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_ops.attention import AttentionModule
+from veomni_ops.attention import AttentionModule, standard
 from veomni_torch.attention import sdpa
 from veomni_torch.plugin import veomni_kernels
 
@@ -52,6 +52,28 @@ def test_a_window_or_packing_that_the_mask_holds_is_computed():
     found, _ = sdpa(module, *inputs, mask, **options)
     alone, _ = sdpa(module, *(each[:, :, 4:7] for each in inputs), None)
     torch.testing.assert_close(found[:, 4:7], alone)
+
+
+@pytest.mark.parametrize("dtype, autocast", [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_a_row_whose_added_mask_hides_all_keys_gives_the_mean_of_the_values(dtype, autocast):
+    """Fused kernels lose how many keys there are beside the lowest number: gradients were as many times too large."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 9, 8, dtype=dtype).requires_grad_() for _ in range(3))
+    mask = torch.zeros(2, 1, 9, 9, dtype=dtype)
+    mask[0, :, 3], mask[1] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, _ = sdpa(AttentionModule(1), query, key, value, mask)
+    exact = [each.detach().double().requires_grad_() for each in (query, key, value)]
+    wanted, _ = standard(AttentionModule(1), *exact, mask.double())
+    upstream = torch.randn_like(found)
+    pairs = [(found, wanted)]
+    pairs += zip(
+        torch.autograd.grad(found, (query, key, value), upstream),
+        torch.autograd.grad(wanted, exact, upstream.double()),
+        strict=True,
+    )
+    for mine, theirs in pairs:
+        assert (mine.double() - theirs).norm() <= 0.02 * theirs.norm()
 
 
 def test_a_position_bias_is_refused_where_transformers_does_not_add_it(monkeypatch):

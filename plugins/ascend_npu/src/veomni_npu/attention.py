@@ -7,10 +7,12 @@ the operator's mask, True means masked. For causal attention of any length it ta
 from __future__ import annotations
 
 import functools
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from veomni_core.kernels import cast_as_autocast
 from veomni_npu.operators import npu
@@ -99,17 +101,37 @@ def _dense(
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, causal: bool, options: Any
 ) -> Tensor:
-    # Reads the boundaries on the host; without the leading 0, they are the end of each sequence.
-    options |= {"actual_seq_qlen": query_starts[1:].tolist(), "actual_seq_kvlen": key_starts[1:].tolist()}
+    """The operator gets the sequences that have queries and keys. Any other query gives zeros."""
+    lengths = [starts.diff().tolist() for starts in (query_starts, key_starts)]  # reads the boundaries on the host
+    attends = [bool(queries and keys) for queries, keys in zip(*lengths, strict=True)]
+    ends = [[*accumulate(compress(each, attends))] for each in lengths]
+    shape, places = (*query.shape[:3], value.shape[3]), None
+    if [each[-1:] for each in ends] != [[query.shape[2]], [key.shape[2]]]:
+        kept = torch.tensor(attends)
+        places, of_keys = (
+            kept.repeat_interleave(torch.tensor(each)).nonzero().flatten().to(query.device) for each in lengths
+        )
+        query, key, value = query[:, :, places], key[:, :, of_keys], value[:, :, of_keys]
+    options |= {"actual_seq_qlen": ends[0], "actual_seq_kvlen": ends[1]}
     if causal:
         options |= _causal(query.device, _LAST_AT_LAST)
     # [1, H, T, D] to [T, H, D]
-    return _attend([heads[0].transpose(0, 1) for heads in (query, key, value)], "TND", options).unsqueeze(0)
+    output = _attend([heads[0].transpose(0, 1) for heads in (query, key, value)], "TND", options).unsqueeze(0)
+    if places is None:
+        return output
+    return output.new_zeros(shape).transpose(1, 2).index_copy(1, places, output)
 
 
 def _attend(heads: list[Tensor], layout: str, options: dict[str, Any]) -> Tensor:
-    """The output for query, key and value, each ``[..., heads, D]``: ``[B, S, H, D]`` or, packed, ``[T, H, D]``."""
-    result = npu.npu_fusion_attention(*heads, heads[0].shape[-2], layout, **options)
+    """The output for query, key and value, each ``[..., heads, D]``: ``[B, S, H, D]`` or, packed, ``[T, H, D]``.
+
+    The operator takes values at most as wide as queries and keys, so these get columns of zeros.
+    """
+    query, key, value = heads
+    missing = value.shape[-1] - query.shape[-1]
+    if missing > 0:
+        query, key = (pad(each, (0, missing)) for each in (query, key))
+    result = npu.npu_fusion_attention(query, key, value, query.shape[-2], layout, **options)
     return result[0]
 
 
