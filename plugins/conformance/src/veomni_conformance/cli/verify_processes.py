@@ -133,8 +133,10 @@ class Checks:
     def _checked(self, check: Check) -> Row:
         with tempfile.TemporaryDirectory() as folder:
             written, errors = Path(folder) / "row", Path(folder) / "errors"
-            names = {"plugin": check.plugin, "kernel": str(check.spec), "dtype": check.dtype}
-            request = replace(self._request, **names, file=str(written), part=check.part)
+            file, part, kernel = str(written), check.part, str(check.spec)
+            request = replace(
+                self._request, plugin=check.plugin, kernel=kernel, dtype=check.dtype, file=file, part=part
+            )
             problem = self._run(request, errors)
             if not written.exists():
                 return Row(str(check.spec), check.dtype, FAILED, (problem,))

@@ -18,7 +18,7 @@ from veomni_core.planning.decisions import OpDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state, carrying_paths
 from veomni_transformers.packed.dropped_boundaries import drops_boundaries
-from veomni_transformers.proving.functions import current_forward, global_functions
+from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 
 _WITHOUT_STATE = "causal_conv1d"
 _ATTENTION = "attention"
@@ -36,11 +36,16 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
     reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
     paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
     paths |= {_model_around(model, path) for path in carrying_paths(model)}
-    attending = {
-        _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
-    }
+    attending: dict[str, bool] = {}  # of the models with attention, whether masks alone keep sequences apart in it
+    for decision in (decision for op in ops if op.op_name == _ATTENTION for decision in op.sites):
+        path, by_masks = (
+            _model_around(model, decision.site.path),
+            not decision.bound and not _takes_lengths(decision.site),
+        )
+        attending[path] = attending.get(path, False) or by_masks
     return {
-        path: _mixing(model, path, reading) or (_why_masks_mix(model, path) if path in attending else "")
+        path: _mixing(model, path, reading)
+        or (_why_masks_mix(model, path, attending[path]) if path in attending else "")
         for path in sorted(paths)
     }
 
@@ -98,14 +103,28 @@ def _why_eager_mixes(site: Site) -> str:
     return ""
 
 
-def _why_masks_mix(model: nn.Module, path: str) -> str:
+def _takes_lengths(site: Site) -> bool:
+    """Whether the model's own attention reads ``cu_seq_lens_q``, as transformers' calls of FlashAttention do."""
+    return "flash" in site.own
+
+
+def _why_masks_mix(model: nn.Module, path: str, by_masks: bool) -> str:
     """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions."""
-    if mask_functions(model.get_submodule(path)) != {_PADDING}:
+    module = model.get_submodule(path)
+    functions = mask_functions(module)
+    if functions != {_PADDING} and not (by_masks and functions and not _names_positions(module)):
         return ""
+    choose = "" if functions == {_PADDING} else ", or choose a kernel that needs no mask (attn_implementation)"
     return (
         f"{named(model, path)} would mix them: the masks that it gives to its attention say where padding is, and not "
-        "where a sequence begins. Pass each sequence alone"
+        f"where a sequence begins. Pass each sequence alone{choose}"
     )
+
+
+def _names_positions(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` passes ``position_ids`` by name, as to functions that build masks."""
+    constants = [each for code in code_layers(current_forward(module)) for each in code.__code__.co_consts]
+    return any("position_ids" in (each if isinstance(each, tuple) else (each,)) for each in constants)
 
 
 def mask_functions(module: nn.Module) -> set[str]:
