@@ -39,9 +39,9 @@ STATE = "what it carries along the sequence is computed by its own code"
 REFUSED = {
     "falcon_mamba": rf"mixer \(FalconMambaMixer\) would mix them: {STATE}",
     "glm5_next": r"\(Glm5NextTextModel\) would mix them: the masks that it gives to its attention",
-    "inkling_text": rf"\.k_sconv \(InklingShortConvolution\) would mix them: .*{DROPPED}",
-    "inkling2_text of sliding layers": rf"would mix them: .*{DROPPED}",
-    "inkling2_text": rf"k_sconv \(Inkling2DynamicShortConvolution\) would mix them: {STATE}",
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_text of sliding layers"), f"would mix them: .*{DROPPED}"
+    ),
     "jamba": rf"mamba \(JambaMambaMixer\) would mix them: {STATE}",
     "mamba": rf"mixer \(MambaMixer\) would mix them: {STATE}",
     "mamba2": r"\(Mamba2ForCausalLM\) takes no position_ids",

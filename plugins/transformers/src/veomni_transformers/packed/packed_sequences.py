@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.decisions import OpDecision
+from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state, carrying_paths
 from veomni_transformers.packed.dropped_boundaries import drops_boundaries
@@ -36,18 +36,8 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
     reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
     paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
     paths |= {_model_around(model, path) for path in carrying_paths(model)}
-    attending: dict[str, bool] = {}  # of the models with attention, whether masks alone keep sequences apart in it
-    for decision in (decision for op in ops if op.op_name == _ATTENTION for decision in op.sites):
-        path, by_masks = (
-            _model_around(model, decision.site.path),
-            not decision.bound and not _takes_lengths(decision.site),
-        )
-        attending[path] = attending.get(path, False) or by_masks
-    return {
-        path: _mixing(model, path, reading)
-        or (_why_masks_mix(model, path, attending[path]) if path in attending else "")
-        for path in sorted(paths)
-    }
+    attending = [decision for op in ops if op.op_name == _ATTENTION for decision in op.sites]
+    return {path: _mixing(model, path, reading) or _why_masks_mix(model, path, attending) for path in sorted(paths)}
 
 
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
@@ -108,8 +98,15 @@ def _takes_lengths(site: Site) -> bool:
     return "flash" in site.own
 
 
-def _why_masks_mix(model: nn.Module, path: str, by_masks: bool) -> str:
-    """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions."""
+def _why_masks_mix(model: nn.Module, path: str, attending: Iterable[SiteDecision]) -> str:
+    """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions.
+
+    An attention site is that model, one around it, or a part of it.
+    """
+    own = [each for each in attending if _is_nested(path, each.site.path)]
+    if not own:
+        return ""
+    by_masks = any(not each.bound and not _takes_lengths(each.site) for each in own)
     module = model.get_submodule(path)
     functions = mask_functions(module)
     if functions != {_PADDING} and not (by_masks and functions and not _names_positions(module)):
@@ -137,6 +134,12 @@ def mask_functions(module: nn.Module) -> set[str]:
         {'create_causal_mask'}
     """
     return {name for name, _ in global_functions(current_forward(module)) if _MASKS.match(name)}
+
+
+def _is_nested(path: str, other: str) -> bool:
+    """Whether one of two modules is in the other, or both are the same."""
+    shorter, longer = sorted((path, other), key=len)
+    return not shorter or f"{longer}.".startswith(f"{shorter}.")
 
 
 def _itself_and_around(path: str) -> set[str]:
