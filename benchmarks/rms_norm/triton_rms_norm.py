@@ -26,7 +26,8 @@ from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import hold
 from veomni_triton import rms_norm
 from veomni_triton.rms_norm import whole_rows
-from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch, backward_launch, forward_launch
+from veomni_triton.rms_norm.launch import backward_launch, forward_launch
+from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 Figures = dict[str, Any]

@@ -33,7 +33,8 @@ from veomni_ops import rms_norm_gated as references
 from veomni_triton import rms_norm_gated
 from veomni_triton.rms_norm_gated import whole_groups
 from veomni_triton.rms_norm_gated.form import Form
-from veomni_triton.rms_norm_gated.launch import BackwardLaunch, ForwardLaunch, backward_launch, forward_launch
+from veomni_triton.rms_norm_gated.launch import backward_launch, forward_launch
+from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
 
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
 Figures = dict[str, Any]

@@ -11,6 +11,7 @@ from models import build
 from veomni_core import OpsConfig, find_sites, plan_sites
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
+from veomni_core.errors import PackedSequencesError
 from veomni_ops.attention import AttentionModule, standard
 from veomni_torch.attention import sdpa
 from veomni_torch.plugin import veomni_kernels
@@ -29,8 +30,6 @@ def heads():
         (None, {"s_aux": torch.zeros(2)}, "sdpa does not compute sinks"),
         (torch.ones(1, 9, dtype=torch.bool), {}, "a mask of other than 4 dimensions"),
         (None, {"sliding_window": 8}, "a sliding window without a mask"),
-        (None, {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "packed sequences without a mask"),
-        (None, {"cu_seq_lens_k": BOUNDS}, "packed sequences without a mask"),
         (None, {"softcap": 50.0, "s_aux": torch.zeros(2)}, "a softcap and sinks"),
         (None, {"indices": torch.zeros(1)}, "sdpa does not compute `indices`; choose eager"),
         (None, {"block_indices": torch.zeros(1)}, "`block_indices`"),
@@ -40,6 +39,12 @@ def heads():
 def test_what_is_not_computed_is_refused(mask, options, message):
     with pytest.raises(ValueError, match=message):
         sdpa(AttentionModule(1), *heads(), mask, **options)
+
+
+@pytest.mark.parametrize("options", [{"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, {"cu_seq_lens_k": BOUNDS}])
+def test_packed_sequences_without_a_mask_are_refused(options):
+    with pytest.raises(PackedSequencesError, match="choose flash_attention_2, 3 or 4"):
+        sdpa(AttentionModule(1), *heads(), None, **options)
 
 
 def test_a_window_or_packing_that_the_mask_holds_is_computed():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from veomni_core.errors import PackedSequencesError
 from veomni_core.kernels import ALIGNMENT, aligned, begins_aligned, cast_as_autocast
 from veomni_ops.attention import refuse
 
@@ -49,9 +50,10 @@ def sdpa(
         options: Among others ``position_bias[1 or B, Hq, S, L]``.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask ``[B, L]`` is requested; a window or packed sequences come
-            without a mask; an option chooses keys by sparse attention, or sinks per query; or, on a GPU, a mask covers
-            more than 2**32 pairs of positions.
+        PackedSequencesError: packed sequences come without a mask.
+        ValueError: a softcap, sinks or a padding mask ``[B, L]`` is requested; a window comes without a mask; an option
+            chooses keys by sparse attention, or sinks per query; or, on a GPU, a mask covers more than 2**32 pairs of
+            positions.
     """
     masked = attention_mask is not None
     refused = {
@@ -59,12 +61,16 @@ def sdpa(
         "sinks": s_aux is not None,
         "a mask of other than 4 dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
-        "packed sequences without a mask": not masked and not (cu_seq_lens_q is None and cu_seq_lens_k is None),
     }
     refuse("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED})
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
+    if not masked and not (cu_seq_lens_q is None and cu_seq_lens_k is None):
+        raise PackedSequencesError(
+            "sdpa keeps packed sequences apart by a mask alone, and the model gave it none: choose flash_attention_2, "
+            "3 or 4, or flex_attention (attn_implementation), or pass each sequence alone"
+        )
     causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else bool(options["is_causal"])
     bias = options.pop("position_bias", None)
     if bias is not None:

@@ -162,7 +162,7 @@ def _limit_threads() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     if inductor := sys.modules.get("torch._inductor.config"):
-        inductor.compile_threads = int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
+        inductor.compile_threads = int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.decisions import OpDecision
+from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state, carrying_paths
 from veomni_transformers.packed.dropped_boundaries import drops_boundaries
-from veomni_transformers.proving.functions import current_forward, global_functions
+from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 
 _WITHOUT_STATE = "causal_conv1d"
 _ATTENTION = "attention"
@@ -36,13 +36,8 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
     reading = [op for op in ops if registry.op(op.op_name).reads_boundaries]
     paths = {_model_around(model, decision.site.path) for op in reading for decision in op.sites}
     paths |= {_model_around(model, path) for path in carrying_paths(model)}
-    attending = {
-        _model_around(model, decision.site.path) for op in ops if op.op_name == _ATTENTION for decision in op.sites
-    }
-    return {
-        path: _mixing(model, path, reading) or (_why_masks_mix(model, path) if path in attending else "")
-        for path in sorted(paths)
-    }
+    attending = [decision for op in ops if op.op_name == _ATTENTION for decision in op.sites]
+    return {path: _mixing(model, path, reading) or _why_masks_mix(model, path, attending) for path in sorted(paths)}
 
 
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
@@ -98,14 +93,35 @@ def _why_eager_mixes(site: Site) -> str:
     return ""
 
 
-def _why_masks_mix(model: nn.Module, path: str) -> str:
-    """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions."""
-    if mask_functions(model.get_submodule(path)) != {_PADDING}:
+def _takes_lengths(site: Site) -> bool:
+    """Whether the model's own attention reads ``cu_seq_lens_q``, as transformers' calls of FlashAttention do."""
+    return "flash" in site.own
+
+
+def _why_masks_mix(model: nn.Module, path: str, attending: Iterable[SiteDecision]) -> str:
+    """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions.
+
+    An attention site is that model, one around it, or a part of it.
+    """
+    own = [each for each in attending if _is_nested(path, each.site.path)]
+    if not own:
         return ""
+    by_masks = any(not each.bound and not _takes_lengths(each.site) for each in own)
+    module = model.get_submodule(path)
+    functions = mask_functions(module)
+    if functions != {_PADDING} and not (by_masks and functions and not _names_positions(module)):
+        return ""
+    choose = "" if functions == {_PADDING} else ", or choose a kernel that needs no mask (attn_implementation)"
     return (
         f"{named(model, path)} would mix them: the masks that it gives to its attention say where padding is, and not "
-        "where a sequence begins. Pass each sequence alone"
+        f"where a sequence begins. Pass each sequence alone{choose}"
     )
+
+
+def _names_positions(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` passes ``position_ids`` by name, as to functions that build masks."""
+    constants = [each for code in code_layers(current_forward(module)) for each in code.__code__.co_consts]
+    return any("position_ids" in (each if isinstance(each, tuple) else (each,)) for each in constants)
 
 
 def mask_functions(module: nn.Module) -> set[str]:
@@ -118,6 +134,12 @@ def mask_functions(module: nn.Module) -> set[str]:
         {'create_causal_mask'}
     """
     return {name for name, _ in global_functions(current_forward(module)) if _MASKS.match(name)}
+
+
+def _is_nested(path: str, other: str) -> bool:
+    """Whether one of two modules is in the other, or both are the same."""
+    shorter, longer = sorted((path, other), key=len)
+    return not shorter or f"{longer}.".startswith(f"{shorter}.")
 
 
 def _itself_and_around(path: str) -> set[str]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
-from veomni_triton.rms_norm.launch import BackwardLaunch, ForwardLaunch
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
+from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
 from veomni_triton.sizes import ceil_div, power_of_two
 
 
