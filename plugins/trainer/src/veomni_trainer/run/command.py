@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,14 +73,13 @@ def train(
     if (resume or resume_from) and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it; give one of the two")
 
-    from veomni_core.jobs.jobfile import at_home
     from veomni_core.planning.locked_plans import frozen_job
     from veomni_trainer.job.load import load_job
     from veomni_trainer.setup.postponed import postpone_bitsandbytes
 
     loaded = load_job(job, changes or ())
     postpone_bitsandbytes(loaded)
-    start, locked = at_home(resume_from) if resume_from else resume, frozen_job(job)
+    start, locked = Path(os.path.expanduser(resume_from)) if resume_from else resume, frozen_job(job)
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 
