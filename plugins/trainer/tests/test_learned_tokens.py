@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs_on_ranks import Jobs, balance
+from jobs_on_ranks import BALANCE, Jobs
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers shards models since 5.21")
 
@@ -22,11 +22,11 @@ APART, SHARING = "train.gradient_accumulation=2", "train.gradient_accumulation=4
 SP = ("train.sp_size=2", SHARING)
 CASES = {
     "llama": {"ddp": (APART, HELD_OUT), "tp": ("train.tp_size=2", SHARING, HELD_OUT), "sp": (*SP, SDPA, HELD_OUT)},
-    "moe": {"ddp": (APART, balance(2)), "ep": (APART, balance(2), "train.fsdp_size=2", "train.ep_size=2")},
+    "moe": {"ddp": (APART, BALANCE), "ep": (APART, BALANCE, "train.fsdp_size=2", "train.ep_size=2")},
     "stream": {"ddp": (APART, *STREAM), "sp": (*SP, SDPA, *STREAM)},
     "packed": {"ddp": (APART, *PACKED), "sp": (*SP, *PACKED)},
 }
-ALONE = {"llama": (HELD_OUT,), "moe": (balance(1),), "stream": STREAM, "packed": PACKED}
+ALONE = {"llama": (HELD_OUT,), "moe": (BALANCE,), "stream": STREAM, "packed": PACKED}
 
 
 def _pairs(path: Path) -> None:

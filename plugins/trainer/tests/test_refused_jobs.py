@@ -27,7 +27,7 @@ Train = Callable[..., bool]
         ("model.config.hiden_size=3", UnknownNameError, "llama has no such key. Did you mean 'hidden_size'?"),
         ("model.config.vocab_size=200", ConfigError, "vocab_size is 200, but data.tokenizer has 257 tokens"),
         ("data.sequence_length=65", ConfigError, "65, but the model's max_position_embeddings is 64"),
-        ("data.sequence_length=6000", JobFileError, "are fewer than one sequence of 6,000"),
+        ("data.sequence_length=6000", ConfigError, "max_position_embeddings is 64; lower data.sequence_length"),
         ("train.batch_size=1000", JobFileError, "168 sequences for training, and one step takes 1,000"),
         ("train.device=cuda", HostError, "train.device is cuda, but torch sees no CUDA device here"),
         ("train.fsdp=true", HostError, "torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs_on_ranks import STEPS, Jobs, balance
+from jobs_on_ranks import BALANCE, STEPS, Jobs
 from safetensors.torch import load_file
 from sharded_jobs import Case
 from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs = Jobs(tmp_path_factory.mktemp("sharded"))
     jobs.alone("llama alone", "llama", "train.batch_size=4", HELD_OUT)
     for batches in (2, 4):
-        changes = (f"train.gradient_accumulation={batches}", balance(1), "train.expert_loads=true")
+        changes = (f"train.gradient_accumulation={batches}", BALANCE, "train.expert_loads=true")
         jobs.alone(f"moe alone, {batches} batches", "moe", *changes)
     yield jobs
     torch.set_num_threads(threads)
@@ -52,15 +52,15 @@ def two(jobs: Jobs) -> dict[int, list[str]]:
         [
             jobs.case("llama, fsdp", "llama", *fsdp, HELD_OUT, f"train.save_every={STEPS // 2}"),
             jobs.case("llama, tp", "llama", *tp, "train.batch_size=4", HELD_OUT, AUTO),
-            jobs.case("moe, fsdp", "moe", *fsdp, balance(2), "train.gradient_checkpointing=true"),
-            jobs.case("moe, ep", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO),
-            jobs.case("moe, tp and ep", "moe", *tp, "train.ep_size=2", ACCUMULATING, balance(1)),
+            jobs.case("moe, fsdp", "moe", *fsdp, BALANCE, "train.gradient_checkpointing=true"),
+            jobs.case("moe, ep", "moe", *fsdp, "train.ep_size=2", BALANCE, AUTO),
+            jobs.case("moe, tp and ep", "moe", *tp, "train.ep_size=2", ACCUMULATING, BALANCE),
             jobs.case(
-                "moe, sp and ep", "moe", *fsdp, "train.ep_size=2", "train.sp_size=2", SDPA, ACCUMULATING, balance(1)
+                "moe, sp and ep", "moe", *fsdp, "train.ep_size=2", "train.sp_size=2", SDPA, ACCUMULATING, BALANCE
             ),
             jobs.case("refused", "llama", "train.fsdp_size=4"),
             jobs.case(
-                "bf16", "moe", *fsdp, "train.ep_size=2", balance(2), AUTO, "train.precision=bf16_mixed", "train.steps=2"
+                "bf16", "moe", *fsdp, "train.ep_size=2", BALANCE, AUTO, "train.precision=bf16_mixed", "train.steps=2"
             ),
             jobs.case("llama, on", "llama", *tp, "train.batch_size=4", HELD_OUT, continues=half, resume=True),
         ],
@@ -112,7 +112,7 @@ def test_loads_do_not_depend_on_where_experts_are(jobs: Jobs) -> None:
 @pytest.fixture(scope="module")
 def four(jobs: Jobs) -> dict[int, list[str]]:
     """Four processes train with each expert on one of them, save, and go on under other sizes."""
-    fsdp, mixed = ("train.fsdp_size=4", balance(4)), ("train.fsdp_size=2", "train.tp_size=2", balance(2))
+    fsdp, mixed = ("train.fsdp_size=4", BALANCE), ("train.fsdp_size=2", "train.tp_size=2", BALANCE)
     half, last = f"saved/checkpoint-{STEPS // 2}", str(jobs.run(f"saved/checkpoint-{STEPS}"))
     return jobs.together(
         4,
@@ -167,7 +167,7 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_in_one(jobs: Jobs) -> None:
-    sizes = ("train.fsdp_size=2", "train.ep_size=2", balance(2), "train.save_every=3", "train.timeout=60")
+    sizes = ("train.fsdp_size=2", "train.ep_size=2", BALANCE, "train.save_every=3", "train.timeout=60")
     case = jobs.case("killed", "moe", *sizes)
     sets = [part for change in case.changes for part in ("--set", change)]
     ranks = fork_ranks(run_veomni, "train", case.job, *sets, processes=2)
@@ -179,5 +179,5 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_in_one(jobs: Jobs)
     assert survivor.returncode == 1
     assert "error: another process of this job ended, or did not answer for 60 s (train.timeout)" in survivor.stderr
     assert not (jobs.run("killed") / ".incomplete").exists()
-    jobs.alone("killed", "moe", ACCUMULATING, balance(1), resume=True)
+    jobs.alone("killed", "moe", ACCUMULATING, BALANCE, resume=True)
     jobs.assert_same("killed", "moe alone, 2 batches")

@@ -108,7 +108,7 @@ class PackedDocuments(Sequences):
         labels = learned_in(self._store, self._pieces)
         if chosen is None:
             return int(labels.sum())
-        return sum(int(labels[self._packs[index]].sum()) for index in np.flatnonzero(chosen))
+        return sum(int(labels[self._packs[int(index)]].sum()) for index in np.flatnonzero(chosen))
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))

@@ -113,14 +113,14 @@ def _ending(folder: Path, sample: Sample | None, trust: bool) -> str:
         generation = GenerationConfig.from_pretrained(folder)
     else:
         generation = GenerationConfig.from_dict({"eos_token_id": config.get("eos_token_id")})
+    before = generation.eos_token_id
     known: list[int] = []
-    if not sample.is_new:
-        for each in (generation.eos_token_id, config.get("eos_token_id")):
-            known += each if isinstance(each, list) else [each] if isinstance(each, int) else []
+    for each in () if sample.is_new else (before, config.get("eos_token_id")):
+        known += each if isinstance(each, list) else [each] if isinstance(each, int) else []
     ends = [*dict.fromkeys([*learned, *known])]
     some = f" ({without / total:.0%} of the documents end without one)" if without else ""
     said = f"it ends at {', '.join(_names(folder, ends, trust))}{some}; "
-    if ends == known:
+    if before in (ends, ends[0] if len(ends) == 1 else ends):
         return said
     generation.eos_token_id = config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     generation.save_pretrained(folder)

@@ -15,8 +15,6 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from veomni_core.random_states import random_states_kept
-
 _FILE = "trained.sample"  # safetensors by another suffix: who loads weights takes every *.safetensors for some
 _TOKENS, _POSITIONS = 128, 16
 _TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -98,10 +96,19 @@ def logits_of(model: Any, ids: Tensor, autocast: str | None = None) -> Tensor:
     dtype = getattr(torch, autocast) if autocast else None
     model.eval()
     try:
-        with torch.no_grad(), random_states_kept(), torch.autocast(device.type, dtype) if dtype else nullcontext():
+        with (
+            torch.no_grad(),
+            _random_states_kept(device),
+            torch.autocast(device.type, dtype) if dtype else nullcontext(),
+        ):
             found = model(input_ids=ids[None].to(device)).logits
             logits = found.full_tensor() if isinstance(found, DTensor) else found
             rows = logits[0, torch.linspace(0, logits.shape[1] - 1, min(_POSITIONS, logits.shape[1])).long()]
             return rows.float().cpu().contiguous()
     finally:
         model.train(was_training)
+
+
+def _random_states_kept(device: torch.device) -> Any:
+    kind = "cuda" if device.type == "cpu" else device.type  # fork_rng always keeps the CPU's
+    return torch.random.fork_rng(devices=() if device.type == "cpu" else (device,), device_type=kind)

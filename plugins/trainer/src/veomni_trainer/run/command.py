@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +76,7 @@ def train(
 
     loaded = load_job(job, changes or ())
     postpone_bitsandbytes(loaded)
-    start, locked = at_home(resume_from) if resume_from else resume, frozen_job(job)
+    start, locked = Path(os.path.expanduser(resume_from)) if resume_from else resume, frozen_job(job)
     if dry:
         from veomni_trainer.run.dry_run import dry_run
 

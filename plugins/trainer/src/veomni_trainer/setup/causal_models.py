@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from veomni_core.errors import ConfigError
-from veomni_core.random_states import random_states_kept
 from veomni_trainer.setup.document_gradients import sees_later_tokens
 from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
 from veomni_transformers.losses.language_models import language_models
@@ -79,6 +78,6 @@ def _copies_its_input(config: Any) -> bool:
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
         return sees_later_tokens(model, torch.randint(config.get_text_config().vocab_size, (1, _TOKENS)))
 
-    with random_states_kept():
+    with torch.random.fork_rng(devices=()):  # on the CPU
         seen, why_not = probe.attempt(copies)
     return bool(seen) and not why_not
